@@ -1,0 +1,441 @@
+"""Versioned, validated options of every stage. Nothing here imports torch.
+
+Each dataclass is one stage of the flow (load -> calibrate -> regularise | score -> decide -> compact ->
+recover -> evaluate -> export -> measure); :class:`PruneConfig` composes them. ``from_dict`` refuses unknown
+keys with a suggestion, and ``validate`` collects every problem before it raises once.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pyprune.errors import ConfigError, did_you_mean
+
+CONFIG_VERSION = 1
+
+Norm = Literal["l1", "l2"]
+Solver = Literal["subgradient", "prox"]
+Schedule = Literal["published", "anneal"]
+RatioOf = Literal["layers", "hidden", "parameters"]
+StageAction = Literal["regularise", "recover", "finetune"]
+
+
+class Config:
+    """Base of all option dataclasses: strict parsing, round trip, and collected validation."""
+
+    version: ClassVar[int] = CONFIG_VERSION
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build from plain JSON/YAML data.
+
+        Raises:
+            ConfigError: unknown keys (with a suggestion) or values of the wrong type, all together.
+        """
+        problems: list[str] = []
+        result = cls._parse(data, "", problems)
+        if problems:
+            raise ConfigError(problems)
+        result.validate()
+        return result
+
+    @classmethod
+    def _parse(cls, data: Mapping[str, Any], path: str, problems: list[str]) -> Self:
+        hints = typing.get_type_hints(cls)
+        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
+        for key, value in data.items():
+            if key == "version" and path == "":
+                if value != CONFIG_VERSION:
+                    problems.append(f"version is {value!r}; this pyprune reads version {CONFIG_VERSION}.")
+                continue
+            if key not in names:
+                problems.append(did_you_mean(str(key), names, f"option in {path or cls.__name__}"))
+                continue
+            values[key] = _coerce(value, hints[key], f"{path}{key}", problems)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data that :meth:`from_dict` reads back to an equal object."""
+        return {"version": CONFIG_VERSION, **_plain(asdict(self))}  # type: ignore[call-overload]
+
+    def problems(self) -> list[str]:
+        """Return one sentence for each invalid option (empty when all are valid)."""
+        return []
+
+    def validate(self) -> None:
+        """Raise :class:`ConfigError` with every problem of this object and of the ones inside it."""
+        found = self._all_problems()
+        if found:
+            raise ConfigError(found)
+
+    def _all_problems(self) -> list[str]:
+        found = list(self.problems())
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, Config):
+                found += [f"{f.name}: {p}" for p in value._all_problems()]
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
+    """Check ``value`` against a type hint, converting lists to tuples and ints to floats where meant."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _coerce_union(value, hint, path, problems)
+    if origin is Literal:
+        if value not in typing.get_args(hint):
+            allowed = [str(a) for a in typing.get_args(hint)]
+            problems.append(did_you_mean(str(value), allowed, f"value of {path}"))
+        return value
+    if is_dataclass(hint) and isinstance(hint, type) and issubclass(hint, Config):
+        if isinstance(value, Mapping):
+            return hint._parse(value, f"{path}.", problems)
+        problems.append(f"{path} is {value!r}; expected a mapping of options.")
+        return hint()
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            problems.append(f"{path} is {value!r}; expected a list.")
+            return ()
+        inner = typing.get_args(hint)[0]
+        return tuple(_coerce(v, inner, f"{path}[{i}]", problems) for i, v in enumerate(value))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        return _float_from_text(value, path, problems)
+    if hint is Any:
+        return value
+    expected = origin or hint
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        problems.append(f"{path} is {value!r}; expected {getattr(expected, '__name__', expected)}.")
+    return value
+
+
+def _coerce_union(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
+    options = typing.get_args(hint)
+    if value is None and type(None) in options:
+        return None
+    attempts: list[list[str]] = []
+    for option in (o for o in options if o is not type(None)):
+        trial: list[str] = []
+        result = _coerce(value, option, path, trial)
+        if not trial:
+            return result
+        attempts.append(trial)
+    problems.extend(attempts[0])
+    return value
+
+
+def _float_from_text(value: str, path: str, problems: list[str]) -> Any:
+    """YAML reads ``1e-3`` (no dot) as text; accept it as the number that was meant."""
+    try:
+        return float(value)
+    except ValueError:
+        problems.append(f"{path} is {value!r}; expected a number.")
+        return value
+
+
+def _require(ok: bool, message: str, into: list[str]) -> None:
+    if not ok:
+        into.append(message)
+
+
+@dataclass(frozen=True)
+class DataConfig(Config):
+    """Where text comes from and how it is cut into fixed-length samples.
+
+    Attributes:
+        source: a name known to pyprune (wikitext2, ptb, c4, alpaca, bookcorpus), a datasets id, or a local
+            .txt/.jsonl file (optionally .gz).
+        split: train, validation or test (ignored for a local file).
+        samples: number of sequences to draw.
+        sequence_length: tokens in a sequence.
+        field: the jsonl field that holds the text; None picks "text" or an instruction layout by itself.
+        chat_template: wrap each document as one user turn of the tokenizer's chat template.
+        seed: of the sampling.
+    """
+
+    source: str = "wikitext2"
+    split: str = "train"
+    samples: int = 128
+    sequence_length: int = 2048
+    field: str | None = None
+    chat_template: bool = False
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.samples > 0, f"samples is {self.samples}; it must be at least 1.", found)
+        _require(
+            self.sequence_length > 1,
+            f"sequence_length is {self.sequence_length}; it must be at least 2 tokens.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """The one training loop's options; every method's preset sets each of them explicitly.
+
+    Attributes:
+        optimiser: adamw (decoupled weight decay), adam (no decay), or sgd (with momentum 0).
+        learning_rate: peak learning rate.
+        weight_decay: decoupled decay per unit learning rate.
+        steps: optimiser steps, at most.
+        batch_size: sequences per optimiser step.
+        micro_batch_size: sequences per forward pass; batch_size is reached by gradient accumulation.
+        warmup_steps: linear warm-up, steps.
+        decay: learning-rate schedule after the warm-up.
+        max_grad_norm: global gradient-norm clip; None = no clipping.
+        dtype: compute dtype (float32, or bfloat16 autocast over float32 weights).
+        gradient_checkpointing: recompute activations in the backward pass.
+        early_stop_patience: evaluations without improvement before stopping; None = off.
+        early_stop_min_delta: smallest improvement of the validation loss that counts.
+        validation_interval: steps between two validations (used when early stopping is on).
+        checkpoint_interval: steps between two resumable checkpoints; None = only at the end.
+        seed: of the order of samples and of dropout.
+    """
+
+    optimiser: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.0
+    steps: int = 100
+    batch_size: int = 64
+    micro_batch_size: int = 1
+    warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    max_grad_norm: float | None = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    early_stop_patience: int | None = None
+    early_stop_min_delta: float = 1e-4
+    validation_interval: int = 10
+    checkpoint_interval: int | None = None
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
+        _require(self.steps >= 1, f"steps is {self.steps}; it must be at least 1.", found)
+        _require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1.", found)
+        _require(
+            self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
+            f"micro_batch_size is {self.micro_batch_size}; it must divide batch_size ({self.batch_size}).",
+            found,
+        )
+        _require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}; it must be >= 0.", found)
+        return found
+
+
+@dataclass(frozen=True)
+class DressConfig(Config):
+    """DReSS: regularise a set R of hidden channels, then remove it (Feng et al., "DReSS").
+
+    Attributes:
+        select: which channels form R.
+        channels: the explicit list for select="explicit", hidden indices.
+        segments: number of equal segments for select="segments".
+        norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
+        strength: the papers' lambda, in units of loss per unit of norm.
+        solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
+        prox_step: step size of the proximal map; None = the learning rate (l1 in the Adam metric).
+        schedule: published, or anneal (the channels of R shrink to exactly zero).
+        anneal_share: share of the steps after which the annealed factor is zero, in (0, 1].
+        target_preserved_ratio: preserved ratio of |W| in R to reach; above it a warning is issued.
+        train: the training loop's options.
+    """
+
+    select: Literal["last", "first", "segments", "explicit", "scored"] = "last"
+    channels: tuple[int, ...] = ()
+    segments: int = 5
+    norm: Norm = "l2"
+    strength: float = 1e-3
+    solver: Solver = "subgradient"
+    prox_step: float | None = None
+    schedule: Schedule = "published"
+    anneal_share: float = 0.5
+    target_preserved_ratio: float = 0.3
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
+        _require(self.segments >= 1, f"segments is {self.segments}; it must be at least 1.", found)
+        _require(
+            0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found
+        )
+        explicit = self.select == "explicit"
+        _require(
+            bool(self.channels) == explicit,
+            f"channels has {len(self.channels)} entries with select={self.select!r}; "
+            "give channels exactly when select is 'explicit'.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class GateConfig(Config):
+    """Stage 1 of ELDeR/TRSP: learn one scalar per layer, mask the smallest, repeat.
+
+    Attributes:
+        placement: residual scales the branch, h + S (layer(h) - h); output scales the whole stream
+            (the papers' literal text, which always drives the last layers out).
+        search: greedy (one layer a round) or one_shot.
+        strength: the papers' lambda1.
+        learning_rate: of the gates (Adam).
+        first_round_steps: Adam steps of the first round.
+        round_steps: Adam steps of each later round, warm-started.
+        batch_size: sequences per step.
+    """
+
+    placement: Literal["residual", "output"] = "residual"
+    search: Literal["greedy", "one_shot"] = "greedy"
+    strength: float = 5e-3
+    learning_rate: float = 1e-2
+    first_round_steps: int = 40
+    round_steps: int = 10
+    batch_size: int = 4
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
+        for name in ("first_round_steps", "round_steps", "batch_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} is {value}; it must be at least 1.", found)
+        return found
+
+
+@dataclass(frozen=True)
+class ElderConfig(Config):
+    """ELDeR / TRSP: learn layer gates, regularise the layers that will go, drop them.
+
+    Attributes:
+        gates: stage 1.
+        layers: explicit layers to remove (skips stage 1); dense indices.
+        norm: of the input-output difference of a layer in P, mean over tokens of the per-token norm.
+        strength: the papers' lambda2.
+        schedule: published (the norm penalty) or anneal (gates of P go from 1 to exactly 0).
+        anneal_share: share of the steps after which the annealed gate is zero, in (0, 1].
+        train: stage 2's training options.
+    """
+
+    gates: GateConfig = field(default_factory=GateConfig)
+    layers: tuple[int, ...] = ()
+    norm: Norm = "l2"
+    strength: float = 1e-3
+    schedule: Schedule = "published"
+    anneal_share: float = 0.5
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
+        _require(
+            0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class RecoverConfig(Config):
+    """Recovery of a pruned model: LoRA through PEFT, merged before export.
+
+    Attributes:
+        rank: LoRA rank.
+        alpha: LoRA scale numerator (scale = alpha / rank).
+        dropout: LoRA dropout probability.
+        train: the training loop's options.
+    """
+
+    rank: int = 32
+    alpha: float = 10.0
+    dropout: float = 0.0
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
+        _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
+        return found
+
+
+@dataclass(frozen=True)
+class StageConfig(Config):
+    """What happens with the weights before or after the cut.
+
+    Attributes:
+        before: actions before the cut, in order (regularise, finetune).
+        after: actions after the cut, in order (recover = LoRA, finetune = all weights, regularise = the
+            method's own penalty once more where it still applies, as in the DReSS eight-case ablation).
+        prune: False keeps the dense shapes (the N in R&N&N).
+    """
+
+    before: tuple[StageAction, ...] = ("regularise",)
+    after: tuple[StageAction, ...] = ()
+    prune: bool = True
+
+
+@dataclass(frozen=True)
+class PruneConfig(Config):
+    """Everything `pyprune prune` does.
+
+    Attributes:
+        method: dress, elder, trsp or none (direct removal of what the plan names).
+        ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
+        ratio_of: layers, hidden or parameters; None = the method's own axis.
+        hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
+        plan: path of a saved plan to replay instead of deciding one.
+        dtype: dtype of the weights while working.
+        export_dtype: dtype of the written checkpoint; None = the source checkpoint's.
+        data: calibration and regularisation text.
+        recovery_data: recovery text; must be disjoint from data. None = the same source, other samples.
+        stages: what happens before and after the cut.
+        dress: options of DReSS.
+        elder: options of ELDeR/TRSP.
+        recover: options of LoRA recovery.
+        finetune: options of the plain fine-tuning control.
+        seed: global seed.
+    """
+
+    method: str = "elder"
+    ratio: float = 0.25
+    ratio_of: RatioOf | None = None
+    hidden_multiple: int = 8
+    plan: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    recovery_data: DataConfig | None = None
+    stages: StageConfig = field(default_factory=StageConfig)
+    dress: DressConfig = field(default_factory=DressConfig)
+    elder: ElderConfig = field(default_factory=ElderConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    finetune: TrainConfig = field(default_factory=TrainConfig)
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            0 < self.ratio < 1, f"ratio is {self.ratio}; it must be strictly between 0 and 1.", found
+        )
+        _require(
+            self.hidden_multiple >= 1,
+            f"hidden_multiple is {self.hidden_multiple}; it must be at least 1.",
+            found,
+        )
+        return found

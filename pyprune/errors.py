@@ -1,0 +1,78 @@
+"""Errors a person can act on.
+
+Every message says what was wrong, the value that was seen, what is allowed, and what to do next.
+All of them derive from :class:`PypruneError`, so a caller (the CLI does) can catch one type and print
+the message without a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class PypruneError(Exception):
+    """Base of every error that pyprune raises on purpose."""
+
+
+class ConfigError(PypruneError):
+    """One or more options are invalid. Carries every problem found, not only the first.
+
+    Args:
+        problems: one sentence per problem, each naming the option, its value and what is allowed.
+    """
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PlanError(PypruneError):
+    """A PrunePlan that is inconsistent with itself or with the model it is applied to."""
+
+
+class UnsupportedModelError(PypruneError):
+    """A model type, a variant of one, or a parameter that no family table describes."""
+
+
+class DataError(PypruneError):
+    """Calibration, recovery or test text that cannot be used."""
+
+
+class TrainingError(PypruneError):
+    """Training had to stop (for example a loss that is not finite). The last good state is kept.
+
+    Args:
+        message: what happened and what to do.
+        step: the optimiser step (counted from 1) at which it happened.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        self.step = step
+        super().__init__(message)
+
+
+class CheckpointError(PypruneError):
+    """A checkpoint or pruning.json that is missing, truncated, tampered with, or unsafe to read."""
+
+
+class OutputError(PypruneError):
+    """An output that exists already or cannot be written. Nothing half-written is left behind."""
+
+
+class MissingDependencyError(PypruneError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'pyprune[{extra}]'"
+        )
+
+
+def did_you_mean(value: str, allowed: Iterable[str], what: str) -> str:
+    """Return "Unknown <what> 'value'. Did you mean 'x'? Available: ..." for an error message."""
+    names = sorted(allowed)
+    close = get_close_matches(value, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown {what} {value!r}.{hint} Available: {', '.join(names)}."

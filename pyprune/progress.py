@@ -1,0 +1,43 @@
+"""Progress on everything that takes over two seconds; always on stderr, so that stdout stays data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+_console: Console | None = None
+
+
+def console() -> Console:
+    """Return the shared stderr console (created on first use, to keep import time low)."""
+    global _console
+    if _console is None:
+        from rich.console import Console
+
+        _console = Console(stderr=True)
+    return _console
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Yield ``items`` while showing a progress bar on a terminal, or nothing but the final count in a log.
+
+    Args:
+        items: what to iterate over.
+        description: what is going on, in a few words.
+        total: number of items, when ``items`` has no length.
+    """
+    out = console()
+    if out.is_terminal:
+        from rich.progress import track as rich_track
+
+        yield from rich_track(items, description=description, total=total, console=out, transient=True)
+        return
+    count = 0
+    for item in items:
+        yield item
+        count += 1
+    out.print(f"{description}: {count} done", highlight=False)
