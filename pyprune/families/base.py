@@ -1,0 +1,283 @@
+"""What a family is: ONE table from parameter names to axis names, plus a few flags.
+
+Slicing, masking, regularising, grouping, counting parameters, exporting and the tests read this table and
+nothing else. A family file holds data; the behaviour that follows from it is here and in ``compact.py``.
+No torch is imported: a table also describes a model whose weights are not in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyprune.errors import PlanError, UnsupportedModelError
+from pyprune.plan import LayerPlan, PrunePlan, Sizes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim"]
+Block = Literal["attention", "mlp"]
+Role = Literal[
+    "embedding",  # writes the stream from token or position ids
+    "reader",  # reads the (normalised) stream
+    "writer",  # adds to the stream
+    "pre_norm",  # normalises the stream before a sub-block
+    "post_norm",  # normalises a sub-block's output before it joins the stream
+    "final_norm",  # normalises the stream before the head
+    "head",  # turns the stream into logits
+    "inner",  # touches neither the stream nor a norm of it (q/k/v biases, q/k norms, ...)
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a family's table.
+
+    Attributes:
+        pattern: parameter name; ``{i}`` stands for the layer index.
+        axes: the name of every dimension, in order.
+        role: what the parameter does to the residual stream.
+        block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
+    """
+
+    pattern: str
+    axes: tuple[Axis, ...]
+    role: Role
+    block: Block | None = None
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Matches a full parameter name; group "i" is the layer index."""
+        return re.compile(re.escape(self.pattern).replace(r"\{i\}", r"(?P<i>\d+)") + r"\Z")
+
+    @property
+    def is_bias(self) -> bool:
+        """True for additive vectors."""
+        return self.pattern.endswith(".bias")
+
+    @property
+    def is_norm_weight(self) -> bool:
+        """True for the multiplicative vector of a norm over the hidden axis."""
+        return self.role in ("pre_norm", "post_norm", "final_norm") and not self.is_bias
+
+    def axis_dim(self, axis: Axis) -> int | None:
+        """The dimension that carries ``axis``, or None."""
+        return self.axes.index(axis) if axis in self.axes else None
+
+
+@dataclass(frozen=True)
+class NamedParam:
+    """A parameter of a model together with its row.
+
+    Attributes:
+        name: as in ``model.named_parameters()``.
+        parameter: the tensor, shape given by ``row.axes``.
+        row: the table row that matched.
+        layer: dense layer index, or None outside the layers.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    row: Row
+    layer: int | None
+
+    def axis_dim(self, axis: Axis) -> int | None:
+        """The dimension that carries ``axis``, or None."""
+        return self.row.axis_dim(axis)
+
+
+@dataclass(frozen=True)
+class StockTarget:
+    """A stock architecture that a compacted model of a family can become.
+
+    Attributes:
+        model_type: the target's ``config.model_type``.
+        why_not: (config, plan) -> reason it does not fit, or "" when it fits.
+        config_changes: (config) -> config values to set on the target.
+        zero_biases: patterns of biases that the target has and the source lacks; written as zeros, sized
+            by the axis named with each.
+    """
+
+    model_type: str
+    why_not: Callable[[PretrainedConfig, PrunePlan], str]
+    config_changes: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    zero_biases: tuple[tuple[str, Axis], ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything pyprune knows about one model type.
+
+    Attributes:
+        model_type: ``config.model_type``.
+        rows: the axis table.
+        layers_path: dotted path of the ModuleList of decoder layers.
+        attention_module: name of the attention module inside a layer.
+        mlp_modules: names of the modules inside a layer that make up its MLP, in order.
+        stock_targets: candidate stock architectures after compaction, first fit wins.
+        norm: rms (RMSNorm) or layer (LayerNorm with mean subtraction).
+        unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
+        scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
+        intermediate_field: the config field that holds the FFN width.
+        has_head_dim_field: the stock configuration honours an explicit head_dim.
+        refuse: (config) -> reason this variant is not supported, or "".
+    """
+
+    model_type: str
+    rows: tuple[Row, ...]
+    layers_path: str
+    attention_module: str
+    mlp_modules: tuple[str, ...]
+    stock_targets: tuple[StockTarget, ...]
+    norm: Literal["rms", "layer"] = "rms"
+    unit_offset_norm: bool = False
+    scaled_embedding: bool = False
+    intermediate_field: str = "intermediate_size"
+    has_head_dim_field: bool = True
+    refuse: Callable[[PretrainedConfig], str] = lambda config: ""
+
+    def sizes(self, config: PretrainedConfig) -> Sizes:
+        """Read the dense sizes off a configuration."""
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        explicit = getattr(config, "head_dim", None) if self.has_head_dim_field else None
+        return Sizes(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=explicit or config.hidden_size // heads,
+            intermediate_size=getattr(config, self.intermediate_field),
+            vocab_size=config.vocab_size,
+        )
+
+    def match(self, name: str) -> tuple[Row, int | None]:
+        """Find the row of a parameter name.
+
+        Raises:
+            UnsupportedModelError: no row matches; a parameter is never ignored.
+        """
+        for row in self.rows:
+            found = row.regex.match(name)
+            if found:
+                return row, int(found["i"]) if "i" in row.regex.groupindex else None
+        raise UnsupportedModelError(
+            f"No row of the {self.model_type!r} family table describes the parameter {name!r}. "
+            "The model has a part this family does not know; add a row in pyprune/families."
+        )
+
+    def layers(self, model: PreTrainedModel) -> nn.ModuleList:
+        """The decoder layers; each maps hidden states [B, T, H] to hidden states [B, T, H]."""
+        module: Any = model
+        for part in self.layers_path.split("."):
+            module = getattr(module, part)
+        return module  # type: ignore[no-any-return]
+
+    def block_norms(self, block: Block) -> tuple[str, ...]:
+        """Names inside a layer of the norms that only serve ``block``."""
+        prefix = f"{self.layers_path}.{{i}}."
+        return tuple(
+            row.pattern.removeprefix(prefix).removesuffix(".weight")
+            for row in self.rows
+            if row.block == block and row.is_norm_weight
+        )
+
+    def plan(self, config: PretrainedConfig) -> PrunePlan:
+        """The identity plan of a model with this configuration."""
+        return PrunePlan.identity(self.model_type, self.sizes(config))
+
+
+def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
+    """Kept positions along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
+    if axis == "hidden":
+        return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
+    if layer is None or axis not in ("heads", "kv_heads", "ffn"):
+        return None
+    dense = plan.dense
+    units, total = {
+        "heads": (layer.query_heads, dense.num_attention_heads),
+        "kv_heads": (layer.kv_heads, dense.num_key_value_heads),
+        "ffn": (layer.ffn, dense.intermediate_size),
+    }[axis]
+    if len(units) == total:
+        return None
+    width = 1 if axis == "ffn" else dense.head_dim
+    return tuple(unit * width + c for unit in units for c in range(width))
+
+
+def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
+    """True when the row belongs to a sub-block that the plan leaves out of this layer."""
+    if layer is None or row.block is None:
+        return False
+    return not (layer.query_heads if row.block == "attention" else layer.ffn)
+
+
+def shapes_after(
+    family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan
+) -> dict[str, tuple[int, ...]]:
+    """Shapes that the plan leaves, by dense parameter name (removed parameters are absent).
+
+    Args:
+        family: the model's family.
+        shapes: parameter name -> shape; tied parameters once.
+        plan: what stays.
+    """
+    layers = {layer.index: layer for layer in plan.layers}
+    result: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        row, index = family.match(name)
+        layer = layers.get(index) if index is not None else None
+        if (index is not None and layer is None) or block_is_skipped(row, layer):
+            continue
+        kept = [kept_indices(axis, layer, plan) for axis in row.axes]
+        result[name] = tuple(n if k is None else len(k) for n, k in zip(shape, kept, strict=True))
+    return result
+
+
+def parameters_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan) -> int:
+    """Number of parameters that the plan leaves of a source with these shapes (added zero biases excluded)."""
+    return sum(prod(shape) for shape in shapes_after(family, shapes, plan).values())
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, tied ones once. Works on meta-device models."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def match_all(family: Family, names: Iterable[str]) -> dict[str, tuple[Row, int | None]]:
+    """Match every name.
+
+    Raises:
+        UnsupportedModelError: the first name that no row describes.
+    """
+    return {name: family.match(name) for name in names}
+
+
+def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> None:
+    """Refuse a plan made for another model.
+
+    Raises:
+        PlanError: the plan is inconsistent, or its model type or dense sizes differ from the model's.
+    """
+    plan.validate()
+    if plan.model_type != family.model_type:
+        raise PlanError(
+            f"The plan is for model type {plan.model_type!r}, but the model is {family.model_type!r}."
+        )
+    sizes = family.sizes(config)
+    if plan.dense != sizes:
+        raise PlanError(
+            f"The plan is for a dense model of {plan.dense}, but this model has {sizes}. "
+            "Apply a plan to the dense model that it was made for."
+        )

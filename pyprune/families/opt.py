@@ -1,0 +1,77 @@
+"""OPT: learned positions, LayerNorm, biases everywhere, ReLU MLP without a gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.llama import uniform_or_why
+from pyprune.plan import PrunePlan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DECODER = "model.decoder."
+_LAYER = _DECODER + "layers.{i}."
+
+
+def _refuse(config: PretrainedConfig) -> str:
+    if config.word_embed_proj_dim != config.hidden_size:
+        return (
+            f"word_embed_proj_dim {config.word_embed_proj_dim} differs from hidden_size {config.hidden_size} "
+            "(the 350M layout with project_in/project_out). Use another OPT size."
+        )
+    if not config.do_layer_norm_before:
+        return "do_layer_norm_before is False (the 350M post-norm layout). Use another OPT size."
+    if config._remove_final_layer_norm:
+        return "_remove_final_layer_norm is True; pyprune needs the final LayerNorm. Re-convert the checkpoint."
+    return ""
+
+
+def _why_not_opt(config: PretrainedConfig, plan: PrunePlan) -> str:
+    heads = len(plan.layers[0].query_heads)
+    if len(plan.hidden) != plan.dense.hidden_size:
+        return "OPT's stock LayerNorm cannot divide by the original hidden size"
+    if heads != plan.dense.num_attention_heads:
+        return "OPT's stock attention has no explicit head_dim"
+    return uniform_or_why(plan)
+
+
+_ROWS = (
+    Row(_DECODER + "embed_tokens.weight", ("vocab", "hidden"), "embedding"),
+    Row(_DECODER + "embed_positions.weight", ("positions", "hidden"), "embedding"),
+    Row(_LAYER + "self_attn_layer_norm.weight", ("hidden",), "pre_norm", "attention"),
+    Row(_LAYER + "self_attn_layer_norm.bias", ("hidden",), "pre_norm", "attention"),
+    Row(_LAYER + "self_attn.q_proj.weight", ("heads", "hidden"), "reader", "attention"),
+    Row(_LAYER + "self_attn.k_proj.weight", ("kv_heads", "hidden"), "reader", "attention"),
+    Row(_LAYER + "self_attn.v_proj.weight", ("kv_heads", "hidden"), "reader", "attention"),
+    Row(_LAYER + "self_attn.q_proj.bias", ("heads",), "inner", "attention"),
+    Row(_LAYER + "self_attn.k_proj.bias", ("kv_heads",), "inner", "attention"),
+    Row(_LAYER + "self_attn.v_proj.bias", ("kv_heads",), "inner", "attention"),
+    Row(_LAYER + "self_attn.out_proj.weight", ("hidden", "heads"), "writer", "attention"),
+    Row(_LAYER + "self_attn.out_proj.bias", ("hidden",), "writer", "attention"),
+    Row(_LAYER + "final_layer_norm.weight", ("hidden",), "pre_norm", "mlp"),
+    Row(_LAYER + "final_layer_norm.bias", ("hidden",), "pre_norm", "mlp"),
+    Row(_LAYER + "fc1.weight", ("ffn", "hidden"), "reader", "mlp"),
+    Row(_LAYER + "fc1.bias", ("ffn",), "inner", "mlp"),
+    Row(_LAYER + "fc2.weight", ("hidden", "ffn"), "writer", "mlp"),
+    Row(_LAYER + "fc2.bias", ("hidden",), "writer", "mlp"),
+    Row(_DECODER + "final_layer_norm.weight", ("hidden",), "final_norm"),
+    Row(_DECODER + "final_layer_norm.bias", ("hidden",), "final_norm"),
+    Row("lm_head.weight", ("vocab", "hidden"), "head"),
+)
+
+FAMILIES = (
+    Family(
+        model_type="opt",
+        rows=_ROWS,
+        layers_path="model.decoder.layers",
+        attention_module="self_attn",
+        mlp_modules=("fc1", "fc2"),
+        stock_targets=(StockTarget("opt", _why_not_opt),),
+        norm="layer",
+        intermediate_field="ffn_dim",
+        has_head_dim_field=False,
+        refuse=_refuse,
+    ),
+)

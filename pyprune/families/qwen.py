@@ -1,0 +1,63 @@
+"""Qwen2 (q/k/v biases) and Qwen3 (RMSNorm on every query and key head)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.llama import LAYER, decoder_rows, divisible_or_why, uniform_or_why
+from pyprune.plan import PrunePlan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _why_not_qwen2(config: PretrainedConfig, plan: PrunePlan) -> str:
+    hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
+    if plan.dense.head_dim * heads != hidden:
+        return f"serving engines derive Qwen2's head_dim as {hidden} / {heads}, not {plan.dense.head_dim}"
+    return uniform_or_why(plan)
+
+
+def _why_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
+    if "sliding_attention" in config.layer_types:
+        return "LLaMA has no sliding-window layers"
+    return uniform_or_why(plan) or divisible_or_why(plan)
+
+
+def _llama_with_biases(config: PretrainedConfig) -> dict[str, Any]:
+    return {"attention_bias": True, "mlp_bias": False}
+
+
+_QK_NORMS = (
+    Row(LAYER + "self_attn.q_norm.weight", ("head_dim",), "inner", "attention"),
+    Row(LAYER + "self_attn.k_norm.weight", ("head_dim",), "inner", "attention"),
+)
+
+FAMILIES = (
+    Family(
+        model_type="qwen2",
+        rows=decoder_rows(attention_bias=True),
+        layers_path="model.layers",
+        attention_module="self_attn",
+        mlp_modules=("mlp",),
+        stock_targets=(
+            StockTarget("qwen2", _why_not_qwen2),
+            StockTarget(
+                "llama",
+                _why_not_llama,
+                _llama_with_biases,
+                # LLaMA's attention_bias covers the output projection too, which Qwen2 leaves without.
+                zero_biases=((LAYER + "self_attn.o_proj.bias", "hidden"),),
+            ),
+        ),
+    ),
+    Family(
+        model_type="qwen3",
+        rows=decoder_rows(attention_bias=True, output_bias=True) + _QK_NORMS,
+        layers_path="model.layers",
+        attention_module="self_attn",
+        mlp_modules=("mlp",),
+        stock_targets=(StockTarget("qwen3", lambda config, plan: uniform_or_why(plan)),),
+    ),
+)
