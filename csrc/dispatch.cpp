@@ -1,0 +1,74 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace pyprune {
+namespace {
+
+bool cpu_has_avx2() {
+#if PYPRUNE_X86
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_avx512() {
+#if PYPRUNE_X86
+  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+Isa best_isa() {
+  static const Isa best = cpu_has_avx512() ? Isa::kAvx512 : cpu_has_avx2() ? Isa::kAvx2 : Isa::kScalar;
+  return best;
+}
+
+constexpr int kAutomatic = -1;
+std::atomic<int> chosen{kAutomatic};
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    default:
+      return "scalar";
+  }
+}
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas;
+  for (int i = 0; i <= static_cast<int>(best_isa()); ++i) isas.push_back(static_cast<Isa>(i));
+  return isas;
+}
+
+Isa active_isa() {
+  const int isa = chosen.load(std::memory_order_relaxed);
+  return isa == kAutomatic ? best_isa() : static_cast<Isa>(isa);
+}
+
+void set_isa(const std::string& name) {
+  if (name == "auto") {
+    chosen.store(kAutomatic, std::memory_order_relaxed);
+    return;
+  }
+  std::string allowed = "auto";
+  for (Isa isa : available_isas()) {
+    if (name == isa_name(isa)) {
+      chosen.store(static_cast<int>(isa), std::memory_order_relaxed);
+      return;
+    }
+    allowed += std::string(", ") + isa_name(isa);
+  }
+  throw std::invalid_argument("instruction set '" + name + "' is not available here; choose one of: " + allowed);
+}
+
+}  // namespace pyprune

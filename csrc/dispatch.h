@@ -1,0 +1,38 @@
+// Which instruction set the kernels run on. Detected once; tests may choose a lower one.
+#pragma once
+
+#include <string>
+#include <vector>
+
+// The x86 variants need GCC's or Clang's target attributes. Everything else runs the scalar bodies, which the
+// compiler still vectorises for the baseline of its platform.
+#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
+#define PYPRUNE_X86 1
+#else
+#define PYPRUNE_X86 0
+#endif
+
+namespace pyprune {
+
+enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
+constexpr int kIsaCount = 3;
+
+const char* isa_name(Isa isa);
+
+// Lowest first; "scalar" is always there.
+std::vector<Isa> available_isas();
+
+// The best available one, unless set_isa() chose another.
+Isa active_isa();
+
+// Throws std::invalid_argument for a name that is unknown or that this CPU cannot run. "auto" restores the best.
+void set_isa(const std::string& name);
+
+// One entry per instruction set, filled at compile time; entries that were not compiled repeat the scalar one.
+template <class Kernel>
+struct IsaTable {
+  Kernel entry[kIsaCount];
+  Kernel active() const { return entry[static_cast<int>(active_isa())]; }
+};
+
+}  // namespace pyprune

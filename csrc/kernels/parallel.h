@@ -1,0 +1,33 @@
+// Work sharing over rows or columns. Kept out of the per-target bodies, which stay single-threaded.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace pyprune {
+
+// Calls body(begin, end) on contiguous pieces of [0, count), one per thread. Pieces start at multiples of `grain`,
+// so a group is never shared and the result does not depend on the number of threads.
+template <class Body>
+void parallel_for(std::int64_t count, std::int64_t grain, int threads, const Body& body) {
+  const std::int64_t blocks = (count + grain - 1) / grain;
+  const std::int64_t pieces = std::max<std::int64_t>(1, std::min<std::int64_t>(threads, blocks));
+  if (pieces == 1) {
+    body(std::int64_t{0}, count);
+    return;
+  }
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(static_cast<int>(pieces)) schedule(static, 1)
+#endif
+  for (std::int64_t piece = 0; piece < pieces; ++piece) {
+    const std::int64_t begin = std::min(count, blocks * piece / pieces * grain);
+    const std::int64_t end = std::min(count, blocks * (piece + 1) / pieces * grain);
+    if (begin < end) body(begin, end);
+  }
+}
+
+}  // namespace pyprune
