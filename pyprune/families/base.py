@@ -126,6 +126,8 @@ class Family:
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
         intermediate_field: the config field that holds the FFN width.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
+        gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
+            stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
         refuse: (config) -> reason this variant is not supported, or "".
     """
 
@@ -140,6 +142,7 @@ class Family:
     scaled_embedding: bool = False
     intermediate_field: str = "intermediate_size"
     has_head_dim_field: bool = True
+    gauge: bool = False
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
@@ -156,6 +159,18 @@ class Family:
             intermediate_size=getattr(config, self.intermediate_field),
             vocab_size=config.vocab_size,
         )
+
+    def gauges(self, config: PretrainedConfig) -> bool:
+        """True when slicing the hidden axis goes through the gauge.
+
+        A head that is tied to the embedding reads what the gauge shifts, so it rules the gauge out.
+        """
+        return self.gauge and not config.tie_word_embeddings
+
+    def needs_virtual_norm(self, config: PretrainedConfig, plan: PrunePlan) -> bool:
+        """True when the sliced model needs a LayerNorm that divides by the original hidden size."""
+        sliced = len(plan.hidden) != plan.dense.hidden_size
+        return self.norm == "layer" and sliced and not self.gauges(config)
 
     def match(self, name: str) -> tuple[Row, int | None]:
         """Find the row of a parameter name.

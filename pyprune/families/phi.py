@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, Row, StockTarget
 from pyprune.families.llama import LAYER, uniform_or_why
+from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,6 +16,12 @@ def _refuse(config: PretrainedConfig) -> str:
     if config.qk_layernorm:
         return "qk_layernorm is True; its size is derived from hidden_size and cannot be sliced."
     return ""
+
+
+def _why_not_phi(config: PretrainedConfig, plan: PrunePlan) -> str:
+    if config.tie_word_embeddings and len(plan.hidden) != plan.dense.hidden_size:
+        return "a tied head reads what the LayerNorm gauge shifts"
+    return uniform_or_why(plan)
 
 
 _ROWS = (
@@ -46,8 +53,9 @@ FAMILIES = (
         layers_path="model.layers",
         attention_module="self_attn",
         mlp_modules=("mlp",),
-        stock_targets=(StockTarget("phi", lambda config, plan: uniform_or_why(plan)),),
+        stock_targets=(StockTarget("phi", _why_not_phi),),
         norm="layer",
+        gauge=True,
         refuse=_refuse,
     ),
 )

@@ -1,0 +1,303 @@
+"""The only code that cuts: a dense model and a plan become a physically smaller model.
+
+``compact_tensor`` says what one tensor becomes; ``compact_`` applies it to a model in memory. The hidden
+axis is exact because the residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon:
+writers and the embedding times s, norms of the stream times 1/s, the final norm once more times 1/s when
+the head is tied to the scaled embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over
+d channels whose removed ones are zero.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from pyprune.families import Family, Row, StockTarget, check_plan, count_parameters, family_for
+from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.mask import gauge_
+from pyprune.plan import LayerPlan, PrunePlan
+
+if TYPE_CHECKING:
+    from pyprune.modeling import PrunedConfigMixin
+
+PER_LAYER_LISTS = ("layer_types",)
+"""Config fields with one entry a layer; they are sliced together with the layers."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan turns a dense configuration into.
+
+    Attributes:
+        config: configuration of the compacted model.
+        stock: the stock rule that fits, or None for the pruned architecture.
+        reasons: why each stock rule that was tried does not fit.
+    """
+
+    config: PretrainedConfig
+    stock: StockTarget | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What compaction did.
+
+    Attributes:
+        dense_parameters: parameters before.
+        parameters: parameters after.
+        architecture: class name of the compacted model.
+        stock: True when plain Transformers and vLLM load it without pyprune.
+        reasons: why a stock architecture does not fit (empty when it does).
+    """
+
+    dense_parameters: int
+    parameters: int
+    architecture: str
+    stock: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def removed_share(self) -> float:
+        """Share of the dense parameters that is gone, in [0, 1)."""
+        return 1 - self.parameters / self.dense_parameters
+
+
+def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
+    """Cut the model to the plan, in place: it becomes an instance of the target architecture.
+
+    The logits equal those of the masked dense model (:func:`pyprune.mask.mask_`) up to float32 rounding.
+    Peak memory is the dense weights plus the kept ones.
+
+    Args:
+        model: a dense model of a known family; dtype and device are kept.
+        plan: what stays.
+
+    Returns:
+        Sizes before and after, and whether the result is a stock architecture.
+
+    Raises:
+        PlanError: the plan is inconsistent or was made for another model.
+        UnsupportedModelError: unknown model type, variant or parameter.
+    """
+    family = family_for(model)
+    check_plan(plan, family, model.config)
+    target = choose_target(family, model.config, plan)
+    before = count_parameters(model)
+    if plan.removed_hidden and family.gauges(model.config):
+        gauge_(model, plan.hidden)
+    state = dict(_compact_state(model, family, plan, target))
+    smaller = _empty_model(target.config, model)
+    smaller.load_state_dict(state, strict=False, assign=True)
+    smaller.tie_weights()
+    _check_complete(smaller, state)
+    _become(model, smaller)
+    return CompactReport(
+        dense_parameters=before,
+        parameters=count_parameters(model),
+        architecture=type(model).__name__,
+        stock=target.stock is not None,
+        reasons=() if target.stock else target.reasons,
+    )
+
+
+def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
+    """Pick the first stock architecture that can hold the plan, else the pruned one.
+
+    Args:
+        family: of the dense model.
+        config: of the dense model.
+        plan: what stays.
+    """
+    reasons: list[str] = []
+    for stock in family.stock_targets:
+        reason = stock.why_not(config, plan)
+        if not reason:
+            return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons))
+        reasons.append(f"{stock.model_type}: {reason}")
+    return Target(_pruned_config(family, config, plan), None, tuple(reasons))
+
+
+def compact_tensor(
+    name: str, tensor: Tensor, family: Family, plan: PrunePlan, *, tied: bool
+) -> tuple[str, Tensor] | None:
+    """What one dense tensor becomes: (new name, new tensor), or None when it goes.
+
+    Args:
+        name: dense parameter name.
+        tensor: its value, any dtype; the scale is applied in float32 and rounded once.
+        family: of the dense model.
+        plan: what stays.
+        tied: the head shares the embedding's tensor.
+
+    Raises:
+        UnsupportedModelError: no table row describes ``name``.
+    """
+    row, index = family.match(name)
+    position = {layer.index: i for i, layer in enumerate(plan.layers)}
+    layer: LayerPlan | None = None
+    if index is not None:
+        if index not in position:
+            return None
+        layer = plan.layers[position[index]]
+        if block_is_skipped(row, layer):
+            return None
+        name = row.pattern.replace("{i}", str(position[index]))
+    for dim, axis in enumerate(row.axes):
+        kept = kept_indices(axis, layer, plan)
+        if kept is not None:
+            tensor = tensor.index_select(dim, torch.as_tensor(kept, device=tensor.device))
+    return name, _rescale(tensor, row, family, plan, tied=tied)
+
+
+def _rescale(tensor: Tensor, row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> Tensor:
+    factor = stream_factor(row, family, plan, tied=tied)
+    if factor == 1.0:
+        return tensor.clone()
+    value = tensor.float()
+    if family.unit_offset_norm and row.is_norm_weight:
+        return ((1 + value) * factor - 1).to(tensor.dtype)
+    return (value * factor).to(tensor.dtype)
+
+
+def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
+    """The factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
+
+    See METHODS "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
+    """
+    virtual_norm = family.norm == "layer" and (tied or not family.gauge)
+    if virtual_norm or len(plan.hidden) == plan.dense.hidden_size:
+        return 1.0
+    s = (len(plan.hidden) / plan.dense.hidden_size) ** 0.5
+    # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.
+    head_scale = s if tied and not family.scaled_embedding else 1.0
+    match row.role:
+        case "embedding":
+            return 1.0 if family.scaled_embedding else s
+        case "writer":
+            return s
+        case "pre_norm":
+            return 1.0 if row.is_bias else 1 / s
+        case "final_norm":
+            return (1.0 if row.is_bias else 1 / s) / head_scale
+        case _:
+            return 1.0
+
+
+def _compact_state(
+    model: PreTrainedModel, family: Family, plan: PrunePlan, target: Target
+) -> Iterator[tuple[str, Tensor]]:
+    tied = bool(model.config.tie_word_embeddings)
+    for name, parameter in model.named_parameters():
+        result = compact_tensor(name, parameter.detach(), family, plan, tied=tied)
+        if result is not None:
+            yield result
+    yield from zero_biases(target, plan, dtype=model.dtype, device=model.device)
+
+
+def zero_biases(
+    target: Target, plan: PrunePlan, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Biases that the stock target has and the source lacks: (name, zeros)."""
+    if target.stock is None:
+        return
+    width = {"hidden": len(plan.hidden)}
+    for pattern, axis in target.stock.zero_biases:
+        for i in range(len(plan.layers)):
+            yield pattern.replace("{i}", str(i)), torch.zeros(width[axis], dtype=dtype, device=device)
+
+
+def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) -> dict[str, Any]:
+    """Dense config values with the layers and the hidden axis already sliced."""
+    values = config.to_dict()
+    # The class names the model type; the folder and writer of the source do not describe the result.
+    for key in ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config"):
+        values.pop(key, None)
+    values["num_hidden_layers"] = len(plan.layers)
+    values["hidden_size"] = len(plan.hidden)
+    for key in PER_LAYER_LISTS:
+        if values.get(key) is not None:
+            values[key] = [values[key][i] for i in plan.kept_layers]
+    if family.model_type == "opt":
+        values["word_embed_proj_dim"] = len(plan.hidden)
+    return values
+
+
+def _stock_config(
+    family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget
+) -> PretrainedConfig:
+    heads, kv_heads, ffn = plan.layers[0].widths
+    values = _common_values(family, config, plan)
+    values |= {"num_attention_heads": heads, family.intermediate_field: ffn}
+    if family.has_head_dim_field:
+        values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
+    values |= stock.config_changes(config)
+    return AutoConfig.for_model(stock.model_type, **values)
+
+
+def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) -> PrunedConfigMixin:
+    from pyprune.modeling import pruned_config_class
+
+    values = _common_values(family, config, plan)
+    values["head_dim"] = plan.dense.head_dim
+    values["num_key_value_heads"] = plan.dense.num_key_value_heads
+    if family.needs_virtual_norm(config, plan):
+        values["norm_size"] = plan.dense.hidden_size
+    values["per_layer_config"] = {
+        i: overrides
+        for i, layer in enumerate(plan.layers)
+        if (overrides := _layer_overrides(family, layer, plan))
+    }
+    return pruned_config_class(family.model_type)(**values)
+
+
+def _layer_overrides(family: Family, layer: LayerPlan, plan: PrunePlan) -> dict[str, Any]:
+    """Transformers' per_layer_config notation: what differs in this layer from the dense widths."""
+    heads, kv_heads, ffn = layer.widths
+    skip = [block for block, width in (("attention", heads), ("mlp", ffn)) if not width]
+    overrides: dict[str, Any] = {"skip": skip} if skip else {}
+    if heads and heads != plan.dense.num_attention_heads:
+        overrides["num_attention_heads"] = heads
+    if kv_heads and kv_heads != plan.dense.num_key_value_heads:
+        overrides["num_key_value_heads"] = kv_heads
+    if ffn and ffn != plan.dense.intermediate_size:
+        overrides[family.intermediate_field] = ffn
+    return overrides
+
+
+def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
+    """Build the target without initialising weights (untouched memory is not resident)."""
+    config = copy.deepcopy(config)
+    config.dtype = like.dtype
+    with no_init_weights(), torch.device(like.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=like.config._attn_implementation)
+    model.train(like.training)
+    model.generation_config = copy.deepcopy(like.generation_config)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_complete(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Every parameter of the target must have come from the source, and every tensor must have a place."""
+    own = dict(model.named_parameters())
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    if missing or extra or wrong:
+        raise RuntimeError(
+            f"Compaction does not fit its target: missing {missing[:3]}, extra {extra[:3]}, shapes {wrong[:3]}. "
+            "This is a bug in a family table."
+        )
+
+
+def _become(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Turn ``model`` into ``other`` while keeping its identity: every reference sees the smaller model."""
+    name_or_path = model.name_or_path
+    model.__class__ = other.__class__
+    model.__dict__ = other.__dict__
+    model.name_or_path = name_or_path

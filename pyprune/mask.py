@@ -1,0 +1,105 @@
+"""The masked model: the definition that compaction must reproduce, and the gauge that LayerNorm needs.
+
+Masking sets the removed parts of a dense model to zero in place, shapes unchanged. The invariant of the
+package is ``logits(compact(model, plan)) == logits(mask(model, plan))`` up to float32 rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from pyprune.errors import UnsupportedModelError
+from pyprune.families import NamedParam, check_plan, family_for, named_axes
+from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.plan import LayerPlan, PrunePlan
+
+
+@torch.no_grad()
+def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
+    """Zero in place everything that the plan removes; shapes stay dense.
+
+    A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. A removed
+    hidden channel is zero in every tensor with a hidden axis (for Gemma's 1 + w norms, 1 + w is zero).
+    Families that slice LayerNorm through the gauge are gauged first (see :func:`gauge_`).
+
+    Args:
+        model: a dense model of a known family, any dtype.
+        plan: what stays.
+
+    Raises:
+        PlanError: the plan does not belong to this model.
+        UnsupportedModelError: unknown model type or parameter.
+    """
+    family = family_for(model)
+    check_plan(plan, family, model.config)
+    if plan.removed_hidden and family.gauges(model.config):
+        gauge_(model, plan.hidden)
+    layers = {layer.index: layer for layer in plan.layers}
+    for param in named_axes(model):
+        layer = layers.get(param.layer) if param.layer is not None else None
+        removed_layer = param.layer is not None and layer is None
+        if param.row.role == "writer" and (removed_layer or block_is_skipped(param.row, layer)):
+            param.parameter.zero_()
+            continue
+        _zero_removed(param, layer, plan, offset=family.unit_offset_norm and param.row.is_norm_weight)
+
+
+def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, offset: bool) -> None:
+    for dim, axis in enumerate(param.row.axes):
+        kept = kept_indices(axis, layer, plan)
+        if kept is None:
+            continue
+        removed = torch.ones(param.parameter.shape[dim], dtype=torch.bool)
+        removed[list(kept)] = False
+        where = removed.nonzero().flatten().to(param.parameter.device)
+        param.parameter.index_fill_(dim, where, -1.0 if offset else 0.0)
+
+
+@contextmanager
+def masked(model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]:
+    """Mask for the duration of a ``with`` block and restore every weight bit for bit afterwards.
+
+    Holds a copy of all weights meanwhile (one times the model's bytes).
+    """
+    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        mask_(model, plan)
+        yield model
+    finally:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(saved[name])
+
+
+@torch.no_grad()
+def gauge_(model: PreTrainedModel, kept: Sequence[int]) -> None:
+    """Subtract the mean over the kept channels from every writer to the residual stream, in place.
+
+    LayerNorm does not see a shift of all channels, so the dense model's function stays the same, while
+    the kept channels now have zero mean: a stock LayerNorm over them alone is then exact.
+
+    Args:
+        model: a model of a gauged family (Phi) with an untied head.
+        kept: kept hidden channels, dense indices.
+
+    Raises:
+        UnsupportedModelError: the family does not slice LayerNorm this way, or its head is tied.
+    """
+    family = family_for(model)
+    if not family.gauges(model.config):
+        raise UnsupportedModelError(
+            f"{family.model_type!r} (tied head: {model.config.tie_word_embeddings}) has no LayerNorm gauge; "
+            "only LayerNorm families with an untied head have one."
+        )
+    index = torch.as_tensor(list(kept))
+    for param in named_axes(model):
+        dim = param.axis_dim("hidden")
+        if dim is None or param.row.role not in ("embedding", "writer"):
+            continue
+        weight = param.parameter
+        mean = weight.float().index_select(dim, index.to(weight.device)).mean(dim, keepdim=True)
+        weight.copy_(weight.float() - mean)

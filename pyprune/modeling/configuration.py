@@ -1,0 +1,139 @@
+"""Configurations of the pruned architectures: a stock configuration plus per-layer sizes.
+
+Per-layer sizes use Transformers' own ``per_layer_config`` notation (layer index -> overrides, ``skip`` for
+missing sub-blocks "attention" and "mlp"), so a checkpoint becomes stock by a change of model_type on the
+day Transformers' modelling reads that notation. The classes live at module level because serving engines
+pickle them to their worker processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from pyprune.families import Family, all_families
+
+PREFIX = "pruned_"
+
+
+class PrunedConfigMixin:
+    """What every pruned configuration adds to its stock one.
+
+    Extra fields:
+        per_layer_config: layer index -> the values that differ there (num_attention_heads,
+            num_key_value_heads, the FFN width) and ``skip``, a list of "attention" and "mlp".
+        head_dim: channels of a head, independent of hidden_size.
+        norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
+    """
+
+    model_type: str
+
+    @property
+    def family(self) -> Family:
+        """The family of the dense model."""
+        return all_families()[self.model_type.removeprefix(PREFIX)]
+
+    @property
+    def allow_global_per_layer_attribute_access(self) -> bool:
+        """The global values are the dense model's; shared code may read them (they are upper bounds)."""
+        return True
+
+    @allow_global_per_layer_attribute_access.setter
+    def allow_global_per_layer_attribute_access(self, value: bool) -> None:
+        del value
+
+    def validate_architecture(self) -> None:
+        """Check the sizes of every layer (the stock rules about divisibility do not apply here).
+
+        Raises:
+            ValueError: the message says which layer and which value. Transformers turns it into its own
+                validation error when a damaged config.json is read.
+        """
+        heads, kv_heads = _value(self, "num_attention_heads"), _value(self, "num_key_value_heads", None)
+        for i in range(_value(self, "num_hidden_layers")):
+            overrides = layer_overrides(self, i)
+            q = overrides.get("num_attention_heads", heads)
+            kv = overrides.get("num_key_value_heads", kv_heads if kv_heads is not None else q)
+            if "attention" not in overrides.get("skip", ()) and (q < 1 or kv < 1 or q % kv):
+                raise ValueError(f"layer {i}: {q} query heads do not divide into {kv} KV heads.")
+            unknown = set(overrides.get("skip", ())) - {"attention", "mlp"}
+            if unknown:
+                raise ValueError(f"layer {i}: skip names {sorted(unknown)}; allowed: attention, mlp.")
+
+    def layer_config(self, index: int) -> PretrainedConfig:
+        """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
+        return self.per_layer_config[index]  # type: ignore[attr-defined, no-any-return]
+
+
+def layer_overrides(config: Any, index: int) -> dict[str, Any]:
+    """The overrides of one layer (empty when it has the global sizes)."""
+    spec = config.__dict__.get("_heterogeneity_spec")
+    return dict(spec.per_layer_overrides.get(index, {})) if spec is not None else {}
+
+
+def _value(config: Any, name: str, *default: Any) -> Any:
+    return config._getattr_without_heterogeneous_validation(name, *default)
+
+
+class PrunedLlamaConfig(PrunedConfigMixin, LlamaConfig):
+    """LLaMA with per-layer sizes."""
+
+    model_type = "pruned_llama"
+
+
+class PrunedMistralConfig(PrunedConfigMixin, MistralConfig):
+    """Mistral with per-layer sizes."""
+
+    model_type = "pruned_mistral"
+
+
+class PrunedQwen2Config(PrunedConfigMixin, Qwen2Config):
+    """Qwen2 with per-layer sizes."""
+
+    model_type = "pruned_qwen2"
+
+
+class PrunedQwen3Config(PrunedConfigMixin, Qwen3Config):
+    """Qwen3 with per-layer sizes."""
+
+    model_type = "pruned_qwen3"
+
+
+class PrunedGemma3TextConfig(PrunedConfigMixin, Gemma3TextConfig):
+    """Gemma 3 text with per-layer sizes."""
+
+    model_type = "pruned_gemma3_text"
+
+
+class PrunedOPTConfig(PrunedConfigMixin, OPTConfig):
+    """OPT with per-layer sizes, a decoupled head_dim and a LayerNorm over a virtual size."""
+
+    model_type = "pruned_opt"
+
+
+class PrunedPhiConfig(PrunedConfigMixin, PhiConfig):
+    """Phi with per-layer sizes."""
+
+    model_type = "pruned_phi"
+
+
+PRUNED_CONFIGS: dict[str, Any] = {
+    cls.model_type.removeprefix(PREFIX): cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, PrunedConfigMixin) and cls is not PrunedConfigMixin
+}
+
+
+def pruned_config_class(model_type: str) -> Any:
+    """The pruned configuration class of a dense model type (a key of :data:`PRUNED_CONFIGS`)."""
+    return PRUNED_CONFIGS[model_type]

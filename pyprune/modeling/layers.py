@@ -1,0 +1,66 @@
+"""The few modules that a pruned architecture needs and no stock one has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class VirtualLayerNorm(nn.LayerNorm):
+    """LayerNorm over d' stored channels that divides by the original d, the removed channels being zero.
+
+    mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: exactly what a LayerNorm over d
+    channels computes when d - d' of them are zero (METHODS, exact compaction of LayerNorm, way (i)).
+
+    Args:
+        size: stored channels d'.
+        norm_size: the original number of channels d.
+        eps: added to the variance.
+    """
+
+    def __init__(self, size: int, norm_size: int, eps: float, *, bias: bool = True) -> None:
+        super().__init__(size, eps=eps, bias=bias)
+        self.norm_size = norm_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [..., d'] in float32, return [..., d'] in the input's dtype."""
+        x = input.float()
+        mean = x.sum(-1, keepdim=True) / self.norm_size
+        centred = x - mean
+        missing = self.norm_size - x.shape[-1]
+        variance = (centred.square().sum(-1, keepdim=True) + missing * mean.square()) / self.norm_size
+        out = centred * torch.rsqrt(variance + self.eps) * self.weight.float()
+        return (out if self.bias is None else out + self.bias.float()).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, norm_size={self.norm_size}"
+
+
+class SkippedAttention(nn.Module):
+    """Stands where a layer's attention was removed: adds nothing, but keeps the cache's bookkeeping right.
+
+    The length of a Transformers cache is read from one of its layers, so a layer that never updates would
+    make generation count from zero. One zero channel per token is stored instead.
+    """
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """[B, T, H] -> zeros [B, T, H]."""
+        if past_key_values is not None:
+            placeholder = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            past_key_values.update(placeholder, placeholder, self.layer_idx)
+        return torch.zeros_like(hidden_states), None
+
+
+class SkippedModule(nn.Module):
+    """Stands where an MLP (or the last part of one) was removed: [..., H] -> zeros [..., H]."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.zeros_like(hidden_states)

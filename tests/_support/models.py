@@ -1,0 +1,109 @@
+"""Tiny random models, one configuration a family; the shared contract test runs on every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 384
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "intermediate_size": 40,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "llama-head-dim": ("llama", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "llama-mha-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (
+        "llama",
+        {
+            "num_key_value_heads": 3,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral-window": ("mistral", {"num_key_value_heads": 2, "sliding_window": 6}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen2-tied": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen3-tied": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+    "opt": ("opt", {"ffn_dim": 40, "word_embed_proj_dim": 48, "dropout": 0.0}),
+    "opt-untied": (
+        "opt",
+        {"ffn_dim": 40, "word_embed_proj_dim": 48, "dropout": 0.0, "tie_word_embeddings": False},
+    ),
+    "phi": ("phi", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+    "phi-tied": ("phi", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+        },
+    ),
+    "gemma3-untied": (
+        "gemma3_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 6,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+def tiny_model(name: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A randomised float32 model of :data:`TINY`, in eval mode; norms and biases are random as well."""
+    model_type, values = TINY[name]
+    if model_type == "opt":
+        overrides.setdefault("activation_function", "relu")
+    config = AutoConfig.for_model(model_type, **{**_SMALL, **values, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise_(model, seed)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def randomise_(model: PreTrainedModel, seed: int) -> None:
+    """Give every parameter values that a wrong rule cannot hide behind (norm weights far from 1 or 0)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            p.add_(0.3 * noise)
+        else:
+            p.copy_(noise * (0.6 if p.dim() == 1 else 1.5 * p.shape[-1] ** -0.5))
+
+
+def tiny_batch(seed: int = 0, batch: int = 2, length: int = 17) -> torch.Tensor:
+    """Random token ids [batch, length] that avoid the special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch, length), generator=generator)
