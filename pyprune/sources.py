@@ -1,4 +1,4 @@
-"""Where text comes from: hub data sets by name or id, local files, and text shipped inside an installed package.
+"""Where text comes from: hub data sets, local files, and text shipped inside an installed package.
 
 Reading and tokenising are separate on purpose: this module knows layouts (WikiText rows, C4 records, Alpaca
 instructions) and nothing of tokens; :mod:`pyprune.calibrate` and :mod:`pyprune.evaluate` build on it.
@@ -84,8 +84,8 @@ class HubSource:
     Attributes:
         repository: datasets id.
         config: the configuration's name, or None.
-        revision: the branch; refs/convert/parquet where the main branch is a loading script, which datasets >= 4
-            refuses.
+        revision: the branch; refs/convert/parquet where the main branch is a loading script, which
+            datasets >= 4 refuses.
         files: split -> file pattern; empty when the repository's own splits are used.
         splits: the splits that exist.
         evaluation_split: the split that perplexities are reported on.
@@ -140,7 +140,7 @@ HUB_SOURCES: dict[str, HubSource] = {
 
 
 def evaluation_split(source: str) -> str:
-    """Return the split that perplexities of ``source`` are reported on ("test" unless the table says otherwise)."""
+    """Return the split that perplexities of ``source`` are reported on ("test" for unnamed sources)."""
     return HUB_SOURCES[source].evaluation_split if source in HUB_SOURCES else "test"
 
 
@@ -189,9 +189,6 @@ def _is_local(source: str) -> bool:
     )
 
 
-# Local files ------------------------------------------------------------------------------------
-
-
 def _read_local(source: str, field: str | None) -> Corpus:
     path = Path(source).expanduser()
     text = _read_text(path)
@@ -202,7 +199,7 @@ def _read_local(source: str, field: str | None) -> Corpus:
 
 
 def _read_text(path: Path) -> str:
-    """Return a (gzipped) file as text, with \\n line ends."""
+    """Return a (gzipped) file as text, with Unix line ends."""
     if not path.exists():
         raise DataError(
             f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()})."
@@ -244,7 +241,7 @@ def _plain_document(text: str) -> Document:
 def _parse_plain(source: str, text: str) -> Corpus:
     """Recognise the WikiText and Penn Treebank layouts; anything else is cut at blank lines.
 
-    Joining by a blank line gives a plain file back unchanged, so that its evaluation stream is the file itself.
+    Joining by a blank line gives a plain file back unchanged: its evaluation stream is the file itself.
     """
     lines = text.removesuffix("\n").split("\n")
     if _WIKITEXT_TITLE.match(next((line for line in lines if line.strip()), "")):
@@ -320,9 +317,6 @@ def _instruction_document(where: str, record: Mapping[str, Any]) -> Document:
     return Document(text, (("user", question), ("assistant", output)))
 
 
-# Hub data sets ----------------------------------------------------------------------------------
-
-
 def _read_named(name: str, split: str, field: str | None) -> Corpus:
     entry = HUB_SOURCES[name]
     if split not in entry.splits:
@@ -381,9 +375,6 @@ def _load_rows(
     return rows
 
 
-# Text inside installed packages -----------------------------------------------------------------
-
-
 def packaged_text(name: str) -> str:
     """Return a text file shipped inside an installed package, without importing that package.
 
@@ -403,9 +394,8 @@ def packaged_text(name: str) -> str:
     found = sorted(p for p in paths if wanted and f"/{p.as_posix()}".endswith(f"/{wanted}"))
     if not found:
         texts = sorted({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
-        raise DataError(
-            f"The package {package!r} holds no file {wanted!r}. Text files there: {', '.join(texts) or 'none'}."
-        )
+        there = ", ".join(texts) or "none"
+        raise DataError(f"The package {package!r} holds no file {wanted!r}. Text files there: {there}.")
     return _read_text(found[0])
 
 
