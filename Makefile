@@ -36,6 +36,7 @@ $(VENV)/.stamp-locked: requirements.lock
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-locked $(SOURCES)
 	$(PIP) install --no-deps --no-build-isolation -e .
+	@$(PY) -c "import pyprune._C" || echo "pyprune: the C++ kernels could not be built; the ops run on plain torch" >&2
 	touch $@
 
 lint: setup

@@ -1,0 +1,27 @@
+"""Numerical operations with one meaning and several implementations.
+
+``ops/<op>/reference.py`` defines an op in plain torch; ``triton.py`` (GPU) and ``pyprune._C`` (CPU) must
+agree with it. Methods call the functions here and never a backend. ``PYPRUNE_BACKEND=auto|python|triton|cpp``
+chooses.
+"""
+
+from __future__ import annotations
+
+from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report
+from pyprune.ops.group_penalty import group_penalty
+from pyprune.ops.group_soft_threshold import group_soft_threshold
+from pyprune.ops.residual_diff_norm import residual_diff_norm
+from pyprune.ops.shrink import shrink
+from pyprune.ops.soft_threshold import soft_threshold
+
+__all__ = [
+    "BackendError",
+    "OpError",
+    "available_isas",
+    "backend_report",
+    "group_penalty",
+    "group_soft_threshold",
+    "residual_diff_norm",
+    "shrink",
+    "soft_threshold",
+]

@@ -1,0 +1,225 @@
+"""Which implementation of an op runs, and why.
+
+Every op hands :func:`choose` one check per backend. A check returns ``None`` when the backend can run this
+very call and otherwise the reason why not. ``PYPRUNE_BACKEND=auto`` (the default) takes the first that can,
+in the order triton, cpp, python, and logs its reason once; a backend that was asked for by name and cannot
+run raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Literal, cast
+
+import torch
+
+from pyprune.errors import PypruneError, did_you_mean
+
+Backend = Literal["triton", "cpp", "python"]
+Check = Callable[[], str | None]
+
+ENVIRONMENT_VARIABLE = "PYPRUNE_BACKEND"
+PREFERENCE: tuple[Backend, ...] = ("triton", "cpp", "python")
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+logger = logging.getLogger("pyprune.ops")
+
+
+class OpError(PypruneError, ValueError):
+    """An argument that no backend accepts: a shape, dtype, index or scalar outside an op's definition."""
+
+
+class BackendError(PypruneError, RuntimeError):
+    """A backend was asked for by name and cannot run this call."""
+
+
+@cache
+def extension() -> ModuleType | None:
+    """The compiled module ``pyprune._C``, or None when the package was installed without it."""
+    try:
+        return importlib.import_module("pyprune._C")
+    except ImportError:
+        return None
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that the C++ kernels can use here, lowest first; empty if there are none."""
+    module = extension()
+    return [] if module is None else list(module.available_isas())
+
+
+def backend_report() -> dict[str, str]:
+    """One line per backend for ``pyprune env``: whether it can run here, and why not."""
+    module = extension()
+    cpp = f"available, {module.active_isa()}" if module is not None else _no_extension()
+    triton = no_triton() or ("available" if torch.cuda.is_available() else "available, but there is no GPU")
+    return {"selected": requested_backend(), "triton": triton, "cpp": cpp, "python": "available"}
+
+
+def requested_backend() -> str:
+    """The value of PYPRUNE_BACKEND, checked.
+
+    Raises:
+        BackendError: the value is not auto, python, triton or cpp.
+    """
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "auto").strip().lower() or "auto"
+    allowed = ("auto", *PREFERENCE)
+    if value not in allowed:
+        raise BackendError(did_you_mean(value, allowed, f"backend in {ENVIRONMENT_VARIABLE}"))
+    return value
+
+
+def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
+    """Pick the backend for one call.
+
+    Args:
+        op: the op's name, for messages.
+        checks: one check per backend that the op has; "python" may be left out, it always runs.
+
+    Raises:
+        BackendError: PYPRUNE_BACKEND names a backend that the op does not have or that cannot run this call.
+    """
+    requested = requested_backend()
+    if requested != "auto":
+        backend = cast(Backend, requested)
+        reason = _refusal(checks, backend)
+        if reason is not None:
+            raise BackendError(
+                f"{ENVIRONMENT_VARIABLE}={backend}, but {op} cannot run on it: {reason}. "
+                f"Set {ENVIRONMENT_VARIABLE}=auto to let pyprune choose."
+            )
+        return backend
+    refusals: list[str] = []
+    for backend in PREFERENCE:
+        reason = _refusal(checks, backend)
+        if reason is None:
+            _log_once(op, backend, "; ".join(refusals))
+            return backend
+        refusals.append(f"not {backend}: {reason}")
+    raise AssertionError("the python backend always runs")
+
+
+def _refusal(checks: Mapping[Backend, Check], backend: Backend) -> str | None:
+    if backend in checks:
+        return checks[backend]()
+    return None if backend == "python" else "it has no such implementation yet"
+
+
+@cache
+def _log_once(op: str, backend: Backend, refusals: str) -> None:
+    logger.info("%s runs on %s (%s)", op, backend, refusals or "first choice")
+
+
+def _no_extension() -> str:
+    return "the extension pyprune._C is not built (reinstall with PYPRUNE_REQUIRE_EXT=1 to see why)"
+
+
+def no_cpp(*tensors: torch.Tensor) -> str | None:
+    """Reason why the C++ kernels cannot take these tensors, or None."""
+    if extension() is None:
+        return _no_extension()
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"a tensor is on {tensor.device}, the C++ kernels need cpu"
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype is {tensor.dtype}, the C++ kernels take float32, bfloat16 and float16"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run under its interpreter (TRITON_INTERPRET=1), which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "y", "yes"}
+
+
+@cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def no_triton(*tensors: torch.Tensor) -> str | None:
+    """Reason why the Triton kernels cannot take these tensors, or None."""
+    if not _triton_installed():
+        return "the package triton is not installed"
+    for tensor in tensors:
+        if tensor.device.type != "cuda" and not interpreting():
+            return f"a tensor is on {tensor.device}, Triton needs a GPU or TRITON_INTERPRET=1"
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype is {tensor.dtype}, the Triton kernels take float32, bfloat16 and float16"
+    return None
+
+
+def tensor_view(tensor: torch.Tensor) -> object:
+    """The torch-free description of a CPU tensor that the C++ bindings check and read."""
+    module = cast(ModuleType, extension())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return module.Tensor(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
+
+
+def threads() -> int:
+    """Threads for a C++ kernel: torch's own setting, so that one knob governs both."""
+    return torch.get_num_threads()
+
+
+def checked_axis(axis: int, dimensions: int) -> int:
+    """Return ``axis`` counted from the front.
+
+    Raises:
+        OpError: there is no such dimension.
+    """
+    if not -dimensions <= axis < dimensions:
+        raise OpError(f"axis is {axis}, but the tensor has {dimensions} dimension(s)")
+    return axis % dimensions
+
+
+def checked_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return ``index`` as a LongTensor on ``like``'s device.
+
+    An index tensor that already lives on an accelerator is taken as it is: checking it would wait for the
+    device at every step.
+
+    Raises:
+        OpError: not integers, out of range, negative, or repeated (a group would be counted twice).
+    """
+    tensor = index if isinstance(index, torch.Tensor) else torch.as_tensor(list(index))
+    if tensor.numel() == 0:
+        return torch.zeros(0, dtype=torch.long, device=like.device)
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+        raise OpError(
+            f"index must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    if tensor.device.type == "cpu":
+        low, high = int(tensor.min()), int(tensor.max())
+        if low < 0 or high >= size:
+            raise OpError(f"index runs from {low} to {high}, allowed are 0 to {size - 1}")
+        if tensor.unique().numel() != tensor.numel():
+            raise OpError("index names a group more than once")
+    return tensor.to(device=like.device, dtype=torch.long)
+
+
+def checked_threshold(threshold: float, name: str = "threshold") -> float:
+    """Return a threshold as a float.
+
+    Raises:
+        OpError: it is negative, infinite or NaN.
+    """
+    value = float(threshold)
+    if not 0 <= value < float("inf"):
+        raise OpError(f"{name} is {value}, must be finite and >= 0")
+    return value
+
+
+def checked_kind(kind: str) -> str:
+    """Return ``kind`` if it is "l1" or "l2".
+
+    Raises:
+        OpError: it is neither.
+    """
+    if kind not in ("l1", "l2"):
+        raise OpError(did_you_mean(kind, ("l1", "l2"), "kind"))
+    return kind

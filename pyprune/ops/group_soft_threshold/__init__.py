@@ -1,0 +1,148 @@
+"""Group soft-threshold: the l2 proximal step of MoreauPruner-GS and of DReSS's ``prox`` solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import cast
+
+import torch
+
+from pyprune.ops._dispatch import (
+    KERNEL_DTYPES,
+    Backend,
+    OpError,
+    checked_axis,
+    checked_threshold,
+    choose,
+    extension,
+    no_cpp,
+    no_triton,
+    tensor_view,
+    threads,
+)
+from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as reference
+
+OP = "group_soft_threshold"
+
+
+def group_soft_threshold(
+    x: torch.Tensor, threshold: float, axis: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Shrink every group of ``x`` towards zero by ``threshold`` in l2 norm; groups not longer than that
+    become 0.
+
+    ``g <- g * max(0, 1 - threshold / ||g||_2)``, MoreauPruner-GS, Algorithm 1 (GroupSoftThreshold).
+
+    Not a differentiable op: call it under ``torch.no_grad()`` for parameters.
+
+    Args:
+        x: any shape, floating point. Non-contiguous tensors are copied where a kernel needs it.
+        threshold: finite, >= 0, in the unit of ``x``; rounded to float32 unless ``x`` is float64. 0 returns
+            ``x``, except that a group with NaN becomes NaN.
+        axis: the dimension that counts the groups. For a matrix, 0 makes every row a group, 1 every column. A
+            vector's groups are its single elements.
+        out: where to write, of the shape, dtype and device of ``x``; may be ``x`` itself.
+
+    Returns:
+        ``out``, or a new contiguous tensor. Removed groups are exactly +0. A group that holds NaN becomes NaN
+        as a whole. A group that holds an infinity and no NaN is returned as it is (threshold / inf = 0).
+
+    Raises:
+        OpError: a bad threshold or axis, ``out`` that does not fit or overlaps ``x`` in part, or a tensor
+            that requires grad outside ``no_grad``.
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    threshold = _rounded(checked_threshold(threshold), x.dtype)
+    axis = checked_axis(axis, x.dim())
+    _check_tensors(x, out)
+    shape = _as_matrix(tuple(x.shape), axis)
+    backend = choose(
+        OP, {"triton": partial(_refused, no_triton, x, shape), "cpp": partial(_refused, no_cpp, x, shape)}
+    )
+    if backend == "python" or shape is None:
+        return reference(x, threshold, axis, out)
+    source = x.contiguous()
+    # A result that is not contiguous goes through a temporary: the kernels write whole matrices.
+    target = out if out is not None and out.is_contiguous() else torch.empty_like(source)
+    if x.numel():
+        _run(backend, source, target, threshold, shape)
+    if out is None:
+        return target
+    if target is not out:
+        return out.copy_(target)
+    torch.autograd.graph.increment_version(out)
+    return out
+
+
+def _run(
+    backend: Backend, x: torch.Tensor, out: torch.Tensor, threshold: float, shape: tuple[int, int, int]
+) -> None:
+    rows, cols, axis = shape
+    source, target = x.detach().view(rows, cols), out.detach().view(rows, cols)
+    if backend == "triton":
+        from pyprune.ops.group_soft_threshold import triton as kernels
+
+        kernels.group_soft_threshold(source, target, threshold, axis)
+        return
+    module = cast(ModuleType, extension())
+    module.group_soft_threshold(tensor_view(source), tensor_view(target), threshold, axis, threads())
+
+
+def _rounded(threshold: float, dtype: torch.dtype) -> float:
+    # Triton passes scalars as float32. Rounding for every backend keeps the set of removed groups the same on
+    # all.
+    return threshold if dtype == torch.float64 else torch.tensor(threshold, dtype=torch.float32).item()
+
+
+def _as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
+    """(rows, cols, axis) of the matrix that a contiguous tensor is for this axis; None for a middle axis."""
+    count = shape[axis]
+    elements = 1
+    for size in shape:
+        elements *= size
+    other = elements // count if count else 0
+    if axis == 0:
+        return count, other, 0
+    if axis == len(shape) - 1:
+        return other, count, 1
+    return None
+
+
+def _refused(
+    check: Callable[[torch.Tensor], str | None], x: torch.Tensor, shape: tuple[int, int, int] | None
+) -> str | None:
+    if shape is None:
+        return f"the kernels take the first or the last axis, not one in the middle of {tuple(x.shape)}"
+    return check(x)
+
+
+def _check_tensors(x: torch.Tensor, out: torch.Tensor | None) -> None:
+    if x.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {x.dtype}")
+    if torch.is_grad_enabled() and (x.requires_grad or (out is not None and out.requires_grad)):
+        raise OpError(f"{OP} has no gradient: call it under torch.no_grad() or on a detached tensor")
+    if out is None or out is x:
+        return
+    for name in ("shape", "dtype", "device"):
+        if getattr(out, name) != getattr(x, name):
+            raise OpError(f"out has {name} {getattr(out, name)}, but x has {getattr(x, name)}")
+    if _overlap_in_part(x, out):
+        raise OpError("x and out overlap in part: pass the same tensor or a separate one")
+
+
+def _overlap_in_part(x: torch.Tensor, out: torch.Tensor) -> bool:
+    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
+        return False
+    if x.numel() == 0 or x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return False
+    # Judged by the span from first to last element: views that interleave are refused too, which is safe.
+    begins, ends = zip(*(_span(tensor) for tensor in (x, out)), strict=True)
+    return bool(max(begins) < min(ends))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    return begin, begin + int(reach) + 1
