@@ -10,9 +10,10 @@ d channels whose removed ones are zero.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,6 @@ from pyprune.families import Family, Row, StockTarget, check_plan, count_paramet
 from pyprune.families.base import block_is_skipped, kept_indices
 from pyprune.mask import gauge_
 from pyprune.plan import LayerPlan, PrunePlan
-
-if TYPE_CHECKING:
-    from pyprune.modeling import PrunedConfigMixin
 
 PER_LAYER_LISTS = ("layer_types",)
 """Config fields with one entry a layer; they are sliced together with the layers."""
@@ -175,7 +173,7 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
     virtual_norm = family.norm == "layer" and (tied or not family.gauge)
     if virtual_norm or len(plan.hidden) == plan.dense.hidden_size:
         return 1.0
-    s = (len(plan.hidden) / plan.dense.hidden_size) ** 0.5
+    s = math.sqrt(len(plan.hidden) / plan.dense.hidden_size)
     # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.
     head_scale = s if tied and not family.scaled_embedding else 1.0
     match row.role:
@@ -218,7 +216,13 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     """Dense config values with the layers and the hidden axis already sliced."""
     values = config.to_dict()
     # The class names the model type; the folder and writer of the source do not describe the result.
-    for key in ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config"):
+    for key in (
+        "model_type",
+        "architectures",
+        "_name_or_path",
+        "transformers_version",
+        "quantization_config",
+    ):
         values.pop(key, None)
     values["num_hidden_layers"] = len(plan.layers)
     values["hidden_size"] = len(plan.hidden)
@@ -230,9 +234,7 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     return values
 
 
-def _stock_config(
-    family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget
-) -> PretrainedConfig:
+def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget) -> PretrainedConfig:
     heads, kv_heads, ffn = plan.layers[0].widths
     values = _common_values(family, config, plan)
     values |= {"num_attention_heads": heads, family.intermediate_field: ffn}
@@ -242,7 +244,7 @@ def _stock_config(
     return AutoConfig.for_model(stock.model_type, **values)
 
 
-def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) -> PrunedConfigMixin:
+def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) -> PretrainedConfig:
     from pyprune.modeling import pruned_config_class
 
     values = _common_values(family, config, plan)
@@ -251,11 +253,9 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     if family.needs_virtual_norm(config, plan):
         values["norm_size"] = plan.dense.hidden_size
     values["per_layer_config"] = {
-        i: overrides
-        for i, layer in enumerate(plan.layers)
-        if (overrides := _layer_overrides(family, layer, plan))
+        i: overrides for i, layer in enumerate(plan.layers) if (overrides := _layer_overrides(family, layer, plan))
     }
-    return pruned_config_class(family.model_type)(**values)
+    return cast(PretrainedConfig, pruned_config_class(family.model_type)(**values))
 
 
 def _layer_overrides(family: Family, layer: LayerPlan, plan: PrunePlan) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from typing_extensions import override
+
 from pyprune.errors import ConfigError, did_you_mean
 
 CONFIG_VERSION = 1
@@ -176,6 +178,7 @@ class DataConfig(Config):
     chat_template: bool = False
     seed: int = 0
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.samples > 0, f"samples is {self.samples}; it must be at least 1.", found)
@@ -227,6 +230,7 @@ class TrainConfig(Config):
     checkpoint_interval: int | None = None
     seed: int = 0
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
@@ -271,13 +275,12 @@ class DressConfig(Config):
     target_preserved_ratio: float = 0.3
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
         _require(self.segments >= 1, f"segments is {self.segments}; it must be at least 1.", found)
-        _require(
-            0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found
-        )
+        _require(0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found)
         explicit = self.select == "explicit"
         _require(
             bool(self.channels) == explicit,
@@ -311,6 +314,7 @@ class GateConfig(Config):
     round_steps: int = 10
     batch_size: int = 4
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
@@ -342,12 +346,11 @@ class ElderConfig(Config):
     anneal_share: float = 0.5
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
-        _require(
-            0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found
-        )
+        _require(0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found)
         return found
 
 
@@ -367,6 +370,7 @@ class RecoverConfig(Config):
     dropout: float = 0.0
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
@@ -428,11 +432,10 @@ class PruneConfig(Config):
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = 0
 
+    @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(
-            0 < self.ratio < 1, f"ratio is {self.ratio}; it must be strictly between 0 and 1.", found
-        )
+        _require(0 < self.ratio < 1, f"ratio is {self.ratio}; it must be strictly between 0 and 1.", found)
         _require(
             self.hidden_multiple >= 1,
             f"hidden_multiple is {self.hidden_multiple}; it must be at least 1.",

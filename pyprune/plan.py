@@ -181,10 +181,7 @@ class PrunePlan:
     def _problems(self) -> list[str]:
         dense = self.dense
         if dense.num_key_value_heads < 1 or dense.num_attention_heads % dense.num_key_value_heads:
-            return [
-                f"{dense.num_attention_heads} query heads do not divide into "
-                f"{dense.num_key_value_heads} KV heads."
-            ]
+            return [f"{dense.num_attention_heads} query heads do not divide into {dense.num_key_value_heads} KV heads."]
         problems = _index_problems("hidden", self.hidden, dense.hidden_size)
         problems += _index_problems("layers", self.kept_layers, dense.num_layers)
         if not self.hidden:
@@ -330,7 +327,7 @@ def _layer_problems(layer: LayerPlan, dense: Sizes) -> list[str]:
     problems += _index_problems(f"{where} ffn", layer.ffn, dense.intermediate_size)
     if problems:
         return problems
-    per_group = {kv: 0 for kv in layer.kv_heads}
+    per_group = dict.fromkeys(layer.kv_heads, 0)
     for head in layer.query_heads:
         kv = kv_head_of(head, dense)
         if kv not in per_group:

@@ -233,9 +233,7 @@ def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
     return not (layer.query_heads if row.block == "attention" else layer.ffn)
 
 
-def shapes_after(
-    family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan
-) -> dict[str, tuple[int, ...]]:
+def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan) -> dict[str, tuple[int, ...]]:
     """Shapes that the plan leaves, by dense parameter name (removed parameters are absent).
 
     Args:
@@ -287,9 +285,7 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
     """
     plan.validate()
     if plan.model_type != family.model_type:
-        raise PlanError(
-            f"The plan is for model type {plan.model_type!r}, but the model is {family.model_type!r}."
-        )
+        raise PlanError(f"The plan is for model type {plan.model_type!r}, but the model is {family.model_type!r}.")
     sizes = family.sizes(config)
     if plan.dense != sizes:
         raise PlanError(

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 LAYER = "model.layers.{i}."
 
 
-def decoder_rows(
-    *, attention_bias: bool = False, output_bias: bool = False, mlp_bias: bool = False
-) -> tuple[Row, ...]:
+def decoder_rows(*, attention_bias: bool = False, output_bias: bool = False, mlp_bias: bool = False) -> tuple[Row, ...]:
     """The table shared by every LLaMA-like decoder (gated MLP, two pre-norms a layer)."""
     rows = [
         Row("model.embed_tokens.weight", ("vocab", "hidden"), "embedding"),
@@ -49,12 +47,12 @@ def decoder_rows(
 
 
 def uniform_or_why(plan: PrunePlan) -> str:
-    """ "" when a stock architecture can hold the plan's widths, else the reason."""
+    """Why no stock architecture can hold the plan's widths; empty when one can."""
     return "" if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
 
 
 def divisible_or_why(plan: PrunePlan) -> str:
-    """ "" when the sliced hidden size is a multiple of the head count (a rule of some configurations)."""
+    """Why the sliced hidden size breaks the rule that heads divide it; empty when it does not."""
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
     return "" if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
 

@@ -1,7 +1,7 @@
 """The pruned architectures for Transformers. Importing this module registers them with the Auto classes.
 
-    import pyprune.modeling
-    model = AutoModelForCausalLM.from_pretrained("pruned/")
+import pyprune.modeling
+model = AutoModelForCausalLM.from_pretrained("pruned/")
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class VirtualLayerNorm(nn.LayerNorm):
@@ -34,6 +35,7 @@ class VirtualLayerNorm(nn.LayerNorm):
         out = centred * torch.rsqrt(variance + self.eps) * self.weight.float()
         return (out if self.bias is None else out + self.bias.float()).to(input.dtype)
 
+    @override
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, norm_size={self.norm_size}"
 
@@ -62,5 +64,6 @@ class SkippedAttention(nn.Module):
 class SkippedModule(nn.Module):
     """Stands where an MLP (or the last part of one) was removed: [..., H] -> zeros [..., H]."""
 
+    @override
     def forward(self, hidden_states: Tensor) -> Tensor:
         return torch.zeros_like(hidden_states)
