@@ -190,9 +190,7 @@ def checked_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Te
     if tensor.numel() == 0:
         return torch.zeros(0, dtype=torch.long, device=like.device)
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
-        raise OpError(
-            f"index must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
+        raise OpError(f"index must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}")
     if tensor.device.type == "cpu":
         low, high = int(tensor.min()), int(tensor.max())
         if low < 0 or high >= size:

@@ -27,9 +27,7 @@ from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as r
 OP = "group_soft_threshold"
 
 
-def group_soft_threshold(
-    x: torch.Tensor, threshold: float, axis: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def group_soft_threshold(x: torch.Tensor, threshold: float, axis: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Shrink every group of ``x`` towards zero by ``threshold`` in l2 norm; groups not longer than that
     become 0.
 
@@ -58,9 +56,7 @@ def group_soft_threshold(
     axis = checked_axis(axis, x.dim())
     _check_tensors(x, out)
     shape = _as_matrix(tuple(x.shape), axis)
-    backend = choose(
-        OP, {"triton": partial(_refused, no_triton, x, shape), "cpp": partial(_refused, no_cpp, x, shape)}
-    )
+    backend = choose(OP, {"triton": partial(_refused, no_triton, x, shape), "cpp": partial(_refused, no_cpp, x, shape)})
     if backend == "python" or shape is None:
         return reference(x, threshold, axis, out)
     source = x.contiguous()
@@ -76,9 +72,7 @@ def group_soft_threshold(
     return out
 
 
-def _run(
-    backend: Backend, x: torch.Tensor, out: torch.Tensor, threshold: float, shape: tuple[int, int, int]
-) -> None:
+def _run(backend: Backend, x: torch.Tensor, out: torch.Tensor, threshold: float, shape: tuple[int, int, int]) -> None:
     rows, cols, axis = shape
     source, target = x.detach().view(rows, cols), out.detach().view(rows, cols)
     if backend == "triton":

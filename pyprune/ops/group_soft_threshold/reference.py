@@ -7,9 +7,7 @@ import torch
 from pyprune.ops._dispatch import checked_axis
 
 
-def group_soft_threshold(
-    x: torch.Tensor, threshold: float, axis: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def group_soft_threshold(x: torch.Tensor, threshold: float, axis: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """``g * max(0, 1 - threshold / ||g||_2)`` for every slice g of ``x`` along ``axis``.
 
     Norms are taken in float64, the product in float32 (float64 for float64 tensors), and the result is

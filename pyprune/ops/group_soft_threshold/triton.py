@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pyprune.ops._triton import to_storage
+
 ROW_BLOCK = 2048
 COLUMN_BLOCK = 64
 COLUMN_STEP = 64
@@ -38,7 +40,7 @@ def _rows(x, out, cols, threshold, BLOCK: tl.constexpr):
         inside = begin + lanes < cols
         value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
         result = tl.where(scale == 0.0, 0.0, value * scale)
-        tl.store(out + start + begin + lanes, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + start + begin + lanes, to_storage(result, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def _columns(x, out, rows, cols, threshold, STEP: tl.constexpr, BLOCK: tl.conste
         offset = (begin + row)[:, None] * cols + column[None, :]
         value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         result = tl.where(scale == 0.0, 0.0, value * scale)
-        tl.store(out + offset, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset, to_storage(result, out.dtype.element_ty), mask=inside)
 
 
 def group_soft_threshold(x: torch.Tensor, out: torch.Tensor, threshold: float, axis: int) -> None:

@@ -28,9 +28,7 @@ def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> to
         BackendError: PYPRUNE_BACKEND names a backend that this op does not have.
     """
     if x_in.shape != x_out.shape:
-        raise OpError(
-            f"x_in has shape {tuple(x_in.shape)}, x_out has {tuple(x_out.shape)}; they must be equal"
-        )
+        raise OpError(f"x_in has shape {tuple(x_in.shape)}, x_out has {tuple(x_out.shape)}; they must be equal")
     if x_in.dim() == 0 or x_in.numel() == 0:
         raise OpError(f"x_in has shape {tuple(x_in.shape)}: there is no token to average over")
     checked_kind(kind)

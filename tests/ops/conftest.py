@@ -1,0 +1,40 @@
+"""Backends and instruction sets that the op tests run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from pyprune.ops import _dispatch, available_isas
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether it is interpreted: set it before importing one.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+BACKENDS = ["python", "triton", *(f"cpp-{isa}" for isa in available_isas())]
+
+
+@pytest.fixture
+def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """A function that selects "python", "triton" or "cpp-<isa>" until the end of the test."""
+    module = _dispatch.extension()
+
+    def select(name: str) -> None:
+        backend, _, isa = name.partition("-")
+        monkeypatch.setenv("PYPRUNE_BACKEND", backend)
+        if isa and module is not None:
+            module.set_isa(isa)
+
+    yield select
+    if module is not None:
+        module.set_isa("auto")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, use_backend: Callable[[str], None]) -> str:
+    """Run the test once per backend and instruction set of this machine."""
+    use_backend(request.param)
+    return str(request.param)

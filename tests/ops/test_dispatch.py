@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pyprune.ops import (
+    BackendError,
+    _dispatch,
+    available_isas,
+    backend_report,
+    group_penalty,
+    group_soft_threshold,
+)
+
+
+def test_the_extension_is_there_when_it_is_required() -> None:
+    if os.environ.get("PYPRUNE_REQUIRE_EXT", "0") not in {"", "0"}:
+        assert _dispatch.extension() is not None
+
+
+def test_auto_logs_its_reason_once(
+    use_backend: Callable[[str], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_backend("auto")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    _dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="pyprune.ops"):
+        for _ in range(3):
+            group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    expected = "cpp" if available_isas() else "python"
+    assert messages[0].startswith(f"group_soft_threshold runs on {expected} (not triton: ")
+
+
+def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYPRUNE_BACKEND", "tritn")
+    with pytest.raises(BackendError, match="Did you mean 'triton'"):
+        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+
+
+def test_explicit_backend_that_an_op_does_not_have(use_backend: Callable[[str], None]) -> None:
+    use_backend("cpp")
+    with pytest.raises(BackendError, match="group_penalty cannot run on it"):
+        group_penalty(torch.ones(2, 2), [0], 0, "l2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the tensor would simply be on the wrong device")
+def test_triton_without_gpu_or_interpreter(use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(BackendError, match="TRITON_INTERPRET=1"):
+        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+
+
+def test_cpp_without_the_extension(use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "extension", lambda: None)
+    use_backend("cpp")
+    with pytest.raises(BackendError, match="not built"):
+        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+    assert _dispatch.available_isas() == []
+    assert "not built" in backend_report()["cpp"]
+
+
+@pytest.mark.skipif(not available_isas(), reason="the extension is not built")
+def test_instruction_sets() -> None:
+    module = _dispatch.extension()
+    assert module is not None
+    assert available_isas()[0] == "scalar"
+    try:
+        for isa in available_isas():
+            module.set_isa(isa)
+            assert module.active_isa() == isa
+        with pytest.raises(ValueError, match=r"'neon'.*scalar"):
+            module.set_isa("neon")
+    finally:
+        module.set_isa("auto")
+    assert module.active_isa() == available_isas()[-1]
