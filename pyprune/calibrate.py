@@ -1,0 +1,541 @@
+"""Text -> token windows: seeded sampling, disjoint splits, and resumable batches.
+
+A source is tokenised into one stream (documents in order, separated as its layout asks), and samples are
+non-overlapping windows of that stream, at seeded random places (the papers draw random 2048-token windows).
+Regularisation, recovery and test text must not share a token; :func:`split_disjoint` draws them so, and
+:func:`assert_disjoint` checks it by content, whatever the sources are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from pyprune.config import DataConfig
+from pyprune.errors import ConfigError, DataError
+from pyprune.progress import track
+from pyprune.sources import (
+    HUB_SOURCES,
+    Corpus,
+    DemoData,
+    Document,
+    packaged_text,
+    read_corpus,
+    read_documents,
+    write_demo_data,
+)
+
+__all__ = [
+    "HUB_SOURCES", "Corpus", "DemoData", "Document", "packaged_text", "read_corpus", "read_documents",
+    "write_demo_data",
+    "Position", "SpanSet", "TokenSamples", "TokenStream",
+    "assert_disjoint", "batches", "check_sequence_length", "sample_sequences", "split_disjoint",
+    "token_stream",
+]  # fmt: skip
+
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint64]
+
+STREAM_TOKENS = 2**24
+"""A stream stops after this many tokens unless more are asked for: 8,000 samples of 2,048 fit."""
+
+SHINGLE = 64
+"""Tokens in a row that two streams must share before the text counts as the same."""
+
+_BOILERPLATE = 4
+"""A shingle found more often than this in one stream (a prompt header, a licence) identifies no passage."""
+
+_BASE = 0xD1342543DE82EF95
+_DOCUMENTS_AT_ONCE = 1024
+_PROGRESS_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """One source as one row of tokens.
+
+    Attributes:
+        source: as the user wrote it.
+        tokens: int64 [N].
+        identity: SHA-256 of the tokens, so that one text under two names is recognised.
+    """
+
+    source: str
+    tokens: Ids = field(repr=False)
+    identity: str
+
+    @classmethod
+    def of(cls, source: str, tokens: Ids | Tensor | Sequence[int]) -> TokenStream:
+        """Build a stream from token ids [N]."""
+        ids = np.ascontiguousarray(np.asarray(tokens, dtype=np.int64).reshape(-1))
+        return cls(source, ids, hashlib.sha256(ids.tobytes()).hexdigest())
+
+
+@dataclass(frozen=True, eq=False)
+class SpanSet:
+    """Parts of a stream that are in use.
+
+    Attributes:
+        stream: the stream.
+        spans: half-open (start, end) token positions.
+    """
+
+    stream: TokenStream
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, stream: TokenStream) -> SpanSet:
+        """Return all of ``stream`` (test text is evaluated from beginning to end)."""
+        return cls(stream, ((0, len(stream.tokens)),))
+
+    def covered(self) -> Mask:
+        """Return which tokens of the stream are in use, bool [N]."""
+        mask = np.zeros(len(self.stream.tokens), dtype=np.bool_)
+        for start, end in self.spans:
+            mask[start:end] = True
+        return mask
+
+    def found_in(self, other: TokenStream) -> Mask:
+        """Return which tokens of ``other`` are copies of tokens in use here, bool [len(other.tokens)].
+
+        A token is a copy when both streams agree on at least ``SHINGLE`` tokens in a row around it, so a
+        window of any length is found again exactly, in any file. Passages repeated all over a stream are
+        left out.
+        """
+        covered = self.covered()
+        if not covered.any():
+            return np.zeros(len(other.tokens), dtype=np.bool_)
+        same = self.stream.identity == other.identity
+        mask = _copies(self.stream.tokens, covered, other.tokens, same)
+        return mask | covered if same else mask
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples:
+    """Windows of equal length drawn from one stream.
+
+    Attributes:
+        input_ids: int64 [samples, sequence_length].
+        spans: where each window lies in its stream, in the order of the rows.
+        fingerprints: SHA-256 of each window.
+    """
+
+    input_ids: Tensor = field(repr=False)
+    spans: SpanSet
+    fingerprints: tuple[str, ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.spans.spans)
+
+    @classmethod
+    def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
+        """Cut windows of equal length out of a stream."""
+        rows = np.stack([stream.tokens[start:end] for start, end in spans])
+        prints = tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
+        return cls(torch.from_numpy(rows), SpanSet(stream, tuple(spans)), prints)
+
+
+def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None) -> TokenStream:
+    """Read and tokenise a source, without special tokens except those of its layout.
+
+    Documents are separated by their layout's joiner; instruction records end with the eos token, and
+    chat-templated documents carry their own marks. Instruction records are packed, not padded.
+
+    Args:
+        needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
+
+    Raises:
+        DataError: see :func:`pyprune.sources.read_corpus`; or a chat template is asked for and there is none.
+    """
+    corpus = read_corpus(config.source, config.split, config.field)
+    texts = _layout(tokenizer, corpus, config.chat_template)
+    limit = max(STREAM_TOKENS, needed or 0)
+    chunks = [texts[i : i + _DOCUMENTS_AT_ONCE] for i in range(0, len(texts), _DOCUMENTS_AT_ONCE)]
+    steps: Iterable[list[str]] = chunks
+    if sum(map(len, texts)) > _PROGRESS_CHARACTERS:
+        steps = track(chunks, f"Tokenising {config.source}", total=len(chunks))
+    parts: list[Ids] = []
+    count = 0
+    for chunk in steps:
+        encoded = [np.asarray(ids, dtype=np.int64) for ids in _encode(tokenizer, chunk)]
+        parts += encoded
+        count += sum(map(len, encoded))
+        if count >= limit:
+            break
+    return TokenStream.of(config.source, np.concatenate(parts)[:limit])
+
+
+def _layout(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, chat_template: bool) -> list[str]:
+    """Return the text of each document followed by its separator."""
+    if chat_template:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"chat_template is on for {corpus.name!r}, but the tokenizer has no chat template. "
+                "Turn the option off, or use a model whose tokenizer has one."
+            )
+        return [_chat(tokenizer, document) for document in corpus.documents if document.text.strip()]
+    eos = tokenizer.eos_token if corpus.instructions else None
+    end = eos if isinstance(eos, str) else corpus.joiner
+    return [document.text + end for document in corpus.documents]
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
+    messages = [{"role": role, "content": content} for role, content in document.turns]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def sample_sequences(
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    exclude: SpanSet | Sequence[SpanSet] = (),
+) -> TokenSamples:
+    """Draw ``config.samples`` non-overlapping windows of ``config.sequence_length`` tokens, seeded.
+
+    Args:
+        exclude: text already in use; no drawn token is a copy of it.
+
+    Raises:
+        ConfigError: the options are invalid.
+        DataError: the source cannot be read, or is too small (the message has both counts).
+    """
+    config.validate()
+    stream = token_stream(tokenizer, config, needed=config.samples * config.sequence_length)
+    return _draw(stream, config, [exclude] if isinstance(exclude, SpanSet) else list(exclude))
+
+
+def _draw(stream: TokenStream, config: DataConfig, exclude: Sequence[SpanSet]) -> TokenSamples:
+    free = _free(stream, exclude)
+    lengths = [config.sequence_length] * config.samples
+    placed = _place(free, lengths, _rng(config.seed))
+    if placed is None:
+        raise DataError(_too_small(stream, free, [config]))
+    return TokenSamples.cut(stream, placed)
+
+
+def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
+    free = np.ones(len(stream.tokens), dtype=np.bool_)
+    for spans in exclude:
+        free &= ~spans.found_in(stream)
+    return free
+
+
+def _too_small(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> str:
+    wanted = " and ".join(f"{c.samples} samples of {c.sequence_length} tokens" for c in configs)
+    needed = sum(c.samples * c.sequence_length for c in configs)
+    total, left = len(stream.tokens), int(free.sum())
+    taken = "" if left == total else f", of which {left} are not used by another split"
+    return (
+        f"{stream.source!r} is too small: it has {total} tokens{taken}; {wanted} need {needed} tokens "
+        "in unbroken, non-overlapping windows. Lower samples or sequence_length, or give more text."
+    )
+
+
+def _place(free: Mask, lengths: Sequence[int], rng: np.random.Generator) -> list[tuple[int, int]] | None:
+    """Place windows without overlap at random places of the free runs; None if they do not fit.
+
+    Windows are dealt to runs, longest first, with a chance proportional to how many still fit there; inside
+    a run every arrangement has the same chance.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
+    starts, room = edges[::2], edges[1::2] - edges[::2]
+    members: list[list[int]] = [[] for _ in starts]
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        weights = room // lengths[item]
+        total = weights.sum()
+        if total == 0:
+            return None
+        run = int(np.searchsorted(np.cumsum(weights), rng.integers(total), side="right"))
+        members[run].append(item)
+        room[run] -= lengths[item]
+    spans: list[tuple[int, int]] = [(0, 0)] * len(lengths)
+    for start, slack, items in zip(starts, room, members, strict=True):
+        _spread(int(start), int(slack), items, lengths, rng, spans)
+    return spans
+
+
+def _spread(
+    start: int,
+    slack: int,
+    items: list[int],
+    lengths: Sequence[int],
+    rng: np.random.Generator,
+    spans: list[tuple[int, int]],
+) -> None:
+    """Fill in the spans of one run: its windows in random order, ``slack`` tokens spread between them."""
+    order = rng.permutation(items) if items else ()
+    gaps = np.sort(rng.integers(0, slack + 1, size=len(items)))
+    used = start
+    for item, gap in zip(order, gaps, strict=True):
+        at = used + int(gap)
+        spans[int(item)] = (at, at + lengths[int(item)])
+        used += lengths[int(item)]
+
+
+def split_disjoint(
+    tokenizer: PreTrainedTokenizerBase,
+    configs: Mapping[str, DataConfig],
+    *,
+    reserved: Sequence[SpanSet] = (),
+) -> dict[str, TokenSamples]:
+    """Draw several sample sets that share no text, even when their sources coincide.
+
+    Sets are drawn in the order of ``configs``, each as it would be drawn alone but around the ones before it,
+    so adding a later set changes no earlier one. Only where that leaves too little unbroken text for a later
+    set are the sets of one stream placed together.
+
+    Args:
+        configs: name of the use (for example "regularise", "recover") -> options.
+        reserved: text that no set may touch (the test text: ``EvaluationText.spans``).
+
+    Raises:
+        ConfigError: invalid options, all of them together.
+        DataError: a source cannot be read, or is too small for what is asked of it.
+    """
+    problems = [f"{name}: {p}" for name, config in configs.items() for p in config.problems()]
+    if problems:
+        raise ConfigError(problems)
+    streams = _streams(tokenizer, configs)
+    try:
+        drawn = _draw_in_turn(streams, configs, reserved)
+    except DataError:
+        drawn = _draw_together(streams, configs, reserved)
+    for a, b in combinations(drawn, 2):
+        assert_disjoint(drawn[a], drawn[b], names=(a, b))
+    return drawn
+
+
+def _key(config: DataConfig) -> tuple[Any, ...]:
+    return (config.source, config.split, config.field, config.chat_template)
+
+
+def _streams(tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, DataConfig]) -> dict[str, TokenStream]:
+    """Return each set's stream; one source is read once, as far as all its sets need it."""
+    needed: dict[tuple[Any, ...], int] = {}
+    for config in configs.values():
+        needed[_key(config)] = needed.get(_key(config), 0) + config.samples * config.sequence_length
+    read: dict[tuple[Any, ...], TokenStream] = {}
+    for config in configs.values():
+        key = _key(config)
+        if key not in read:
+            read[key] = token_stream(tokenizer, config, needed=needed[key])
+    return {name: read[_key(config)] for name, config in configs.items()}
+
+
+def _draw_in_turn(
+    streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig], reserved: Sequence[SpanSet]
+) -> dict[str, TokenSamples]:
+    taken = list(reserved)
+    drawn: dict[str, TokenSamples] = {}
+    for name, config in configs.items():
+        drawn[name] = _draw(streams[name], config, taken)
+        taken.append(drawn[name].spans)
+    return drawn
+
+
+def _draw_together(
+    streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig], reserved: Sequence[SpanSet]
+) -> dict[str, TokenSamples]:
+    groups: dict[str, list[str]] = {}
+    for name, stream in streams.items():
+        groups.setdefault(stream.identity, []).append(name)
+    taken = list(reserved)
+    drawn: dict[str, TokenSamples] = {}
+    for names in groups.values():
+        stream, members = streams[names[0]], [configs[name] for name in names]
+        free = _free(stream, taken)
+        lengths = [c.sequence_length for c in members for _ in range(c.samples)]
+        placed = _place(free, lengths, _rng(*(c.seed for c in members)))
+        if placed is None:
+            raise DataError(_too_small(stream, free, members))
+        for name, config in zip(names, members, strict=True):
+            drawn[name] = TokenSamples.cut(streams[name], placed[: config.samples])
+            placed = placed[config.samples :]
+            taken.append(drawn[name].spans)
+    return {name: drawn[name] for name in configs}
+
+
+def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] = ("a", "b")) -> None:
+    """Check by content that two sample sets share no text.
+
+    Finds windows of the same text that overlap by as little as one token, also under different file names,
+    and equal windows of any origin. Both sets must come from one tokenizer.
+
+    Raises:
+        DataError: how many windows of ``b`` are in ``a``, and where the first one lies.
+    """
+    copied = a.spans.found_in(b.spans.stream)
+    shared = [i for i, (start, end) in enumerate(b.spans.spans) if copied[start:end].any()]
+    if not shared:
+        shared = _contained(a.input_ids.numpy(), b.input_ids.numpy())
+    if shared:
+        start, end = b.spans.spans[shared[0]]
+        raise DataError(
+            f"{names[0]} and {names[1]} are not disjoint: {len(shared)} of {len(b)} windows of {names[1]} "
+            f"({b.spans.stream.source!r}, the first at tokens {start} to {end}) hold text of {names[0]} "
+            f"({a.spans.stream.source!r}). Use other text for one of them, or draw both with split_disjoint."
+        )
+
+
+def _contained(a: Ids, b: Ids) -> list[int]:
+    """Return the rows of ``b`` that contain, or are contained in, a row of ``a``."""
+    size = min(a.shape[1], b.shape[1])
+    in_a, in_b = (_shingles(rows, size) for rows in (a, b))
+    hit = np.isin(in_b, in_a)
+    return [int(i) for i in np.flatnonzero(hit.any(axis=1))]
+
+
+def _shingles(tokens: Ids, size: int) -> Hashes:
+    """Return a 64-bit polynomial hash of every ``size`` tokens in a row, along the last axis."""
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return _combine(mixed ^ (mixed >> np.uint64(29)), size)
+
+
+def _combine(mixed: Hashes, size: int) -> Hashes:
+    """Hash by doubling: the hash of 2m tokens is made of two hashes of m tokens."""
+    if size == 1:
+        return mixed
+    half = size // 2
+    parts = _combine(mixed, half)
+    count = mixed.shape[-1] - size + 1
+    first, second = parts[..., :count], parts[..., half : half + count]
+    result = first * np.uint64(pow(_BASE, half, 2**64)) + second
+    return result * np.uint64(_BASE) + mixed[..., size - 1 :] if size % 2 else result
+
+
+def _among(hashes: Hashes, wanted: Hashes) -> Ids:
+    """Return the positions of ``hashes`` whose value occurs in ``wanted``.
+
+    A hashed bit table drops nearly all others before the exact comparison, which has to sort.
+    """
+    bits = min(max(int(8 * len(wanted)).bit_length(), 10), 27)
+    shift = np.uint64(64 - bits)
+    table = np.zeros(2**bits, dtype=np.bool_)
+    table[(wanted * np.uint64(_BASE)) >> shift] = True
+    likely = np.flatnonzero(table[(hashes * np.uint64(_BASE)) >> shift])
+    return likely[np.isin(hashes[likely], wanted)]
+
+
+def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
+    """Return which tokens of ``other`` align with a covered token inside a shared run of shingle length.
+
+    Args:
+        same: ``other`` is the same stream, so that a passage is not compared with itself.
+    """
+    mask = np.zeros(len(other), dtype=np.bool_)
+    size = min(SHINGLE, len(tokens), len(other))
+    if size == 0:
+        return mask
+    here, there = _shingles(tokens, size), _shingles(other, size)
+    sums = np.concatenate(([0], np.cumsum(covered)))
+    touched = sums[size:] > sums[:-size]
+    at = _among(there, here[touched])
+    if same:
+        at = at[~touched[at]]
+    where = _among(here, there[at])
+    order = where[np.argsort(here[where], kind="stable")]
+    first = np.searchsorted(here[order], there[at], side="left")
+    count = np.searchsorted(here[order], there[at], side="right") - first
+    count[count > _BOILERPLATE] = 0
+    for nth in range(int(count.max(initial=0))):
+        chosen = np.flatnonzero(count > nth)
+        match, position = order[first[chosen] + nth], at[chosen]
+        for offset in range(size):
+            mask[position[covered[match + offset]] + offset] = True
+    return mask
+
+
+def check_sequence_length(model_config: Any, length: int) -> None:
+    """Refuse sequences longer than the model's positions.
+
+    Args:
+        model_config: a Transformers config (a text sub-config is looked into).
+        length: tokens in a sequence.
+
+    Raises:
+        DataError: ``length`` is above the model's limit.
+    """
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and 0 < limit < length:
+            raise DataError(
+                f"The sequence length is {length} tokens, but the model allows at most {limit} ({name}). "
+                f"Choose {limit} or less."
+            )
+
+
+class Position(NamedTuple):
+    """Where a run of batches stands: ``offset`` samples of ``epoch`` are used up."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+def batches(
+    samples: TokenSamples | Tensor, batch_size: int, seed: int, epoch: int = 0, offset: int = 0
+) -> Iterator[tuple[Tensor, Position]]:
+    """Yield shuffled batches without end, each with the position after it.
+
+    Every epoch has its own order, made from (seed, epoch) alone, so ``batches(..., *position)`` continues
+    exactly where a run stopped. Batches are always full: the last one of an epoch is completed from the next.
+
+    Args:
+        samples: sample set, or token ids int64 [samples, length].
+        batch_size: sequences in a batch.
+        seed: of the shuffling.
+        epoch, offset: the position to start from.
+
+    Yields:
+        (token ids int64 [batch_size, length], position after this batch).
+
+    Raises:
+        ConfigError: batch_size or the position is out of range, or there are no samples.
+    """
+    rows = samples if isinstance(samples, Tensor) else samples.input_ids
+    if batch_size < 1 or len(rows) == 0 or epoch < 0 or not 0 <= offset <= len(rows):
+        raise ConfigError(
+            f"batch_size is {batch_size} (at least 1) and the position is epoch {epoch}, offset {offset} "
+            f"(offset 0 to {len(rows)}) with {len(rows)} samples (at least 1)."
+        )
+    return _batches(rows, batch_size, seed, Position(epoch, offset))
+
+
+def _batches(rows: Tensor, batch_size: int, seed: int, at: Position) -> Iterator[tuple[Tensor, Position]]:
+    order = _order(len(rows), seed, at.epoch)
+    while True:
+        chosen: list[int] = []
+        while len(chosen) < batch_size:
+            if at.offset >= len(rows):
+                at = Position(at.epoch + 1, 0)
+                order = _order(len(rows), seed, at.epoch)
+            taken = order[at.offset : at.offset + batch_size - len(chosen)]
+            chosen += taken
+            at = Position(at.epoch, at.offset + len(taken))
+        yield rows[chosen], at
+
+
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    order: list[int] = _rng(seed, epoch).permutation(count).tolist()
+    return order
+
+
+def _rng(*seeds: int) -> np.random.Generator:
+    """Return a generator for any integers (numpy itself refuses negative ones)."""
+    return np.random.default_rng([seed % 2**64 for seed in seeds])
