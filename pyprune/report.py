@@ -320,7 +320,7 @@ def chart_svg(chart: BarChart | LineChart) -> str:
     axes.set_title(chart.title, loc="left", fontsize=11, color=INK, pad=12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PLAIN)
-    axes.tick_params(colors=INK, labelsize=9)
+    axes.tick_params(which="both", colors=INK, labelsize=9)
     figure.tight_layout()
     text = _svg_text(figure, chart.title)
     return text[text.index("<svg") :].strip()
