@@ -8,8 +8,9 @@ pickle them to their worker processes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from huggingface_hub.dataclasses import strict
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
 from pyprune.families import Family, all_families
 
@@ -36,12 +38,16 @@ class PrunedConfigMixin:
         norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
     """
 
-    model_type: str
+    model_type: ClassVar[str]
 
     @property
     def family(self) -> Family:
         """The family of the dense model."""
         return all_families()[self.model_type.removeprefix(PREFIX)]
+
+    def __getattribute__(self, key: str) -> Any:
+        """Read global values without Transformers' warning; the reason is stated just below."""
+        return HeterogeneousConfigMixin._getattr_without_heterogeneous_validation(self, key)
 
     @property
     def allow_global_per_layer_attribute_access(self) -> bool:
@@ -72,7 +78,7 @@ class PrunedConfigMixin:
 
     def layer_config(self, index: int) -> PretrainedConfig:
         """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
-        return self.per_layer_config[index]  # type: ignore[attr-defined, no-any-return]
+        return self.per_layer_config[index]  # type: ignore[no-any-return]
 
 
 def layer_overrides(config: Any, index: int) -> dict[str, Any]:
@@ -85,42 +91,49 @@ def _value(config: Any, name: str, *default: Any) -> Any:
     return config._getattr_without_heterogeneous_validation(name, *default)
 
 
+@strict
 class PrunedLlamaConfig(PrunedConfigMixin, LlamaConfig):
     """LLaMA with per-layer sizes."""
 
     model_type = "pruned_llama"
 
 
+@strict
 class PrunedMistralConfig(PrunedConfigMixin, MistralConfig):
     """Mistral with per-layer sizes."""
 
     model_type = "pruned_mistral"
 
 
+@strict
 class PrunedQwen2Config(PrunedConfigMixin, Qwen2Config):
     """Qwen2 with per-layer sizes."""
 
     model_type = "pruned_qwen2"
 
 
+@strict
 class PrunedQwen3Config(PrunedConfigMixin, Qwen3Config):
     """Qwen3 with per-layer sizes."""
 
     model_type = "pruned_qwen3"
 
 
+@strict
 class PrunedGemma3TextConfig(PrunedConfigMixin, Gemma3TextConfig):
     """Gemma 3 text with per-layer sizes."""
 
     model_type = "pruned_gemma3_text"
 
 
+@strict
 class PrunedOPTConfig(PrunedConfigMixin, OPTConfig):
     """OPT with per-layer sizes, a decoupled head_dim and a LayerNorm over a virtual size."""
 
     model_type = "pruned_opt"
 
 
+@strict
 class PrunedPhiConfig(PrunedConfigMixin, PhiConfig):
     """Phi with per-layer sizes."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 from transformers import (
@@ -42,13 +42,16 @@ from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLaye
 class PrunedModelMixin:
     """Builds a stock model without layers, then one stock layer per index at that layer's sizes."""
 
-    decoder_layer_class: type[nn.Module]
+    config_class: ClassVar[type[Any]]
+    decoder_layer_class: ClassVar[type[nn.Module]]
 
     def __init__(self, config: PretrainedConfig) -> None:
         stub = copy.deepcopy(config)
         stub.per_layer_config = None
         stub.num_hidden_layers = 0
         super().__init__(stub)  # type: ignore[call-arg]
+        # The stock constructor resolves the attention implementation on the configuration it is given.
+        config._attn_implementation = stub._attn_implementation
         self._build_layers(cast(Any, config))
 
     def _build_layers(self, config: Any) -> None:

@@ -1,0 +1,46 @@
+"""Plans that exercise every axis of a tiny model."""
+
+from __future__ import annotations
+
+from pyprune.plan import PrunePlan, kv_head_of
+
+
+def keep_kv_groups(plan: PrunePlan, layer: int, kv_heads: list[int], per_group: int | None = None) -> PrunePlan:
+    """Keep whole KV groups of a layer, or only the last ``per_group`` query heads of each."""
+    dense = plan.dense
+    heads = []
+    for kv in kv_heads:
+        group = [q for q in range(dense.num_attention_heads) if kv_head_of(q, dense) == kv]
+        heads += group if per_group is None else group[-per_group:]
+    return plan.with_layer(layer, query_heads=heads, kv_heads=kv_heads)
+
+
+def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
+    """One plan an axis, then combinations; indices are chosen so that a wrong one cannot pass unnoticed."""
+    dense = identity.dense
+    layers = range(dense.num_layers)
+    last_kv = dense.num_key_value_heads - 1
+    kv_kept = [last_kv] if dense.num_key_value_heads < 3 else [0, last_kv]
+    heads = query_heads = ffn = identity
+    for i in layers:
+        heads = keep_kv_groups(heads, i, kv_kept)
+        ffn = ffn.with_layer(i, ffn=range(3, 27))
+        if dense.group_size > 1:
+            query_heads = keep_kv_groups(query_heads, i, list(range(dense.num_key_value_heads)), 1)
+    unequal = keep_kv_groups(identity, 0, [last_kv]).with_layer(1, ffn=range(0, 40, 3)).with_layer(2, ffn=range(7))
+    skipped = identity.with_layer(0, query_heads=[], kv_heads=[]).with_layer(2, ffn=[])
+    odd_hidden = [i for i in range(dense.hidden_size) if i not in (0, 5, 7)]
+    plans = {
+        "identity": identity,
+        "layers": identity.drop_layers([0, 2]),
+        "hidden": identity.keep_hidden(range(36)),
+        "hidden-odd": identity.keep_hidden(odd_hidden),
+        "heads": heads,
+        "ffn": ffn,
+        "unequal": unequal,
+        "skipped": skipped,
+        "everything": keep_kv_groups(skipped, 1, kv_kept).drop_layers([3]).keep_hidden(range(4, 40)),
+    }
+    if query_heads is not identity:
+        plans["query-heads"] = query_heads
+    return plans

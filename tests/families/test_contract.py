@@ -1,0 +1,238 @@
+"""The invariant, for every family and every axis: compacting equals masking, also after save and load."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pyprune.compact import compact_
+from pyprune.errors import PlanError, UnsupportedModelError
+from pyprune.families import (
+    all_families,
+    count_parameters,
+    family_for,
+    named_axes,
+    parameter_shapes,
+    parameters_after,
+)
+from pyprune.mask import gauge_, mask_, masked
+from pyprune.plan import PrunePlan
+from tests._support.compare import assert_same_logits
+from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.plans import axis_plans
+
+AXES = (
+    "identity",
+    "layers",
+    "hidden",
+    "hidden-odd",
+    "heads",
+    "query-heads",
+    "ffn",
+    "unequal",
+    "skipped",
+    "everything",
+)
+DIVISIBLE_ONLY = "hidden-odd"
+STOCK_PLANS = ("identity", "layers", "hidden", "heads", "query-heads", "ffn")
+
+
+def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
+    plans = axis_plans(family_for(model).plan(model.config))
+    if axis not in plans:
+        pytest.skip("this configuration has one query head per KV head")
+    return plans[axis]
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def cached_logits(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
+    """Logits of a prompt and then one token at a time through the cache, as generation computes them."""
+    out = model(ids[:, :prompt], use_cache=True)
+    pieces = [out.logits]
+    for t in range(prompt, ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        pieces.append(out.logits)
+    return torch.cat(pieces, dim=1)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", TINY)
+def test_compacted_equals_masked_also_after_save_and_load(name: str, axis: str, tmp_path: Path) -> None:
+    dense = tiny_model(name)
+    plan = plan_of(dense, axis)
+    ids = tiny_batch()
+    reference = copy.deepcopy(dense)
+    mask_(reference, plan)
+    expected = logits(reference, ids)
+
+    shapes = parameter_shapes(dense)
+    report = compact_(dense, plan)
+    assert_same_logits(logits(dense, ids), expected)
+
+    added = len(plan.layers) * len(plan.hidden) if report.architecture == "LlamaForCausalLM" and "qwen2" in name else 0
+    assert count_parameters(dense) == parameters_after(all_families()[plan.model_type], shapes, plan) + added
+    assert report.parameters == count_parameters(dense)
+
+    dense.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as stored:
+        on_disk = sum(stored.get_tensor(key).numel() for key in stored.keys())  # noqa: SIM118
+    assert on_disk == report.parameters
+    reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert type(reloaded) is type(dense)
+    assert_same_logits(logits(reloaded.eval(), ids), expected)
+    assert_same_logits(cached_logits(reloaded, ids, prompt=9), expected)
+
+
+@pytest.mark.parametrize("axis", STOCK_PLANS)
+@pytest.mark.parametrize("name", TINY)
+def test_uniform_plans_become_stock_architectures(name: str, axis: str) -> None:
+    model = tiny_model(name)
+    plan = plan_of(model, axis)
+    report = compact_(model, plan)
+    opt_needs_pruned = name.startswith("opt") and axis in ("hidden", "heads")
+    tied_phi = name == "phi-tied" and axis == "hidden"
+    assert report.stock is not (opt_needs_pruned or tied_phi), report.reasons
+    assert report.stock or report.reasons
+    assert report.stock is not report.architecture.startswith("Pruned")
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma3", "phi"])
+def test_generation_with_a_skipped_first_attention(name: str) -> None:
+    """A cache whose length is read from layer 0 must still count when layer 0 has no attention."""
+    model = tiny_model(name)
+    plan = plan_of(model, "skipped")
+    compact_(model, plan)
+    model.generation_config.eos_token_id = None
+    ids = tiny_batch(batch=2, length=7)
+    mask = torch.ones_like(ids)
+    cached = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True)
+    full = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert cached.shape == (2, 15)
+    assert torch.equal(cached, full)
+
+
+def test_every_file_of_the_folder_has_a_tiny_model() -> None:
+    assert {model_type for model_type, _ in TINY.values()} == set(all_families())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_parameter_has_a_row_and_its_shape(name: str) -> None:
+    model = tiny_model(name)
+    sizes = family_for(model).sizes(model.config)
+    width = {
+        "vocab": sizes.vocab_size,
+        "hidden": sizes.hidden_size,
+        "heads": sizes.num_attention_heads * sizes.head_dim,
+        "kv_heads": sizes.num_key_value_heads * sizes.head_dim,
+        "ffn": sizes.intermediate_size,
+        "head_dim": sizes.head_dim,
+    }
+    params = named_axes(model)
+    assert sum(p.parameter.numel() for p in params) == count_parameters(model)
+    for p in params:
+        for axis, size in zip(p.row.axes, p.parameter.shape, strict=True):
+            assert axis == "positions" or width[axis] == size, p.name
+
+
+def test_an_unknown_parameter_is_an_error_naming_it() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.router = torch.nn.Linear(4, 4)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.router\.weight"):
+        named_axes(model)
+
+
+def test_the_350m_layout_of_opt_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="word_embed_proj_dim 24 differs from hidden_size 48"):
+        family_for(tiny_model("opt", word_embed_proj_dim=24))
+    with pytest.raises(UnsupportedModelError, match="post-norm"):
+        family_for(tiny_model("opt", do_layer_norm_before=False))
+
+
+def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
+    from transformers import GPT2Config
+
+    with pytest.raises(UnsupportedModelError, match="Available: gemma3_text, llama"):
+        family_for(GPT2Config())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_pruned_model_differs_from_the_dense_one(name: str) -> None:
+    """Masking must change something, or the invariant would hold for a plan that does nothing."""
+    dense = tiny_model(name)
+    ids = tiny_batch()
+    before = logits(dense, ids)
+    for axis in ("layers", "hidden", "heads", "ffn", "skipped"):
+        with masked(dense, plan_of(dense, axis)):
+            changed = (logits(dense, ids) - before).abs().max() / before.abs().max()
+        assert changed > 1e-3, axis
+    assert torch.equal(logits(dense, ids), before)
+
+
+def test_the_gauge_leaves_the_dense_model_alone_and_centres_the_kept_channels() -> None:
+    model = tiny_model("phi")
+    ids = tiny_batch()
+    before = logits(model, ids)
+    weights = model.model.embed_tokens.weight.detach().clone()
+    gauge_(model, range(30))
+    assert_same_logits(logits(model, ids), before)
+    after = model.model.embed_tokens.weight
+    assert not torch.allclose(after, weights)
+    assert after[:, :30].mean(1).abs().max() < 1e-6
+    with pytest.raises(UnsupportedModelError, match="no LayerNorm gauge"):
+        gauge_(tiny_model("phi-tied"), range(30))
+
+
+def test_compaction_keeps_identity_dtype_mode_and_weights_order() -> None:
+    model = tiny_model("llama").to(torch.bfloat16).train()
+    reference = model
+    kept = model.model.layers[3].mlp.up_proj.weight.detach().clone()
+    compact_(model, family_for(model).plan(model.config).drop_layers([1]))
+    assert reference is model
+    assert model.training
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.layers[2].mlp.up_proj.weight, kept)
+    assert model.config.num_hidden_layers == 3
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    model = tiny_model("llama")
+    other = family_for(tiny_model("qwen2")).plan(tiny_model("qwen2").config)
+    with pytest.raises(PlanError, match="for model type 'qwen2'"):
+        compact_(model, other)
+    wider = tiny_model("llama", intermediate_size=44)
+    with pytest.raises(PlanError, match="intermediate_size=44"):
+        compact_(model, family_for(wider).plan(wider.config))
+
+
+def test_a_compacted_model_cannot_be_cut_as_if_it_were_dense() -> None:
+    model = tiny_model("llama")
+    compact_(model, plan_of(model, "unequal"))
+    with pytest.raises(UnsupportedModelError, match="already"):
+        family_for(model)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_meta_models_are_counted_without_weights(name: str) -> None:
+    model = tiny_model(name)
+    plan = plan_of(model, "everything")
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    assert all(p.is_meta for p in empty.parameters())
+    family = family_for(model)
+    expected = parameters_after(family, parameter_shapes(model), plan)
+    assert parameters_after(family, parameter_shapes(empty), plan) == expected
