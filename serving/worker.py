@@ -1,0 +1,140 @@
+"""One inference engine in its own process, commanded by JSON lines on stdin and answering on stdout.
+
+Run as ``python -m pyprune.serving.worker``. Two vLLM engines in one process fight over global state, and a dense
+and a pruned model must be timed turn by turn, so each gets such a process. Everything the libraries print goes
+to stderr (the parent keeps it as a log); only replies reach the original stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+
+class Runner(Protocol):
+    """What a loaded engine can do."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
+        """Generate exactly ``new_tokens`` for each prompt of token ids; return the number of tokens made."""
+
+
+class VllmRunner:
+    """Greedy generation through vLLM's offline API: no tokenizer, no prefix cache, no end of sentence."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import torch
+        from vllm import LLM
+
+        accelerator = torch.cuda.is_available()
+        self.device = torch.cuda.get_device_name(0) if accelerator else None
+        self._llm = LLM(
+            model=options["model"],
+            dtype=options["dtype"],
+            seed=options["seed"],
+            skip_tokenizer_init=True,
+            enforce_eager=not accelerator,
+            enable_prefix_caching=False,
+            max_model_len=options["max_length"],
+            max_num_seqs=options["max_sequences"],
+            max_num_batched_tokens=options["max_batched_tokens"],
+            kv_cache_memory_bytes=options["kv_cache_bytes"],
+            disable_log_stats=True,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
+        """See :class:`Runner`."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, detokenize=False
+        )
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)  # type: ignore[arg-type]
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+class TransformersRunner:
+    """Greedy generation through plain Transformers, left-padded, with the key-value cache."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+
+        where = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.cuda.get_device_name(0) if where == "cuda" else None
+        dtype = getattr(torch, options["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(
+            options["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+        self._model = model.to(where).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
+        """See :class:`Runner`."""
+        import torch
+
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        where = self._model.device
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=ids.to(where),
+                attention_mask=mask.to(where),
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+            )
+        return int((out.shape[1] - width) * len(prompts))
+
+
+RUNNERS = {"vllm": VllmRunner, "transformers": TransformersRunner}
+
+
+def main() -> None:
+    """Answer commands until stdin closes: load, generate, quit."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever the libraries print must not be taken for a reply
+    runner: VllmRunner | TransformersRunner | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["op"] == "quit":
+            break
+        try:
+            if command["op"] == "load":
+                runner = RUNNERS[command["engine"]](command)
+                _reply(replies, device=runner.device)
+            else:
+                _timed(replies, runner, command)
+        except Exception as error:  # the parent turns it into an error of its own, with the log's tail
+            import traceback
+
+            traceback.print_exc()
+            _reply(replies, error=f"{type(error).__name__}: {error}")
+
+
+def _timed(replies: TextIO, runner: Runner | None, command: Mapping[str, Any]) -> None:
+    if runner is None:
+        raise RuntimeError("generate was asked for before load")
+    start = time.perf_counter()
+    tokens = runner.generate(command["prompts"], command["new_tokens"])
+    _reply(replies, seconds=time.perf_counter() - start, tokens=tokens)
+
+
+def _reply(replies: TextIO, **content: Any) -> None:
+    replies.write(json.dumps(content) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

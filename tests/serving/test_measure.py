@@ -1,0 +1,137 @@
+"""Measuring with the Transformers engine on tiny checkpoints, and how engines fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
+from pyprune.families import count_parameters
+from pyprune.serving import engines
+from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.engines import Engine, EngineError, choose_engine
+from pyprune.serving.measure import SpeedReport, measure
+from tests._support.models import tiny_model
+
+SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    tiny_model("llama-head-dim").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SpeedReport, Path]:
+    jsonl = tmp_path_factory.mktemp("samples") / "samples.jsonl"
+    models = {"dense": checkpoint, "pruned": checkpoint}
+    report = measure(models, engine="transformers", dtype="float32", jsonl=jsonl, **SIZES)  # type: ignore[arg-type]
+    return report, jsonl
+
+
+def test_every_sample_is_kept_and_turns_alternate(measured: tuple[SpeedReport, Path]) -> None:
+    report, _ = measured
+    turns = [(s.column, s.repeat, s.model) for s in report.samples]
+    assert turns == [(c, r, m) for c in ("generation", "prompt") for r in (0, 1) for m in ("dense", "pruned")]
+    assert [s.order for s in report.samples] == list(range(8))
+    assert all(s.seconds > 0 for s in report.samples)
+    assert {s.tokens for s in report.samples if s.column == "generation"} == {3 * 4}
+    assert {s.tokens for s in report.samples if s.column == "prompt"} == {20}
+    assert report.engine == "transformers"
+
+
+def test_samples_are_appended_with_their_conditions(measured: tuple[SpeedReport, Path]) -> None:
+    report, jsonl = measured
+    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert [r["seconds"] for r in records] == [s.seconds for s in report.samples]
+    assert {r["engine"] for r in records} == {"transformers"}
+    assert len({r["run"] for r in records}) == 1
+    for record in records:
+        assert record["environment"]["versions"]["torch"]
+        assert record["environment"]["cpu"]
+        assert record["workload"]["batch_size"] == 3
+        assert record["checkpoint"]["architecture"] == "LlamaForCausalLM"
+
+
+def test_sizes_come_from_the_file(checkpoint: Path) -> None:
+    found = read_checkpoint(checkpoint)
+    assert found.parameters == count_parameters(tiny_model("llama-head-dim"))
+    assert found.bytes == (checkpoint / "model.safetensors").stat().st_size
+    assert found.vocab_size == 384
+
+
+def test_truncated_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        measure({"broken": broken}, engine="transformers")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x04\0\0\0\0\0\0\0oops"])
+def test_damaged_weights_are_refused(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        read_checkpoint(tmp_path)
+
+
+def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a folder"):
+        read_checkpoint(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"vocab_size": 3}')
+    with pytest.raises(CheckpointError, match=r"no \.safetensors"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_checkpoint(tmp_path)
+
+
+def test_workload_longer_than_the_model(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 512 tokens"):
+        measure({"tiny": checkpoint}, engine="transformers")
+
+
+def test_engine_failure_shows_the_end_of_its_log(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nosuch"}))
+    with pytest.raises(EngineError, match="nosuch") as caught:
+        Engine("transformers", {"model": str(tmp_path), "dtype": "float32"})
+    assert "Its last log lines" in str(caught.value)
+    assert "Traceback" in str(caught.value) or "raise" in str(caught.value)
+
+
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = engines.importlib.util.find_spec
+    monkeypatch.setattr(
+        engines.importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
+    )
+
+
+def test_vllm_by_name_needs_vllm(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    _without_vllm(monkeypatch)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pyprune\[vllm\]'"):
+        measure({"tiny": checkpoint}, engine="vllm")
+
+
+def test_auto_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_vllm(monkeypatch)
+    name, note = choose_engine("auto")
+    assert name == "transformers"
+    assert note is not None
+    assert "vLLM is not installed" in note
+    assert choose_engine("transformers") == ("transformers", None)
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'vllm'"):
+        choose_engine("vlm")

