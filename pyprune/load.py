@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -170,6 +171,11 @@ def _actionable(source: str) -> Iterator[None]:
         raise CheckpointError(
             f"{source} is not a local folder and could not be fetched from the hub: {error}. "
             "Check the id and the network, or give a local folder."
+        ) from error
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{source} holds a .bin file with more than plain tensors in it; it was not read, because "
+            "reading it would run its code. Get the weights as safetensors."
         ) from error
     except bad as error:
         text = " ".join(str(error).split())

@@ -8,7 +8,7 @@ pickle them to their worker processes.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
 from transformers import (
@@ -47,7 +47,7 @@ class PrunedConfigMixin:
 
     def __getattribute__(self, key: str) -> Any:
         """Read global values without Transformers' warning; the reason is stated just below."""
-        return HeterogeneousConfigMixin._getattr_without_heterogeneous_validation(self, key)
+        return HeterogeneousConfigMixin._getattr_without_heterogeneous_validation(cast(Any, self), key)
 
     @property
     def allow_global_per_layer_attribute_access(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ class VirtualLayerNorm(nn.LayerNorm):
         missing = self.norm_size - x.shape[-1]
         variance = (centred.square().sum(-1, keepdim=True) + missing * mean.square()) / self.norm_size
         out = centred * torch.rsqrt(variance + self.eps) * self.weight.float()
-        return (out if self.bias is None else out + self.bias.float()).to(input.dtype)
+        bias = cast(nn.Parameter | None, self.bias)
+        return (out if bias is None else out + bias.float()).to(input.dtype)
 
     @override
     def extra_repr(self) -> str:

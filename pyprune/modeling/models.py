@@ -42,7 +42,7 @@ from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLaye
 class PrunedModelMixin:
     """Builds a stock model without layers, then one stock layer per index at that layer's sizes."""
 
-    config_class: ClassVar[type[Any]]
+    config_class: Any
     decoder_layer_class: ClassVar[type[nn.Module]]
 
     def __init__(self, config: PretrainedConfig) -> None:

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from pyprune.config import PruneConfig, TrainConfig
+from pyprune.errors import ConfigError
+
+
+def test_options_round_trip() -> None:
+    config = PruneConfig.from_dict({"method": "dress", "ratio": 0.3, "dress": {"norm": "l1", "channels": []}})
+    assert config.dress.norm == "l1"
+    assert PruneConfig.from_dict(config.to_dict()) == config
+
+
+def test_every_problem_is_reported_at_once_with_suggestions() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PruneConfig.from_dict({"methd": "x", "ratio": "lots", "dress": {"norm": "l3"}, "seed": 1.5})
+    text = str(caught.value)
+    assert "Did you mean 'method'" in text
+    assert "ratio is 'lots'" in text
+    assert "value of dress.norm 'l3'" in text
+    assert "seed is 1.5; expected int" in text
+
+
+def test_values_are_checked_after_types() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PruneConfig.from_dict({"ratio": 1.0, "finetune": {"steps": 0, "micro_batch_size": 5}})
+    assert len(caught.value.problems) == 3
+
+
+def test_yaml_style_numbers_are_numbers() -> None:
+    assert TrainConfig.from_dict({"learning_rate": "1e-3"}).learning_rate == 1e-3
+    assert TrainConfig.from_dict({"max_grad_norm": None}).max_grad_norm is None
+    assert TrainConfig.from_dict({"max_grad_norm": 2}).max_grad_norm == 2.0
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reads version 1"):
+        PruneConfig.from_dict({"version": 9})
