@@ -248,7 +248,7 @@ def test_unknown_models_dtypes_and_places_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="int8")
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no file 'x.gguf'"):
+    with pytest.raises(CheckpointError, match=r"no file 'x\.gguf'"):
         load_model(tmp_path, gguf_file="x.gguf")
 
 
