@@ -24,7 +24,7 @@ def group_soft_threshold(x: torch.Tensor, threshold: float, axis: int, out: torc
     removed = norm <= threshold
     scale = (1 - threshold / norm).to(wide.dtype)
     # Written, not multiplied: a removed group is exactly +0, whatever its signs were.
-    result = (wide * scale).masked_fill_(removed, 0.0).to(x.dtype)
+    result: torch.Tensor = (wide * scale).masked_fill_(removed, 0.0).to(x.dtype)
     if out is None:
         return result
     return out.copy_(result)

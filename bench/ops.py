@@ -1,0 +1,175 @@
+"""Times the kernels beside eager torch and beside their memory ceiling.
+
+    python bench/ops.py [--rows 4096] [--cols 11008] [--repeats 9]
+
+The ceiling of an in-place op is ``y.mul_(c)`` over arrays of the same size: the same read and write streams with
+almost no arithmetic. Implementations are interleaved, every sample is appended to bench/results/ops.jsonl, and the
+table shows medians with their median absolute deviation. A result that disagrees with the reference is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pyprune.ops import available_isas, group_soft_threshold
+from pyprune.ops.group_soft_threshold import reference
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results" / "ops.jsonl"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+THRESHOLD = 1e-3
+
+
+@dataclass
+class Case:
+    """One implementation of one op on one dtype, with its samples in milliseconds."""
+
+    op: str
+    dtype: str
+    axis: int
+    implementation: str
+    call: Callable[[], object]
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median in milliseconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def deviation(self) -> float:
+        """Median absolute deviation in milliseconds."""
+        return statistics.median(abs(sample - self.median) for sample in self.samples)
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Select a backend of the ops for the duration of the block."""
+    before = os.environ.get("PYPRUNE_BACKEND")
+    os.environ["PYPRUNE_BACKEND"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYPRUNE_BACKEND"]
+        else:
+            os.environ["PYPRUNE_BACKEND"] = before
+
+
+def run_on(name: str, x: torch.Tensor, axis: int) -> Callable[[], object]:
+    """An in-place call of the op on one backend."""
+
+    def call() -> object:
+        with backend(name):
+            return group_soft_threshold(x, THRESHOLD, axis, out=x)
+
+    return call
+
+
+def check(x: torch.Tensor, axis: int, name: str) -> None:
+    """Refuse to time a backend that disagrees with the reference on a corner of the input."""
+    corner = x[:257, :513].clone()
+    with backend(name):
+        out = group_soft_threshold(corner, THRESHOLD, axis)
+    exact = reference(corner.double(), THRESHOLD, axis)
+    unit = torch.finfo(x.dtype).eps
+    if not torch.allclose(out.double(), exact, rtol=unit, atol=torch.finfo(x.dtype).smallest_normal):
+        sys.exit(f"{name} disagrees with the reference on {x.dtype}, axis {axis}: no speed is reported")
+
+
+def cases(rows: int, cols: int, device: torch.device) -> list[Case]:
+    """Every implementation that can run on this device, dtype by dtype."""
+    kernels = ["triton"] if device.type == "cuda" else (["cpp"] if available_isas() else [])
+    generator = torch.Generator().manual_seed(0)
+    result: list[Case] = []
+    for name, dtype in DTYPES.items():
+        # Around 1, where neither the ceiling's factor nor the threshold can drive values into subnormals.
+        x = (1 + torch.rand(rows, cols, generator=generator)).to(device, dtype)
+        ceiling = x.clone()
+        result.append(Case("in-place probe", name, 0, "ceiling", lambda y=ceiling: y.mul_(1.0)))  # type: ignore[misc]
+        for axis in (0, 1):
+            for implementation in (*kernels, "python"):
+                check(x, axis, implementation)
+                call = run_on(implementation, x, axis)
+                result.append(Case("group_soft_threshold", name, axis, implementation, call))
+    return result
+
+
+def measure(all_cases: list[Case], repeats: int, device: torch.device) -> None:
+    """Warm every case once, then take one sample of each in turn until there are ``repeats``."""
+    for number in range(repeats + 1):
+        print(f"\rround {number}/{repeats}", end="", file=sys.stderr, flush=True)
+        for case in all_cases:
+            _synchronise(device)
+            begin = time.perf_counter()
+            case.call()
+            _synchronise(device)
+            if number:
+                case.samples.append(1e3 * (time.perf_counter() - begin))
+    print(file=sys.stderr)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def conditions(device: torch.device) -> dict[str, object]:
+    """What a number needs beside it to mean something."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+    return {
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        "isas": available_isas(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def report(all_cases: list[Case], about: dict[str, object], size: tuple[int, int]) -> None:
+    """Append every sample to the results file and print the table."""
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    with RESULTS.open("a") as file:
+        for case in all_cases:
+            row = {"op": case.op, "dtype": case.dtype, "axis": case.axis, "implementation": case.implementation}
+            file.write(json.dumps({**about, "size": size, **row, "samples_ms": case.samples}) + "\n")
+    ceilings = {case.dtype: case.median for case in all_cases if case.implementation == "ceiling"}
+    print(f"{size[0]} x {size[1]}, {about['threads']} threads, {about['device']}\n")
+    print("| op | dtype | groups | implementation | ms | MAD | share of ceiling |")
+    print("|---|---|---|---|---:|---:|---:|")
+    for case in all_cases:
+        groups = "" if case.implementation == "ceiling" else ("rows", "columns")[case.axis]
+        share = ceilings[case.dtype] / case.median
+        row = f"| {case.op} | {case.dtype} | {groups} | {case.implementation} "
+        print(f"{row}| {case.median:.2f} | {case.deviation:.2f} | {share:.0%} |")
+
+
+def main() -> None:
+    """Parse the options, measure, report."""
+    parser = argparse.ArgumentParser(description="Time pyprune's kernels against their memory ceiling.")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--cols", type=int, default=11008)
+    parser.add_argument("--repeats", type=int, default=9, help="samples per implementation")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    all_cases = cases(options.rows, options.cols, device)
+    measure(all_cases, options.repeats, device)
+    report(all_cases, conditions(device), (options.rows, options.cols))
+
+
+if __name__ == "__main__":
+    main()
