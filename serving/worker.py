@@ -11,12 +11,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 
 class Runner(Protocol):
-    """What a loaded engine can do."""
+    """What a loaded engine can do.
+
+    Attributes:
+        device: name of the accelerator, None on the CPU.
+    """
+
+    device: str | None
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
         """Generate exactly ``new_tokens`` for each prompt of token ids; return the number of tokens made."""
@@ -30,7 +36,7 @@ class VllmRunner:
         from vllm import LLM
 
         accelerator = torch.cuda.is_available()
-        self.device = torch.cuda.get_device_name(0) if accelerator else None
+        self.device: str | None = torch.cuda.get_device_name(0) if accelerator else None
         self._llm = LLM(
             model=options["model"],
             dtype=options["dtype"],
@@ -53,7 +59,7 @@ class VllmRunner:
             temperature=0.0, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)  # type: ignore[arg-type]
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
@@ -67,9 +73,9 @@ class TransformersRunner:
         import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.cuda.get_device_name(0) if where == "cuda" else None
+        self.device: str | None = torch.cuda.get_device_name(0) if where == "cuda" else None
         dtype = getattr(torch, options["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             options["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False
         )
         self._model = model.to(where).eval()
@@ -98,14 +104,14 @@ class TransformersRunner:
         return int((out.shape[1] - width) * len(prompts))
 
 
-RUNNERS = {"vllm": VllmRunner, "transformers": TransformersRunner}
+RUNNERS: dict[str, Callable[[Mapping[str, Any]], Runner]] = {"vllm": VllmRunner, "transformers": TransformersRunner}
 
 
 def main() -> None:
     """Answer commands until stdin closes: load, generate, quit."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever the libraries print must not be taken for a reply
-    runner: VllmRunner | TransformersRunner | None = None
+    runner: Runner | None = None
     for line in sys.stdin:
         command = json.loads(line)
         if command["op"] == "quit":

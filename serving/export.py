@@ -1,0 +1,248 @@
+"""Turn a checkpoint or a model into the folder that is served, and start ``vllm serve`` on it.
+
+Which architecture a compacted model becomes is decided where it is cut (``stock_targets`` in pyprune.families);
+export reads that decision, converts the dtype and says what a server will make of the result.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.engines import engine_environment, vllm_installed
+from pyprune.serving.plugin import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pyprune.plan import PrunePlan
+
+ExportTarget = Literal["auto", "stock", "pruned"]
+TARGETS: tuple[ExportTarget, ...] = ("auto", "stock", "pruned")
+
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's CPU attention accepts."""
+
+SERVE_KV_CACHE_GIB = "2"
+"""Key-value cache of ``pyprune serve`` on a CPU unless VLLM_CPU_KVCACHE_SPACE is set; vLLM's own default is nearly
+all memory of the machine, which fails as soon as anything else runs."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        path: the folder.
+        architecture: class name that loads it.
+        stock: True when plain Transformers and vLLM load it without pyprune.
+        reasons: why each stock architecture does not fit (empty for a stock one).
+        warnings: what a server will not like, one sentence each.
+        parameters: stored parameters.
+        bytes: size of the weight files in bytes.
+    """
+
+    path: Path
+    architecture: str
+    stock: bool
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+    parameters: int
+    bytes: int
+
+
+def export(
+    source: str | Path | PreTrainedModel,
+    out: str | Path,
+    *,
+    target: ExportTarget = "auto",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    tokenizer: Any = None,
+    plan: PrunePlan | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    gguf_file: str | None = None,
+) -> ExportReport:
+    """Write a servable checkpoint folder.
+
+    Args:
+        source: a checkpoint folder, a hub id, or a model in memory (compacted or dense).
+        out: the folder to create, atomically.
+        target: auto keeps the architecture that compaction chose; stock refuses anything else; pruned writes the
+            pruned architecture even where a stock one fits.
+        dtype: float32, bfloat16 or float16 of the written weights; None keeps the source's.
+        overwrite: replace an existing folder.
+        tokenizer: of a model in memory (a folder brings its own).
+        plan: of a model in memory (a folder brings its own).
+        provenance: facts for pruning.json; added to those of a folder.
+        gguf_file: name of a GGUF file inside the source, which is dequantised.
+
+    Raises:
+        ConfigError: an unknown target or dtype, or ``target="stock"`` for a model that no stock one holds.
+        CheckpointError: the source cannot be read.
+        OutputError: the folder exists, or it cannot be written.
+    """
+    from pyprune.load import DTYPES, save_checkpoint
+
+    if target not in TARGETS:
+        raise ConfigError(did_you_mean(str(target), TARGETS, "export target"))
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
+    facts = dict(provenance or {})
+    if isinstance(source, str | Path):
+        model, tokenizer, plan, facts = _load(source, facts, gguf_file)
+    else:
+        model = source
+    reasons = stock_reasons(model.config, plan)
+    if target == "stock" and is_pruned(model.config):
+        raise ConfigError(
+            f"No stock architecture holds this model ({'; '.join(reasons) or 'it has per-layer sizes'}). "
+            "Export it with target 'pruned' and serve it through the pyprune plugin."
+        )
+    if target == "pruned" and not is_pruned(model.config):
+        model = as_pruned(model)
+    save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, overwrite=overwrite, dtype=dtype)
+    written = read_checkpoint(out)
+    return ExportReport(
+        path=Path(out),
+        architecture=written.architecture,
+        stock=not is_pruned(model.config),
+        reasons=reasons if is_pruned(model.config) else (),
+        warnings=serving_warnings(written.config),
+        parameters=written.parameters,
+        bytes=written.bytes,
+    )
+
+
+def _load(
+    source: str | Path, facts: dict[str, Any], gguf_file: str | None
+) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
+    """Load a folder or hub id in its own dtype, together with what its pruning.json says."""
+    from transformers import AutoConfig
+
+    from pyprune.load import RECORD_NAME, load_model, read_pruning_json
+
+    dtype = "float32"
+    if gguf_file is None and (Path(source) / "config.json").is_file():
+        stored = str(getattr(AutoConfig.from_pretrained(source), "dtype", None)).removeprefix("torch.")
+        dtype = stored if stored in ("float16", "bfloat16") else "float32"
+    model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
+    if not (Path(source) / RECORD_NAME).is_file():
+        return model, tokenizer, None, {"source": str(source), **facts}
+    record = read_pruning_json(source)
+    return model, tokenizer, record.plan, {**record.provenance, **facts}
+
+
+def is_pruned(config: Any) -> bool:
+    """Return whether a configuration is one of pyprune.modeling's."""
+    return str(config.model_type).startswith("pruned_")
+
+
+def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
+    """Return why each stock target of the dense family does not hold the plan ("" entries left out).
+
+    Args:
+        config: of the compacted model.
+        plan: what stayed; None = nothing is known, so no reason is given.
+    """
+    if plan is None:
+        return ()
+    from pyprune.families import all_families
+
+    family = all_families()[plan.model_type]
+    found = [(stock.model_type, stock.why_not(config, plan)) for stock in family.stock_targets]
+    return tuple(f"{name}: {reason}" for name, reason in found if reason)
+
+
+def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same weights as an instance of the pruned architecture (the tensors are shared)."""
+    from transformers import AutoModelForCausalLM
+
+    from pyprune.families import family_for
+    from pyprune.modeling import PRUNED_CONFIGS
+
+    model_type = str(model.config.model_type)
+    if model_type not in PRUNED_CONFIGS:
+        raise ConfigError(did_you_mean(model_type, PRUNED_CONFIGS, "model type of a pruned architecture"))
+    values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
+    values |= {"head_dim": family_for(model).sizes(model.config).head_dim, "per_layer_config": {}}
+    config = PRUNED_CONFIGS[model_type](**values)
+    pruned = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    pruned.load_state_dict(model.state_dict(), assign=True)
+    pruned.tie_weights()
+    pruned.generation_config = model.generation_config
+    return pruned.eval()  # type: ignore[no-any-return]
+
+
+def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
+    found: list[str] = []
+    heads = config.get("num_attention_heads") or 1
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if head_dim not in VLLM_CPU_HEAD_DIMS:
+        allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+        found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
+    architecture = str((config.get("architectures") or ["unknown"])[0])
+    if architecture.startswith("Pruned") and architecture not in ARCHITECTURES:
+        found.append(
+            f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(ARCHITECTURES))}."
+        )
+    for name, step in (("hidden_size", 8), ("intermediate_size", 8)):
+        size = config.get(name)
+        if isinstance(size, int) and size % step:
+            found.append(f"{name} is {size}, not a multiple of {step}: matrix products run slower than they could.")
+    return tuple(found)
+
+
+def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[str]:
+    """Return the ``vllm serve`` command line for a checkpoint.
+
+    Args:
+        folder: the checkpoint; a pyprune checkpoint is verified against its pruning.json first.
+        extra_args: handed on as they are, such as ``--port 9000``.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        CheckpointError: the folder is no checkpoint, or was changed after it was written.
+    """
+    if not vllm_installed():
+        raise MissingDependencyError("vllm", "vllm", "Serving")
+    checkpoint = read_checkpoint(folder)
+    if (checkpoint.folder / "pruning.json").is_file():
+        from pyprune.load import read_pruning_json
+
+        read_pruning_json(checkpoint.folder, verify_files=True)
+    if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
+            f"(it serves {', '.join(sorted(ARCHITECTURES))}); load it with Transformers."
+        )
+    return [_vllm_binary(), "serve", str(checkpoint.folder), *extra_args]
+
+
+def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
+    """Replace this process by ``vllm serve folder extra_args...``; signals reach the server directly.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        CheckpointError: the folder cannot be served.
+    """
+    command = serve_command(folder, extra_args)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment()}
+    os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)
+
+
+def _vllm_binary() -> str:
+    """Return the ``vllm`` command of this environment, or the first on the PATH."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if found is None:
+        raise MissingDependencyError("vllm", "vllm", "Serving (its command `vllm`)")
+    return found

@@ -1,0 +1,150 @@
+"""Export: targets, dtype, provenance, warnings, and the command that serves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pyprune.compact import compact_
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError
+from pyprune.families import count_parameters, family_for
+from pyprune.load import load_model, read_pruning_json, save_checkpoint
+from pyprune.plan import PrunePlan
+from pyprune.serving import engines
+from pyprune.serving.export import export, serve, serve_command, serving_warnings
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+
+
+def _compacted(name: str, *, uniform: bool) -> tuple[Any, PrunePlan]:
+    model = tiny_model(name)
+    plan = family_for(model).plan(model.config)
+    plan = plan.drop_layers([1]) if uniform else plan.with_layer(2, ffn=range(24))
+    compact_(model, plan)
+    return model, plan
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_folder_to_folder(tmp_path: Path, dtype: str | None) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "a", plan=plan, provenance={"method": "by hand"})
+    report = export(tmp_path / "a", tmp_path / "b", dtype=dtype, provenance={"note": "exported"})
+    assert (report.stock, report.architecture, report.reasons) == (True, "LlamaForCausalLM", ())
+    assert report.parameters == count_parameters(model)
+    record = read_pruning_json(tmp_path / "b", verify_files=True)
+    assert record.plan == plan
+    assert record.provenance["method"] == "by hand"
+    assert record.provenance["note"] == "exported"
+    again, tokenizer = load_model(tmp_path / "b")
+    assert tokenizer is not None
+    exact = dtype is None
+    expected = [p if exact else p.to(torch.bfloat16).float() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), expected, strict=True))
+
+
+def test_bfloat16_source_stays_bfloat16(tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "a", dtype="bfloat16", plan=plan)
+    report = export(tmp_path / "a", tmp_path / "b")
+    assert read_pruning_json(tmp_path / "b").provenance["dtype"] == "bfloat16"
+    assert report.bytes == (tmp_path / "a" / "model.safetensors").stat().st_size
+
+
+def test_stock_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=False)
+    with pytest.raises(ConfigError, match="widths differ between layers"):
+        export(model, tmp_path / "out", target="stock", plan=plan)
+    assert not (tmp_path / "out").exists()
+    report = export(model, tmp_path / "out", plan=plan)
+    assert report.architecture == "PrunedLlamaForCausalLM"
+    assert not report.stock
+    assert any("widths differ" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("name", ["llama-head-dim", "qwen3", "opt", "phi"])
+def test_stock_model_as_the_pruned_architecture(tmp_path: Path, name: str) -> None:
+    model, _ = _compacted(name, uniform=True)
+    report = export(model, tmp_path / "out", target="pruned")
+    assert report.architecture.startswith("Pruned")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = tiny_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_existing_output_is_kept(tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    with pytest.raises(OutputError, match="exists"):
+        export(model, tmp_path / "out", plan=plan)
+    export(model, tmp_path / "out", plan=plan, overwrite=True)
+
+
+@pytest.mark.parametrize(("option", "value"), [("target", "stok"), ("dtype", "bfloat61")])
+def test_unknown_options(tmp_path: Path, option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="Did you mean"):
+        export(tmp_path, tmp_path / "out", **{option: value})  # type: ignore[arg-type]
+
+
+def test_warnings_name_what_a_server_refuses() -> None:
+    good = {"architectures": ["LlamaForCausalLM"], "head_dim": 64, "hidden_size": 64, "num_attention_heads": 1}
+    assert serving_warnings(good) == ()
+    assert "head_dim is 8" in serving_warnings({**good, "head_dim": 8})[0]
+    assert "head_dim is 16" in serving_warnings({**good, "head_dim": None, "num_attention_heads": 4})[0]
+    assert "PrunedOPT" in serving_warnings({**good, "architectures": ["PrunedOPTForCausalLM"]})[0]
+    assert "hidden_size is 70" in serving_warnings({**good, "hidden_size": 70})[0]
+
+
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Pretend that vLLM is installed beside a Python of our own."""
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    binary = tmp_path / "bin" / "vllm"
+    binary.parent.mkdir()
+    binary.touch()
+    monkeypatch.setattr(sys, "executable", str(binary.with_name("python")))
+    return binary
+
+
+def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, with_vllm: Path, tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    seen: list[Any] = []
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given))
+    serve(tmp_path / "out", ["--port", "9000"])
+    [(program, command, environment)] = seen
+    assert program == str(with_vllm)
+    assert command == [str(with_vllm), "serve", str(tmp_path / "out"), "--port", "9000"]
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    serve(tmp_path / "out")
+    assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_serve_refuses_a_changed_checkpoint(with_vllm: Path, tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    (tmp_path / "out" / "generation_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        serve_command(tmp_path / "out")
+
+
+def test_serve_refuses_what_the_plugin_cannot(with_vllm: Path, tmp_path: Path) -> None:
+    model, plan = _compacted("opt", uniform=False)
+    export(model, tmp_path / "out", plan=plan)
+    with pytest.raises(CheckpointError, match="does not serve"):
+        serve_command(tmp_path / "out")
+
+
+def test_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, *a: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pyprune\[vllm\]'"):
+        serve_command(tmp_path)
