@@ -403,7 +403,8 @@ class PruneConfig(Config):
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
-        plan: path of a saved plan to replay instead of deciding one.
+        plan: path of a saved plan (or of a checkpoint that holds one) to replay instead of deciding one.
+        target: auto (a stock architecture when one fits, else the pruned one) or stock (refuse otherwise).
         dtype: dtype of the weights while working.
         export_dtype: dtype of the written checkpoint; None = the source checkpoint's.
         data: calibration and regularisation text.
@@ -421,6 +422,7 @@ class PruneConfig(Config):
     ratio_of: RatioOf | None = None
     hidden_multiple: int = 8
     plan: str | None = None
+    target: Literal["auto", "stock"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,365 @@
+"""The whole flow on one screen: load -> calibrate -> decide -> regularise -> compact -> recover -> write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.calibrate import TokenSamples, check_sequence_length, split_disjoint, training_marks
+from pyprune.compact import CompactReport, choose_target, compact_
+from pyprune.config import DataConfig, PruneConfig, StageAction
+from pyprune.effects import EffectReport, compare, snapshot
+from pyprune.errors import ConfigError, PlanError
+from pyprune.families import check_plan, count_parameters, family_for
+from pyprune.load import load_model, read_pruning_json, refuse_existing, save_checkpoint
+from pyprune.plan import PrunePlan
+from pyprune.progress import console
+from pyprune.recover import finetune, recover
+from pyprune.registry import get_method
+from pyprune.regularise.base import PlanDecision, RunOptions
+
+PROBE_SAMPLES = 2
+"""Calibration samples on which activations and cosines are compared before and after regularisation."""
+
+
+@dataclass
+class PruneResult:
+    """What a run did. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        plan: what stayed.
+        compact: sizes before and after, and the architecture; None when the plan was not applied.
+        notes: roundings and choices a reader must know.
+        warnings: what the user should worry about.
+        decision: how the plan came about.
+        stages: one report for each action before and after the cut, in order.
+        effects: what regularisation did to the weights, activations and layers; None without it.
+        out: the written folder; None for a run in memory.
+    """
+
+    plan: PrunePlan
+    compact: CompactReport | None = None
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    decision: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    effects: EffectReport | None = None
+    out: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data, without the plan (a checkpoint's record holds that beside it)."""
+        return {
+            "compact": vars(self.compact) if self.compact is not None else None,
+            "notes": self.notes,
+            "warnings": self.warnings,
+            "decision": self.decision,
+            "stages": self.stages,
+            "effects": self.effects.to_dict() if self.effects is not None else None,
+        }
+
+
+def prune(
+    model_id: str | Path,
+    config: PruneConfig,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PruneResult:
+    """Prune a model from a folder or hub id and write a checkpoint folder.
+
+    An interrupted run keeps its plan and training checkpoints in a hidden folder beside ``out``; ``resume``
+    continues from there to the same result.
+
+    Args:
+        model_id: folder or hub id of a dense model.
+        config: every option.
+        out: the folder to create.
+        resume: continue an interrupted run of the same options.
+        overwrite: replace an existing ``out``.
+        gguf_file: a GGUF file inside the model's folder or repository.
+        revision: hub revision.
+        trust_remote_code: run the repository's own code.
+
+    Raises:
+        ConfigError: invalid options, or options that differ from the run to resume.
+        PypruneError: whatever stops a stage; nothing is left at ``out``.
+    """
+    out = Path(out)
+    config.validate()
+    refuse_existing(out, overwrite=overwrite)
+    model, tokenizer = load_model(
+        model_id, dtype=config.dtype, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+    )
+    data = draw_samples(model, tokenizer, config)
+    work = _WorkFolder(out, model_id, config, resume=resume)
+    result = prune_(model, data, config, work=work)
+    provenance = {
+        "method": config.method,
+        "source": str(model_id),
+        "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
+        "config": config.to_dict(),
+        "report": result.to_dict(),
+        "training_marks": training_marks(data.values()) if _trains(config) else [],
+    }
+    result.out = save_checkpoint(
+        model,
+        tokenizer,
+        out,
+        plan=result.plan if result.compact else None,
+        provenance=provenance,
+        overwrite=overwrite,
+        dtype=config.export_dtype,
+    )
+    work.remove()
+    return result
+
+
+def prune_(
+    model: PreTrainedModel,
+    data: Mapping[str, TokenSamples | Tensor],
+    config: PruneConfig,
+    *,
+    work: _WorkFolder | None = None,
+) -> PruneResult:
+    """Decide, regularise, cut and recover a model in memory, in place.
+
+    Args:
+        model: a dense model of a known family.
+        data: token ids, int64 [N, T], under "regularise" and (when something follows the cut) "recover".
+        config: every option.
+        work: where an interrupted run is kept; None keeps nothing.
+    """
+    samples, after_samples = _ids(data["regularise"]), _ids(data.get("recover", data["regularise"]))
+    decision = _decide(model, samples, config, work)
+    result = PruneResult(
+        decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
+    )
+    if config.stages.prune:
+        _check_target(model, config, decision.plan)
+    probe = samples[:PROBE_SAMPLES]
+    untouched = snapshot(model, decision.plan, probe) if "regularise" in config.stages.before else None
+    for number, action in enumerate(config.stages.before):
+        _act(model, samples, config, action, f"before-{number}-{action}", result, work)
+    if untouched is not None:
+        result.effects = compare(untouched, snapshot(model, decision.plan, probe), _target_ratio(config))
+        result.warnings += result.effects.warnings
+    if config.stages.prune:
+        result.compact = compact_(model, decision.plan)
+        if result.compact.reasons:
+            result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
+    for number, action in enumerate(config.stages.after):
+        _act(model, after_samples, config, action, f"after-{number}-{action}", result, work)
+    for warning in result.warnings:
+        console().print(f"Warning: {warning}", style="yellow", highlight=False)
+    return result
+
+
+def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: PruneConfig) -> PrunePlan:
+    """Decide what goes, without changing the model.
+
+    Args:
+        model: a dense model of a known family.
+        samples: calibration token ids, int64 [N, T].
+        config: the method, the ratio and the method's options; or a saved plan to replay.
+    """
+    return _decide(model, _ids(samples), config, None).plan
+
+
+def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PrunePlan:
+    """Load a model and its calibration text and decide a plan; nothing is written.
+
+    Args:
+        model_id: folder or hub id of a dense model.
+        config: every option.
+        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
+    """
+    config.validate()
+    model, tokenizer = load_model(model_id, dtype=config.dtype, **source)
+    return make_plan(model, draw_samples(model, tokenizer, config)["regularise"], config)
+
+
+def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
+    """Draw the text of every stage; text of different stages is disjoint.
+
+    Raises:
+        ConfigError: the model has no tokenizer.
+        DataError: the text cannot be used, or the sequences are longer than the model allows.
+    """
+    if tokenizer is None:
+        raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
+    wanted: dict[str, DataConfig] = {"regularise": config.data}
+    if config.stages.after:
+        wanted["recover"] = config.recovery_data or config.data
+    for data in wanted.values():
+        check_sequence_length(model.config, data.sequence_length)
+    return split_disjoint(tokenizer, wanted)
+
+
+def _decide(
+    model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None
+) -> PlanDecision:
+    kept = work.read_decision() if work is not None else None
+    decision = kept or _new_decision(model, samples, config, work)
+    check_plan(decision.plan, family_for(model), model.config)
+    if work is not None:
+        work.write_decision(decision)
+    return decision
+
+
+def _new_decision(
+    model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None
+) -> PlanDecision:
+    if config.plan is not None:
+        return PlanDecision(read_plan(config.plan), notes=(f"Plan replayed from {config.plan}.",))
+    if config.method == "none":
+        raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
+    return get_method(config.method).decide(model, samples, config, _run(work, "decide"))
+
+
+def read_plan(path: str | Path) -> PrunePlan:
+    """Read a plan from a JSON file, or from the record of a checkpoint folder.
+
+    Raises:
+        PlanError: the file is missing or holds no valid plan.
+    """
+    path = Path(path)
+    if path.is_dir():
+        plan = read_pruning_json(path).plan
+        if plan is None:
+            raise PlanError(f"The checkpoint {path} was not cut; its record holds no plan.")
+        return plan
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"The plan {path} cannot be read: {error}.") from error
+    return PrunePlan.from_json(text)
+
+
+def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> None:
+    """Find out before hours of training, not after, that no stock architecture takes the sizes."""
+    target = choose_target(family_for(model), model.config, plan)
+    if config.target == "stock" and target.stock is None:
+        raise ConfigError(
+            f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "
+            + "; ".join(target.reasons)
+            + ". Use other sizes, or target 'auto' for the pruned architecture."
+        )
+
+
+def _act(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    action: StageAction,
+    name: str,
+    result: PruneResult,
+    work: _WorkFolder | None,
+) -> None:
+    run = _run(work, name)
+    report: Any
+    if action == "regularise":
+        report = get_method(config.method).regularise(model, samples, result.plan, config, run)
+    elif action == "recover":
+        report = recover(model, samples, config.recover, run)
+    else:
+        report = finetune(model, samples, config.finetune, run)
+    result.stages.append({"action": action, "name": name, **report.to_dict()})
+    result.warnings += report.warnings
+
+
+def _run(work: _WorkFolder | None, name: str) -> RunOptions:
+    if work is None:
+        return RunOptions()
+    return RunOptions(checkpoint_dir=work.path / name, resume=work.resume)
+
+
+def _ids(samples: TokenSamples | Tensor) -> Tensor:
+    return samples if isinstance(samples, Tensor) else samples.input_ids
+
+
+def _trains(config: PruneConfig) -> bool:
+    return bool(config.stages.before or config.stages.after) or config.plan is None
+
+
+def _target_ratio(config: PruneConfig) -> float | None:
+    return config.dress.target_preserved_ratio if config.method == "dress" else None
+
+
+class _WorkFolder:
+    """The hidden folder beside the output that keeps what an interrupted run has reached.
+
+    Raises:
+        ConfigError: ``resume`` without a kept run, or with other options than the kept run's.
+    """
+
+    def __init__(self, out: Path, model_id: str | Path, config: PruneConfig, *, resume: bool) -> None:
+        self.path = out.absolute().with_name(f".{out.name}.work")
+        self.resume = resume
+        identity = {"model": str(model_id), "config": config.to_dict()}
+        record = self.path / "run.json"
+        if resume:
+            self._check_same(record, identity)
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        record.write_text(json.dumps(identity, indent=2), encoding="utf-8")
+
+    def _check_same(self, record: Path, identity: dict[str, Any]) -> None:
+        if not record.is_file():
+            raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
+        kept = json.loads(record.read_text(encoding="utf-8"))
+        differences = _differences(kept, identity)
+        if differences:
+            raise ConfigError(
+                "The interrupted run had other options, so resuming would not reach its result: "
+                + ", ".join(differences)
+                + ". Use the same options, or start without --resume."
+            )
+
+    def read_decision(self) -> PlanDecision | None:
+        """The plan that the interrupted run had reached."""
+        path = self.path / "decision.json"
+        if not (self.resume and path.is_file()):
+            return None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return PlanDecision(
+            PrunePlan.from_dict(data["plan"]), tuple(data["notes"]), data["details"], tuple(data["warnings"])
+        )
+
+    def write_decision(self, decision: PlanDecision) -> None:
+        """Keep the plan."""
+        data = {
+            "plan": decision.plan.to_dict(),
+            "notes": list(decision.notes),
+            "details": decision.details,
+            "warnings": list(decision.warnings),
+        }
+        temporary = self.path / "decision.json.part"
+        temporary.write_text(json.dumps(data), encoding="utf-8")
+        temporary.replace(self.path / "decision.json")
+
+    def remove(self) -> None:
+        """The run is complete: nothing needs to be kept."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    found: list[str] = []
+    for key in sorted({*kept, *now}):
+        a, b = kept.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += _differences(a, b, f"{path}{key}.")
+        elif a != b:
+            found.append(f"{path}{key} was {a!r}, now {b!r}")
+    return found
