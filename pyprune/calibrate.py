@@ -55,6 +55,7 @@ SHINGLE = 64
 _BOILERPLATE = 4
 """A shingle found more often than this in one stream (a prompt header, a licence) identifies no passage."""
 
+_DISTINCT = SHINGLE // 4
 _BASE = 0xD1342543DE82EF95
 _DOCUMENTS_AT_ONCE = 1024
 _PROGRESS_CHARACTERS = 4_000_000
@@ -446,19 +447,32 @@ def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
     sums = np.concatenate(([0], np.cumsum(covered)))
     touched = sums[size:] > sums[:-size]
     at = _among(there, here[touched])
-    if same:
-        at = at[~touched[at]]
     where = _among(here, there[at])
     order = where[np.argsort(here[where], kind="stable")]
     first = np.searchsorted(here[order], there[at], side="left")
     count = np.searchsorted(here[order], there[at], side="right") - first
-    count[count > _BOILERPLATE] = 0
+    count[_common(at, count, size, len(other))] = 0
+    if same:
+        count[touched[at]] = 0
     for nth in range(int(count.max(initial=0))):
         chosen = np.flatnonzero(count > nth)
         match, position = order[first[chosen] + nth], at[chosen]
         for offset in range(size):
             mask[position[covered[match + offset]] + offset] = True
     return mask
+
+
+def _common(at: Ids, count: Ids, size: int, length: int) -> Mask:
+    """Return which of the shared shingles identify no passage: those made mostly of frequent shingles.
+
+    The end of a prompt header with the first tokens of what follows is rare as a shingle, and says no more than
+    the header does; so a shingle needs some tokens that no frequent shingle covers.
+    """
+    frequent = at[count > _BOILERPLATE]
+    steps = np.bincount(frequent, minlength=length + 1) - np.bincount(frequent + size, minlength=length + 1)
+    own = np.concatenate(([0], np.cumsum(np.cumsum(steps[:length]) == 0)))
+    few: Mask = own[at + size] - own[at] < min(_DISTINCT, size)
+    return few | (count > _BOILERPLATE)
 
 
 def check_sequence_length(model_config: Any, length: int) -> None:
