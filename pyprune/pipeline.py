@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.calibrate import TokenSamples, check_sequence_length, split_disjoint, training_marks
+from pyprune.calibrate import TokenSamples, check_sequence_length, split_disjoint
 from pyprune.compact import CompactReport, choose_target, compact_
 from pyprune.config import DataConfig, PruneConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.load import load_model, read_pruning_json, refuse_existing, save_checkpoint
+from pyprune.marks import training_marks
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
 from pyprune.recover import finetune, recover
@@ -110,7 +111,7 @@ def prune(
         "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
         "config": config.to_dict(),
         "report": result.to_dict(),
-        "training_marks": training_marks(data.values()) if _trains(config) else [],
+        "training_marks": training_marks(data.values()) if _trains(config) else "",
     }
     result.out = save_checkpoint(
         model,

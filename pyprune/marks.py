@@ -1,0 +1,67 @@
+"""What a checkpoint remembers of the text it was trained on, so that a test on that text is refused.
+
+A mark is a 64-bit hash of :data:`pyprune.calibrate.SHINGLE` tokens of a training window; the marks of a
+window tile it. A test text that shares twice as many tokens in a row with a window holds one of its marks.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from pyprune.calibrate import SHINGLE, TokenSamples, shingle_hashes
+from pyprune.errors import CheckpointError, DataError
+from pyprune.load import RECORD_NAME, read_pruning_json
+
+
+def training_marks(samples: Iterable[TokenSamples]) -> str:
+    """Marks of every window: base64 of sorted little-endian uint64, 8 bytes per 64 training tokens."""
+    found = [shingle_hashes(s.input_ids.numpy(), SHINGLE)[:, ::SHINGLE].ravel() for s in samples if _long(s)]
+    marks = np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.uint64)
+    return base64.b64encode(marks.astype("<u8").tobytes()).decode()
+
+
+def _long(samples: TokenSamples) -> bool:
+    return samples.input_ids.shape[1] >= SHINGLE
+
+
+def marked_passages(marks: str, tokens: Tensor) -> int:
+    """How many marks occur in a test stream.
+
+    Args:
+        marks: of :func:`training_marks`.
+        tokens: token ids of the test text, int64 [N], from the same tokenizer.
+
+    Raises:
+        CheckpointError: the marks are damaged.
+    """
+    try:
+        known = np.frombuffer(base64.b64decode(marks, validate=True), dtype="<u8")
+    except (binascii.Error, ValueError) as error:
+        raise CheckpointError(f"The training marks in {RECORD_NAME} are damaged: {error}.") from error
+    ids = tokens.reshape(-1).numpy()
+    if len(known) == 0 or len(ids) < SHINGLE:
+        return 0
+    return int(np.isin(known, shingle_hashes(ids, SHINGLE)).sum())
+
+
+def assert_not_trained_on(folder: str | Path, tokens: Tensor, source: str) -> None:
+    """Refuse a test text that the checkpoint in ``folder`` was trained on (nothing to check without a record).
+
+    Raises:
+        DataError: how many passages of the text were training text.
+    """
+    if not (Path(folder) / RECORD_NAME).is_file():
+        return
+    marks = read_pruning_json(folder).provenance.get("training_marks") or ""
+    shared = marked_passages(marks, tokens)
+    if shared:
+        raise DataError(
+            f"{source!r} is not a test text for {folder}: {shared} passages of {SHINGLE} tokens in it were used to "
+            "train that checkpoint. Evaluate on another text or another split."
+        )
