@@ -153,7 +153,9 @@ def prune_(
     for number, action in enumerate(config.stages.before):
         _act(model, samples, config, action, f"before-{number}-{action}", result, work)
     if untouched is not None:
-        result.effects = compare(untouched, snapshot(model, decision.plan, probe), _target_ratio(config))
+        result.effects = compare(
+            untouched, snapshot(model, decision.plan, probe), target_preserved_ratio=_target_ratio(config)
+        )
         result.warnings += result.effects.warnings
     if config.stages.prune:
         result.compact = compact_(model, decision.plan)
