@@ -2,9 +2,10 @@
 
     python bench/ops.py [--rows 4096] [--cols 11008] [--repeats 9]
 
-The ceiling of an in-place op is ``y.mul_(c)`` over arrays of the same size: the same read and write streams with
-almost no arithmetic. Implementations are interleaved, every sample is appended to bench/results/ops.jsonl, and the
-table shows medians with their median absolute deviation. A result that disagrees with the reference is not timed.
+The ceiling of an op is an in-place probe over arrays of the same size with the same read and write streams and
+almost no arithmetic: ``y.mul_(1)`` for the group soft-threshold, ``y.add_(g)`` for the Moreau step. Implementations
+are interleaved, every sample is appended to bench/results/ops.jsonl, and the table shows medians with their median
+absolute deviation. A result that disagrees with the reference is not timed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from pyprune.ops import available_isas, group_soft_threshold
+from pyprune.ops import available_isas, group_soft_threshold, moreau_step
 from pyprune.ops.group_soft_threshold import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "ops.jsonl"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 THRESHOLD = 1e-3
+CEILING = "ceiling"
 
 
 @dataclass
@@ -69,12 +73,12 @@ def backend(name: str) -> Iterator[None]:
             os.environ["PYPRUNE_BACKEND"] = before
 
 
-def run_on(name: str, x: torch.Tensor, axis: int) -> Callable[[], object]:
-    """An in-place call of the op on one backend."""
+def on_backend(name: str, function: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:
+    """``function(*args, **options)`` as a call without arguments, on one backend."""
 
     def call() -> object:
         with backend(name):
-            return group_soft_threshold(x, THRESHOLD, axis, out=x)
+            return function(*args, **options)
 
     return call
 
@@ -91,21 +95,24 @@ def check(x: torch.Tensor, axis: int, name: str) -> None:
 
 
 def cases(rows: int, cols: int, device: torch.device) -> list[Case]:
-    """Every implementation that can run on this device, dtype by dtype."""
+    """Every implementation that can run on this device, dtype by dtype, each op after its ceiling."""
     kernels = ["triton"] if device.type == "cuda" else (["cpp"] if available_isas() else [])
     generator = torch.Generator().manual_seed(0)
     result: list[Case] = []
     for name, dtype in DTYPES.items():
-        # Around 1, where neither the ceiling's factor nor the threshold can drive values into subnormals.
+        # Around 1, where neither the probes nor the thresholds can drive values into subnormals.
         x = (1 + torch.rand(rows, cols, generator=generator)).to(device, dtype)
-        ceiling = x.clone()
-        result.append(Case("in-place probe", name, 0, "ceiling", lambda y=ceiling: y.mul_(1.0)))  # type: ignore[misc]
-        for axis in (0, 1):
-            for implementation in (*kernels, "python"):
-                check(x, axis, implementation)
-                call = run_on(implementation, x, axis)
-                result.append(Case("group_soft_threshold", name, axis, implementation, call))
-    return result
+        gradient = torch.zeros_like(x)
+        result.append(Case("group_soft_threshold", name, 0, CEILING, partial(x.clone().mul_, 1.0)))
+        result.append(Case("moreau_step", name, 0, CEILING, partial(x.clone().add_, gradient)))
+        for axis, implementation in product((0, 1), (*kernels, "python")):
+            check(x, axis, implementation)
+            call = on_backend(implementation, group_soft_threshold, x, THRESHOLD, axis, out=x)
+            result.append(Case("group_soft_threshold", name, axis, implementation, call))
+            # gamma tiny, so that hundreds of steps leave x where it is
+            call = on_backend(implementation, moreau_step, x, gradient, 1e-9, 1.0, 1.0, axis)
+            result.append(Case("moreau_step", name, axis, implementation, call))
+    return sorted(result, key=lambda case: case.op)
 
 
 def measure(all_cases: list[Case], repeats: int, device: torch.device) -> None:
@@ -147,13 +154,13 @@ def report(all_cases: list[Case], about: dict[str, object], size: tuple[int, int
         for case in all_cases:
             row = {"op": case.op, "dtype": case.dtype, "axis": case.axis, "implementation": case.implementation}
             file.write(json.dumps({**about, "size": size, **row, "samples_ms": case.samples}) + "\n")
-    ceilings = {case.dtype: case.median for case in all_cases if case.implementation == "ceiling"}
+    ceilings = {(case.op, case.dtype): case.median for case in all_cases if case.implementation == CEILING}
     print(f"{size[0]} x {size[1]}, {about['threads']} threads, {about['device']}\n")
     print("| op | dtype | groups | implementation | ms | MAD | share of ceiling |")
     print("|---|---|---|---|---:|---:|---:|")
     for case in all_cases:
-        groups = "" if case.implementation == "ceiling" else ("rows", "columns")[case.axis]
-        share = ceilings[case.dtype] / case.median
+        groups = "" if case.implementation == CEILING else ("rows", "columns")[case.axis]
+        share = ceilings[case.op, case.dtype] / case.median
         row = f"| {case.op} | {case.dtype} | {groups} | {case.implementation} "
         print(f"{row}| {case.median:.2f} | {case.deviation:.2f} | {share:.0%} |")
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "kernels/group_soft_threshold.h"
+#include "kernels/group_step.h"
 
 namespace py = pybind11;
 
@@ -55,36 +55,62 @@ void check_matrix(const Tensor& tensor, const char* name) {
 }
 
 // Equal or disjoint memory: a kernel that reads ahead of what it writes would corrupt anything in between.
-void check_overlap(const Tensor& x, const Tensor& out, std::int64_t bytes) {
+void check_overlap(const Tensor& x, const Tensor& out, std::uintptr_t bytes) {
   if (x.address == out.address) return;
   if (x.address < out.address + bytes && out.address < x.address + bytes) {
-    throw std::invalid_argument("x and out overlap in part; pass the same tensor or a separate one");
+    throw std::invalid_argument("tensors overlap in part; pass separate ones");
   }
 }
 
-void check_threads(int threads) {
-  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
+void check_same(const Tensor& x, const char* x_name, const Tensor& other, const char* other_name) {
+  check_matrix(x, x_name);
+  check_matrix(other, other_name);
+  const std::string first(x_name), second(other_name);
+  if (x.shape != other.shape) {
+    throw std::invalid_argument(second + " has shape " + text(other.shape) + ", " + first + " has " + text(x.shape));
+  }
+  if (x.dtype != other.dtype) {
+    throw std::invalid_argument(second + " is " + other.dtype + ", " + first + " is " + x.dtype);
+  }
 }
 
-void bind_group_soft_threshold(const Tensor& x, const Tensor& out, double threshold, int axis, int threads) {
-  check_matrix(x, "x");
-  check_matrix(out, "out");
-  if (x.shape != out.shape) {
-    throw std::invalid_argument("out has shape " + text(out.shape) + ", x has " + text(x.shape));
-  }
-  if (x.dtype != out.dtype) throw std::invalid_argument("out is " + out.dtype + ", x is " + x.dtype);
+void check_threshold(double threshold) {
   if (!std::isfinite(threshold) || threshold < 0) {
     throw std::invalid_argument("threshold is " + std::to_string(threshold) + ", must be finite and >= 0");
   }
+}
+
+GroupMatrix group_matrix(const Tensor& x, int axis, int threads) {
   if (axis != 0 && axis != 1) throw std::invalid_argument("axis is " + std::to_string(axis) + ", must be 0 or 1");
-  check_threads(threads);
-  const DType dtype = parse_dtype(x.dtype);
-  const std::int64_t elements = x.shape[0] * x.shape[1];
-  check_overlap(x, out, elements * bytes_per_element(dtype));
-  if (elements == 0) return;
+  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
+  return {x.shape[0], x.shape[1], axis == 0, parse_dtype(x.dtype), threads};
+}
+
+std::int64_t bytes_of(const GroupMatrix& matrix) {
+  return matrix.rows * matrix.cols * bytes_per_element(matrix.dtype);
+}
+
+void bind_group_soft_threshold(const Tensor& x, const Tensor& out, double threshold, int axis, int threads) {
+  check_same(x, "x", out, "out");
+  check_threshold(threshold);
+  const GroupMatrix matrix = group_matrix(x, axis, threads);
+  check_overlap(x, out, bytes_of(matrix));
+  if (bytes_of(matrix) == 0) return;
   const py::gil_scoped_release released;
-  group_soft_threshold(reinterpret_cast<const void*>(x.address), reinterpret_cast<void*>(out.address), x.shape[0],
-                       x.shape[1], threshold, axis == 0, dtype, threads);
+  group_soft_threshold(reinterpret_cast<const void*>(x.address), reinterpret_cast<void*>(out.address), threshold,
+                       matrix);
+}
+
+void bind_moreau_step(const Tensor& delta, const Tensor& grad, float decay, float gamma, double threshold, int axis,
+                      int threads) {
+  check_same(delta, "delta", grad, "grad");
+  check_threshold(threshold);
+  const GroupMatrix matrix = group_matrix(delta, axis, threads);
+  check_overlap(delta, grad, bytes_of(matrix));
+  if (bytes_of(matrix) == 0) return;
+  const py::gil_scoped_release released;
+  moreau_step(reinterpret_cast<void*>(delta.address), reinterpret_cast<const void*>(grad.address), decay, gamma,
+              threshold, matrix);
 }
 
 std::vector<std::string> names_of(const std::vector<Isa>& isas) {
@@ -115,4 +141,6 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("group_soft_threshold", &bind_group_soft_threshold, py::arg("x"), py::arg("out"),
              py::arg("threshold"), py::arg("axis"), py::arg("threads"));
+  module.def("moreau_step", &bind_moreau_step, py::arg("delta"), py::arg("grad"), py::arg("decay"),
+             py::arg("gamma"), py::arg("threshold"), py::arg("axis"), py::arg("threads"));
 }

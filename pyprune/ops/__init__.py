@@ -10,6 +10,7 @@ from __future__ import annotations
 from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report
 from pyprune.ops.group_penalty import group_penalty
 from pyprune.ops.group_soft_threshold import group_soft_threshold
+from pyprune.ops.moreau_step import moreau_step
 from pyprune.ops.residual_diff_norm import residual_diff_norm
 from pyprune.ops.shrink import shrink
 from pyprune.ops.soft_threshold import soft_threshold
@@ -21,6 +22,7 @@ __all__ = [
     "backend_report",
     "group_penalty",
     "group_soft_threshold",
+    "moreau_step",
     "residual_diff_norm",
     "shrink",
     "soft_threshold",

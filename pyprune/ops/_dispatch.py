@@ -221,3 +221,34 @@ def checked_kind(kind: str) -> str:
     if kind not in ("l1", "l2"):
         raise OpError(did_you_mean(kind, ("l1", "l2"), "kind"))
     return kind
+
+
+def rounded_scalar(threshold: float, dtype: torch.dtype) -> float:
+    """A scalar as every backend sees it: in float32, unless the tensors are float64."""
+    # Triton passes scalars as float32. Rounding for every backend keeps the set of removed groups the same on
+    # all.
+    return threshold if dtype == torch.float64 else torch.tensor(threshold, dtype=torch.float32).item()
+
+
+def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
+    """(rows, cols, axis) of the matrix that a contiguous tensor is for this axis; None for a middle axis."""
+    count = shape[axis]
+    elements = 1
+    for size in shape:
+        elements *= size
+    other = elements // count if count else 0
+    if axis == 0:
+        return count, other, 0
+    if axis == len(shape) - 1:
+        return other, count, 1
+    return None
+
+
+def no_middle_axis(
+    check: Callable[..., str | None], shape: tuple[int, int, int] | None, *tensors: torch.Tensor
+) -> str | None:
+    """Reason why a kernel on matrices cannot take these tensors: those of ``check``, or an axis in the middle."""
+    if shape is None:
+        size = tuple(tensors[0].shape)
+        return f"the kernels take the first or the last axis, not one in the middle of {size}"
+    return check(*tensors)

@@ -20,3 +20,12 @@ def to_storage(value, dtype: tl.constexpr):
         return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
     else:
         return value.to(dtype)
+
+
+@triton.jit
+def shrink_scale(squared_norm, threshold):
+    """Factor of a group in the group soft-threshold; 0 for a group that goes."""
+    norm = tl.sqrt(squared_norm)
+    # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
+    # keep the branch that is not taken from dividing by it.
+    return tl.where(norm <= threshold, 0.0, 1.0 - threshold / tl.where(norm == 0.0, 1.0, norm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import cast
@@ -12,13 +11,17 @@ import torch
 from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     Backend,
+    Check,
     OpError,
+    as_matrix,
     checked_axis,
     checked_threshold,
     choose,
     extension,
     no_cpp,
+    no_middle_axis,
     no_triton,
+    rounded_scalar,
     tensor_view,
     threads,
 )
@@ -52,11 +55,15 @@ def group_soft_threshold(x: torch.Tensor, threshold: float, axis: int, out: torc
             that requires grad outside ``no_grad``.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
-    threshold = _rounded(checked_threshold(threshold), x.dtype)
+    threshold = rounded_scalar(checked_threshold(threshold), x.dtype)
     axis = checked_axis(axis, x.dim())
     _check_tensors(x, out)
-    shape = _as_matrix(tuple(x.shape), axis)
-    backend = choose(OP, {"triton": partial(_refused, no_triton, x, shape), "cpp": partial(_refused, no_cpp, x, shape)})
+    shape = as_matrix(tuple(x.shape), axis)
+    checks: dict[Backend, Check] = {
+        "triton": partial(no_middle_axis, no_triton, shape, x),
+        "cpp": partial(no_middle_axis, no_cpp, shape, x),
+    }
+    backend = choose(OP, checks)
     if backend == "python" or shape is None:
         return reference(x, threshold, axis, out)
     source = x.contiguous()
@@ -82,34 +89,6 @@ def _run(backend: Backend, x: torch.Tensor, out: torch.Tensor, threshold: float,
         return
     module = cast(ModuleType, extension())
     module.group_soft_threshold(tensor_view(source), tensor_view(target), threshold, axis, threads())
-
-
-def _rounded(threshold: float, dtype: torch.dtype) -> float:
-    # Triton passes scalars as float32. Rounding for every backend keeps the set of removed groups the same on
-    # all.
-    return threshold if dtype == torch.float64 else torch.tensor(threshold, dtype=torch.float32).item()
-
-
-def _as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
-    """(rows, cols, axis) of the matrix that a contiguous tensor is for this axis; None for a middle axis."""
-    count = shape[axis]
-    elements = 1
-    for size in shape:
-        elements *= size
-    other = elements // count if count else 0
-    if axis == 0:
-        return count, other, 0
-    if axis == len(shape) - 1:
-        return other, count, 1
-    return None
-
-
-def _refused(
-    check: Callable[[torch.Tensor], str | None], x: torch.Tensor, shape: tuple[int, int, int] | None
-) -> str | None:
-    if shape is None:
-        return f"the kernels take the first or the last axis, not one in the middle of {tuple(x.shape)}"
-    return check(x)
 
 
 def _check_tensors(x: torch.Tensor, out: torch.Tensor | None) -> None:

@@ -10,19 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import shrink_scale, to_storage
 
 ROW_BLOCK = 2048
 COLUMN_BLOCK = 64
 COLUMN_STEP = 64
-
-
-@triton.jit
-def _scale(squared_norm, threshold):
-    norm = tl.sqrt(squared_norm)
-    # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
-    # keep the branch that is not taken from dividing by it.
-    return tl.where(norm <= threshold, 0.0, 1.0 - threshold / tl.where(norm == 0.0, 1.0, norm))
 
 
 @triton.jit
@@ -35,7 +27,7 @@ def _rows(x, out, cols, threshold, BLOCK: tl.constexpr):
         inside = begin + lanes < cols
         value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float64)
         sums += value * value
-    scale = _scale(tl.sum(sums, axis=0), threshold).to(tl.float32)
+    scale = shrink_scale(tl.sum(sums, axis=0), threshold).to(tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +47,7 @@ def _columns(x, out, rows, cols, threshold, STEP: tl.constexpr, BLOCK: tl.conste
         offset = (begin + row)[:, None] * cols + column[None, :]
         value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float64)
         sums += value * value
-    scale = _scale(tl.sum(sums, axis=0), threshold).to(tl.float32)[None, :]
+    scale = shrink_scale(tl.sum(sums, axis=0), threshold).to(tl.float32)[None, :]
     for begin in range(0, rows, STEP):
         inside = (begin + row < rows)[:, None] & in_columns[None, :]
         offset = (begin + row)[:, None] * cols + column[None, :]

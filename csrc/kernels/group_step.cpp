@@ -1,0 +1,97 @@
+#include "kernels/group_step.h"
+
+#include <cstdint>
+
+#include "dispatch.h"
+#include "kernels/parallel.h"
+
+namespace pyprune {
+namespace {
+
+// The groups [begin, end) of a matrix: rows or columns.
+struct GroupRange {
+  std::int64_t rows;
+  std::int64_t cols;
+  bool by_row;
+  double threshold;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+template <class T>
+struct GroupKernels {
+  void (*soft_threshold)(const T* x, T* out, const GroupRange& range);
+  void (*moreau)(T* delta, const T* grad, float decay, float gamma, const GroupRange& range);
+};
+
+}  // namespace
+}  // namespace pyprune
+
+#define PYPRUNE_BODY "kernels/group_step-inl.h"
+#include "kernels/foreach_target.h"
+
+namespace pyprune {
+namespace {
+
+template <class T>
+GroupKernels<T> active_kernels() {
+#if PYPRUNE_X86
+  static const IsaTable<GroupKernels<T>> table = {
+      {scalar::group_kernels<T>(), avx2::group_kernels<T>(), avx512::group_kernels<T>()}};
+#else
+  static const IsaTable<GroupKernels<T>> table = {
+      {scalar::group_kernels<T>(), scalar::group_kernels<T>(), scalar::group_kernels<T>()}};
+#endif
+  return table.active();
+}
+
+// Columns are handed out in blocks of this many, so that threads do not share cache lines.
+constexpr std::int64_t kColumnGrain = 64;
+
+template <class Call>
+void over_groups(const GroupMatrix& matrix, double threshold, bool by_row, const Call& call) {
+  const std::int64_t count = by_row ? matrix.rows : matrix.cols;
+  parallel_for(count, by_row ? 1 : kColumnGrain, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
+    call(GroupRange{matrix.rows, matrix.cols, by_row, threshold, begin, end});
+  });
+}
+
+// Calls call(T{}) for the storage type T of dtype.
+template <class Call>
+void with_storage(DType dtype, const Call& call) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return call(float{});
+    case DType::kBFloat16:
+      return call(BFloat16{});
+    case DType::kFloat16:
+      return call(Float16{});
+  }
+}
+
+}  // namespace
+
+void group_soft_threshold(const void* x, void* out, double threshold, const GroupMatrix& matrix) {
+  with_storage(matrix.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto kernel = active_kernels<T>().soft_threshold;
+    over_groups(matrix, threshold, matrix.by_row, [&](const GroupRange& range) {
+      kernel(static_cast<const T*>(x), static_cast<T*>(out), range);
+    });
+  });
+}
+
+void moreau_step(void* delta, const void* grad, float decay, float gamma, double threshold,
+                 const GroupMatrix& matrix) {
+  // Without a threshold there are no groups, and rows are the better way to share the work.
+  const bool by_row = matrix.by_row || threshold == 0;
+  with_storage(matrix.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto kernel = active_kernels<T>().moreau;
+    over_groups(matrix, threshold, by_row, [&](const GroupRange& range) {
+      kernel(static_cast<T*>(delta), static_cast<const T*>(grad), decay, gamma, range);
+    });
+  });
+}
+
+}  // namespace pyprune
