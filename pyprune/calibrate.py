@@ -38,8 +38,8 @@ __all__ = [
     "HUB_SOURCES", "Corpus", "DemoData", "Document", "packaged_text", "read_corpus", "read_documents",
     "write_demo_data",
     "Position", "SpanSet", "TokenSamples", "TokenStream",
-    "assert_disjoint", "batches", "check_sequence_length", "sample_sequences", "split_disjoint",
-    "token_stream",
+    "assert_disjoint", "batches", "check_sequence_length", "sample_sequences", "shingle_hashes",
+    "split_disjoint", "token_stream",
 ]  # fmt: skip
 
 Ids = npt.NDArray[np.int64]
@@ -397,13 +397,21 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
 def _contained(a: Ids, b: Ids) -> list[int]:
     """Return the rows of ``b`` that contain, or are contained in, a row of ``a``."""
     size = min(a.shape[1], b.shape[1])
-    in_a, in_b = (_shingles(rows, size) for rows in (a, b))
+    in_a, in_b = (shingle_hashes(rows, size) for rows in (a, b))
     hit = np.isin(in_b, in_a)
     return [int(i) for i in np.flatnonzero(hit.any(axis=1))]
 
 
-def _shingles(tokens: Ids, size: int) -> Hashes:
-    """Return a 64-bit polynomial hash of every ``size`` tokens in a row, along the last axis."""
+def shingle_hashes(tokens: Ids, size: int) -> Hashes:
+    """Return a 64-bit polynomial hash of every ``size`` tokens in a row, along the last axis.
+
+    Args:
+        tokens: int64 [..., N] with N >= size.
+        size: tokens in a shingle.
+
+    Returns:
+        uint64 [..., N - size + 1]; the same on every machine, so that hashes can be stored.
+    """
     mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return _combine(mixed ^ (mixed >> np.uint64(29)), size)
 
@@ -443,7 +451,7 @@ def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
     size = min(SHINGLE, len(tokens), len(other))
     if size == 0:
         return mask
-    here, there = _shingles(tokens, size), _shingles(other, size)
+    here, there = shingle_hashes(tokens, size), shingle_hashes(other, size)
     sums = np.concatenate(([0], np.cumsum(covered)))
     touched = sums[size:] > sums[:-size]
     at = _among(there, here[touched])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import inspect
 import json
 import random
 import sys
@@ -161,9 +162,13 @@ def test_missing_truncated_and_unknown_sources(tmp_path: Path) -> None:
 
 
 def fake_datasets(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[Any, ...]]:
+    """Replace `datasets.load_dataset`; calls that the real one would not accept fail here too."""
+    real = inspect.signature(pytest.importorskip("datasets").load_dataset)
+    accepted = set(real.parameters)
     calls: list[tuple[Any, ...]] = []
 
     def load_dataset(repository: str, config: str | None, **options: Any) -> Any:
+        assert options.keys() <= accepted
         calls.append((repository, config, options))
         if isinstance(answer, Exception):
             raise answer
@@ -261,6 +266,20 @@ def test_demo_data_is_split_by_whole_documents(tmp_path: Path) -> None:
     assert again.test.read_bytes() == demo.test.read_bytes()
     with pytest.raises(DataError, match="test_share is 1"):
         write_demo_data(tmp_path, source, test_share=1)
+
+
+def test_demo_data_from_the_real_package(tmp_path: Path) -> None:
+    try:
+        importlib.metadata.distribution("exllamav3")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package exllamav3 is not installed")
+    demo = write_demo_data(tmp_path)
+    assert "exllamav3" not in sys.modules
+    assert demo.calibration_documents > 3 * demo.test_documents - 3 > 1000
+    test = set(read_documents(str(demo.test)))
+    assert test.isdisjoint(read_documents(str(demo.calibration)))
+    for name in ("c4", "tiny", "technical", "code"):
+        assert len(read_documents(f"package:exllamav3/{name}.utf8")) > 300
 
 
 # Tokens

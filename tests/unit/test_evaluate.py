@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pyprune.calibrate import sample_sequences
+from pyprune.compact import compact_
 from pyprune.config import DataConfig
 from pyprune.errors import ConfigError, DataError, MissingDependencyError
 from pyprune.evaluate import (
@@ -24,6 +25,8 @@ from pyprune.evaluate import (
     evaluation_text,
     perplexity,
 )
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
 from tests._support.paths import SHARED_DATA
 from tests._support.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
@@ -228,6 +231,18 @@ def test_tasks_run_on_a_model_in_memory(tmp_path: Path) -> None:
     assert set(results["tiny_sums"]) >= {"acc", "acc_norm", "acc_stderr"}
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pruned_architectures_are_evaluated_alike(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    model = tiny_llama(num_hidden_layers=3)
+    plan = PrunePlan.identity("llama", family_for(model).sizes(model.config))
+    compact_(model, plan.with_layer(0, query_heads=[1], kv_heads=[1], ffn=range(20)))
+    assert type(model).__name__.startswith("Pruned")
+    ids = torch.randint(3, VOCAB_SIZE, (64,), generator=torch.Generator().manual_seed(1))
+    assert math.isfinite(perplexity(model, ids, protocol="ppl-128", window=16).perplexity)
+    results = evaluate_tasks(model, TOKENIZER, ["tiny_sums"], include_path=choice_task(tmp_path))
+    assert results["tiny_sums"]["acc"] == 1.0
 
 
 def test_unknown_tasks_and_a_missing_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
