@@ -253,6 +253,8 @@ class DressConfig(Config):
         select: which channels form R.
         channels: the explicit list for select="explicit", hidden indices.
         segments: number of equal segments for select="segments".
+        penalise: removed penalises R; all penalises every hidden channel while R still goes (the paper's
+            full-parameter-regularisation ablation).
         norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
         strength: the papers' lambda, in units of loss per unit of norm.
         solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
@@ -266,6 +268,7 @@ class DressConfig(Config):
     select: Literal["last", "first", "segments", "explicit", "scored"] = "last"
     channels: tuple[int, ...] = ()
     segments: int = 5
+    penalise: Literal["removed", "all"] = "removed"
     norm: Norm = "l2"
     strength: float = 1e-3
     solver: Solver = "subgradient"
@@ -281,6 +284,12 @@ class DressConfig(Config):
         _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
         _require(self.segments >= 1, f"segments is {self.segments}; it must be at least 1.", found)
         _require(0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found)
+        _require(
+            self.penalise == "removed" or self.schedule == "published",
+            "penalise is 'all' with schedule 'anneal', which would shrink the whole model to zero; "
+            "use schedule 'published'.",
+            found,
+        )
         explicit = self.select == "explicit"
         _require(
             bool(self.channels) == explicit,

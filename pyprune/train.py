@@ -80,6 +80,10 @@ class Objective:
 
     name = "finetune"
 
+    def identity(self) -> dict[str, Any]:
+        """Plain JSON options that must be equal for a resumed run to be the same run."""
+        return {}
+
     def setup(self, model: nn.Module, config: TrainConfig) -> None:
         """Prepare the model (register hooks, freeze parameters)."""
 
@@ -539,6 +543,7 @@ class _Run:
         """What must be equal for a resumed run to be the same run."""
         return {
             "objective": self.objective.name,
+            **{f"objective.{k}": v for k, v in self.objective.identity().items()},
             **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
             "samples_sha256": _tensor_digest(self.samples),
             "parameters": sum(p.numel() for p in self.parameters.values()),

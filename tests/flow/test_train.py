@@ -159,9 +159,7 @@ def test_equal_seeds_give_equal_bits_and_leave_the_global_stream_alone(optimiser
     assert torch.equal(state, torch.get_rng_state())
     train(third, samples(), replace(config, seed=4))
     assert_equal(first, second)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True)
-    )
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), third.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -178,9 +176,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(dtype: str) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("decay", ["constant", "cosine"])
-def test_an_interrupted_run_resumes_to_the_same_bits(
-    tmp_path: Path, error: type[BaseException], decay: str
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, error: type[BaseException], decay: str) -> None:
     config = replace(CONFIG, decay=decay, warmup_steps=2)
     whole = tiny_model()
     expected = train(whole, samples(), config)
@@ -200,15 +196,11 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
 
 
 def test_early_stopping_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    config = replace(
-        CONFIG, steps=12, learning_rate=3e-2, early_stop_patience=2, validation_interval=1
-    )
+    config = replace(CONFIG, steps=12, learning_rate=3e-2, early_stop_patience=2, validation_interval=1)
     whole = tiny_model()
     expected = train(whole, samples(), config, validation=samples(4, 9))
     with pytest.raises(KeyboardInterrupt):
-        train(
-            tiny_model(), samples(), config, InterruptAt(3), validation=samples(4, 9), checkpoint_dir=tmp_path
-        )
+        train(tiny_model(), samples(), config, InterruptAt(3), validation=samples(4, 9), checkpoint_dir=tmp_path)
     resumed = tiny_model(seed=7)
     report = train(
         resumed, samples(), config, InterruptAt(0),
@@ -279,9 +271,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
         train(tiny_model(), samples(), CONFIG, checkpoint_dir=tmp_path, resume=True)
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
