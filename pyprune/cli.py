@@ -1,0 +1,537 @@
+"""The command line: parse options, call the stage that does the work, print what came back.
+
+Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
+stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
+traceback), 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+
+import typer
+
+from pyprune.errors import CheckpointError, PypruneError
+from pyprune.progress import console
+
+if TYPE_CHECKING:
+    from pyprune.evaluate import PerplexityResult
+    from pyprune.pipeline import PruneResult
+    from pyprune.report import Cell
+
+ERROR_CODE = 2
+INTERRUPTED_CODE = 130
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="pyprune",
+    help="Structured pruning of causal language models: prune, evaluate, export, serve, measure.\n\n"
+    "Start with: pyprune prune MODEL --method elder --ratio 0.25 --out pruned/",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of the ``pyprune`` command."""
+    app()
+
+
+def _guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn a PypruneError into one message and exit code 2, and Ctrl-C into exit code 130."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except PypruneError as error:
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            _say(f"Error: {error}", "red")
+            raise typer.Exit(ERROR_CODE) from error
+        except KeyboardInterrupt:
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            _say(f"Interrupted. {_kept(kwargs)}", "yellow")
+            raise typer.Exit(INTERRUPTED_CODE) from None
+
+    return run
+
+
+def _say(text: str, style: str) -> None:
+    console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _kept(options: Mapping[str, Any]) -> str:
+    """Say what an interrupted command left behind (outputs appear whole or not at all)."""
+    out = options.get("out")
+    if out is None:
+        return "Nothing was changed."
+    return (
+        f"{out} was not written. Training checkpoints that were saved are kept: "
+        "the same command with --resume continues from them."
+        if "resume" in options
+        else f"{out} was not written."
+    )
+
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write every figure as JSON to FILE (replaced if it exists); - = stdout."
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a model from the hub. Default: its main branch."),
+]
+GgufFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Name of a .gguf file inside MODEL; its weights are dequantised. Default: safetensors."
+    ),
+]
+RemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that MODEL brings along. Off unless you give this."),
+]
+Annotate = Annotated[
+    bool,
+    typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists. Default: refuse.")]
+
+
+@app.command()
+@_guarded
+def prune(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to create for the pruned checkpoint. Required.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="elder or trsp (remove layers), dress (remove hidden channels), none (only apply --plan). "
+            "Default: elder, or none with --plan alone."
+        ),
+    ] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Share to remove, between 0 and 1; the count is rounded down. Default: 0.25."),
+    ] = None,
+    ratio_of: Annotated[
+        str | None,
+        typer.Option(metavar="UNIT", help="Unit of --ratio: layers, hidden or parameters. Default: the method's own."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
+            "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal.",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. elder.train.steps=20. Repeatable."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan (JSON, or a pruned checkpoint) to apply instead of deciding one."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to train on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
+            "file. Default: wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, at most what MODEL allows. Default: the preset's.")
+    ] = None,
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan as JSON and its sizes; write nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Prune MODEL and write an ordinary checkpoint folder to --out.
+
+    Example: pyprune prune HuggingFaceTB/SmolLM2-135M --method elder --ratio 0.25 --out pruned/
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
+    from pyprune.recipe import build_config
+
+    options = build_config(
+        preset=preset,
+        recipe=config,
+        options={
+            "method": method,
+            "ratio": ratio,
+            "ratio_of": ratio_of,
+            "plan": str(plan) if plan is not None else None,
+            "data.source": calibration,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+        },
+        settings=set_ or (),
+    )
+    from pyprune import pipeline
+
+    source: dict[str, Any] = {
+        "gguf_file": gguf_file,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    if dry_run:
+        found = pipeline.plan_for(model, options, **source)
+        _say(found.summary(), "bold")
+        print(found.to_json())
+    elif out is not None:
+        _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
+
+
+def _print_pruned(result: PruneResult) -> None:
+    from pyprune.report import Table, print_table
+
+    rows: list[tuple[str, Cell]] = [("plan", result.plan.summary())]
+    removed = result.plan.removed_layers
+    if removed:
+        rows.append(("removed layers", ", ".join(map(str, removed))))
+    if result.compact is None:
+        rows.append(("applied", "no (stages.prune is off): the shapes are dense"))
+    else:
+        rows += [
+            ("parameters before", result.compact.dense_parameters),
+            ("parameters after", result.compact.parameters),
+            ("share removed", f"{result.compact.removed_share:.2%}"),
+            ("architecture", result.compact.architecture),
+            ("loads without pyprune", result.compact.stock),
+        ]
+    rows += [("note", note) for note in result.notes]
+    print_table(Table(f"Wrote {result.out}", ("", "value"), tuple(rows)))
+    print(f"Next: pyprune eval {result.out} --ppl wikitext2\n      pyprune serve {result.out}")
+
+
+@app.command("eval")
+@_guarded
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder (pruned or not) or hub id.")],
+    ppl: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to measure perplexity on: wikitext2, ptb, c4, a datasets id, or a .txt/.jsonl(.gz) file. "
+            "Repeatable.",
+        ),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="ppl-2048 (windows of 2048 tokens, mean of window losses) or ppl-128 (windows of 128 tokens, "
+            "mean over tokens)."
+        ),
+    ] = "ppl-2048",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of each text, for a quick look. Default: all.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="lm-eval tasks, comma-separated, e.g. piqa,arc_easy.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests of a task in one forward pass.")] = 8,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    annotate: Annotate = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model's quality: perplexity by the papers' protocols, and zero-shot tasks through lm-eval.
+
+    Example: pyprune eval pruned/ --ppl wikitext2 --tasks piqa,arc_easy
+    """
+    if not ppl and not tasks:
+        raise typer.BadParameter("give --ppl SOURCE, --tasks A,B, or both", param_hint="--ppl / --tasks")
+    from dataclasses import asdict
+
+    from pyprune.evaluate import evaluate_tasks
+    from pyprune.load import load_model
+    from pyprune.report import Table
+
+    loaded, tokenizer = load_model(
+        model, dtype=dtype, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+    )
+    measured = [
+        _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()
+    ]
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
+    tables = []
+    if measured:
+        rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
+        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows))
+    if scores:
+        flat = tuple((t, metric, v) for t, values in scores.items() for metric, v in values.items())
+        tables.append(Table("Tasks", ("task", "metric", "value"), flat))
+    data = {"model": model, "perplexity": [asdict(r) for r in measured], "tasks": scores}
+    if annotate:
+        quality = {f"{r.protocol} {r.source}": round(r.perplexity, 4) for r in measured}
+        quality |= {f"{t} {metric}": v for t, values in scores.items() for metric, v in values.items()}
+        _annotate(model, quality=quality)
+    _output(data, json_file, *tables)
+
+
+def _perplexity(
+    name: str, model: Any, tokenizer: Any, source: str, *, protocol: str, max_tokens: int | None = None
+) -> PerplexityResult:
+    """Measure one text, unless the checkpoint was trained on it."""
+    from pyprune.evaluate import evaluate_perplexity, evaluation_text
+    from pyprune.marks import assert_not_trained_on
+
+    if tokenizer is None:
+        raise CheckpointError(f"{name} has no tokenizer files, which text needs; add its tokenizer.json.")
+    text = evaluation_text(tokenizer, source)
+    assert_not_trained_on(name, text.token_ids, source)
+    return evaluate_perplexity(model, tokenizer, text, protocol=protocol, max_tokens=max_tokens)
+
+
+def _annotate(folder: str, **measured: Any) -> None:
+    from pyprune.load import annotate_checkpoint
+
+    annotate_checkpoint(folder, **measured)
+    _say(f"Added to the model card of {folder}.", "dim")
+
+
+@app.command()
+@_guarded
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="auto (a stock architecture whenever the sizes allow), stock (refuse otherwise), or pruned "
+            "(pyprune's own, with sizes per layer)."
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16: dtype of the written weights. Default: MODEL's own."),
+    ] = None,
+    gguf_file: GgufFile = None,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> None:
+    """Write MODEL as a safetensors checkpoint that vLLM and Transformers load; a plan stays with it.
+
+    Example: pyprune export folder/ --gguf-file model.gguf --dtype bfloat16 --out dense/
+    """
+    from pyprune.serving.export import export as write
+
+    report = write(model, out, target=target, dtype=dtype, gguf_file=gguf_file, overwrite=overwrite)  # type: ignore[arg-type]
+    size = f"{report.parameters:,} parameters, {report.bytes:,} bytes"
+    needs = "stock, loads without pyprune" if report.stock else "loads with pyprune installed"
+    print(f"Wrote {report.path}: {report.architecture} ({needs}), {size}.")
+    for reason in report.reasons:
+        print(f"Not a stock architecture: {reason}")
+    for warning in report.warnings:
+        _say(f"Warning: {warning}", "yellow")
+
+
+@app.command()
+@_guarded
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM OPTIONS]", help="Options for `vllm serve`, after a --, e.g. -- --port 9000."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Serve a checkpoint with vLLM's OpenAI-compatible server (`vllm serve DIR`).
+
+    Example: pyprune serve pruned/ -- --port 9000 --max-model-len 2048
+    """
+    from pyprune.serving.export import serve as start
+
+    start(folder, vllm_args or ())
+
+
+@app.command()
+@_guarded
+def bench(
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Pruned checkpoint folder.")],
+    against: Annotated[
+        str, typer.Option(metavar="DENSE", help="Checkpoint folder or hub id to compare with (the baseline).")
+    ],
+    engine: Annotated[
+        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm or transformers.")
+    ] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Length in tokens of the one prompt (prompt processing).")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Timed turns of each model and column, after a warm-up.")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations.")
+    ] = "bfloat16",
+    ppl: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file."),
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="Protocol of --ppl: ppl-2048 or ppl-128.")] = "ppl-2048",
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
+    jsonl: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append every sample to FILE as it is taken (JSON lines).")
+    ] = None,
+    annotate: Annotate = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure PRUNED beside DENSE, turn by turn: token generation and prompt processing.
+
+    Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup.
+
+    Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
+    """
+    from pyprune.serving.measure import measure
+    from pyprune.serving.table import conditions, speed_table
+
+    models = {"dense": against, "pruned": pruned}
+    perplexity = {name: _loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
+    report = measure(
+        models,
+        engine=engine,
+        batch_size=batch_size,
+        new_tokens=new_tokens,
+        prompt_tokens=prompt_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        seed=seed,
+        jsonl=jsonl,
+    )
+    if annotate:
+        speed = {
+            "throughput increase (TI)": round(report.throughput_increase("pruned"), 4),
+            "prompt speedup": round(report.speedup("pruned"), 4),
+            "conditions": conditions(report).replace("\n", " "),
+        }
+        _annotate(pruned, speed=speed)
+    text = f"{speed_table(report, perplexity=perplexity)}\n\n{conditions(report)}"
+    _output({**report.to_dict(), "perplexity": perplexity}, json_file, text)
+
+
+def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
+    from pyprune.load import load_model
+
+    model, tokenizer = load_model(path)
+    return _perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
+
+
+@app.command()
+@_guarded
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Print what a checkpoint is: plan, sizes, parameters, bytes, architecture, provenance.
+
+    Example: pyprune inspect pruned/
+    """
+    from pyprune.load import read_pruning_json
+    from pyprune.report import Table
+    from pyprune.serving.checkpoints import read_checkpoint
+
+    checkpoint = read_checkpoint(folder)
+    known = (folder / "pruning.json").exists()
+    record = read_pruning_json(folder, verify_files=True) if known else None
+    rows: list[tuple[str, Cell]] = [
+        ("architecture", checkpoint.architecture),
+        ("loads without pyprune", "no" if checkpoint.architecture.startswith("Pruned") else "yes"),
+        ("parameters", checkpoint.parameters),
+        ("bytes of weights", checkpoint.bytes),
+    ]
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    rows += [(n, checkpoint.config[n]) for n in (*names, "intermediate_size") if checkpoint.config.get(n)]
+    if record is None:
+        rows.append(("plan", "none (not written by pyprune)"))
+    elif record.plan is not None:
+        rows.append(("plan", record.plan.summary()))
+        rows.append(("removed layers", ", ".join(map(str, record.plan.removed_layers)) or "none"))
+    provenance = record.provenance if record else {}
+    rows += [(k, v) for k, v in provenance.items() if isinstance(v, str | int | float) and k != "parameters"]
+    data = {
+        "folder": str(folder),
+        "architecture": checkpoint.architecture,
+        "parameters": checkpoint.parameters,
+        "bytes": checkpoint.bytes,
+        "plan": record.plan.to_dict() if record and record.plan else None,
+        "provenance": provenance,
+    }
+    _output(data, json_file, Table(str(folder), ("", "value"), tuple(rows)))
+
+
+@app.command()
+@_guarded
+def env(json_file: JsonFile = None, debug: Debug = False) -> None:
+    """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is there."""
+    from pyprune.ops import backend_report
+    from pyprune.report import Table
+    from pyprune.serving.engines import vllm_installed
+    from pyprune.serving.stats import environment_record
+
+    record = environment_record()
+    data = {**record, "vllm": vllm_installed(), "backends": backend_report()}
+    rows: list[tuple[str, str]] = [(name, version) for name, version in record["versions"].items()]
+    rows += [
+        ("python", record["python"]),
+        ("system", record["system"]),
+        ("device", f"{record['device']} ({record['cpus']} CPUs)"),
+        ("instruction sets", ", ".join(record["isa"]) or "baseline"),
+        ("vLLM", "installed" if data["vllm"] else "not installed: pip install 'pyprune[vllm]'"),
+        *((f"ops: {name}", text) for name, text in data["backends"].items()),
+    ]
+    _output(data, json_file, Table("Environment", ("", "value"), tuple(rows)))
+
+
+def _output(data: Mapping[str, Any], json_file: str | None, *shown: Any) -> None:
+    """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
+    from pyprune.report import Table, print_table, write_text
+
+    text = json.dumps(data, indent=2) + "\n"
+    if json_file == "-":
+        print(text, end="")
+        return
+    for item in shown:
+        if isinstance(item, Table):
+            print_table(item)
+        else:
+            print(item)
+    if json_file is not None:
+        write_text(Path(json_file), text)

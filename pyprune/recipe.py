@@ -1,0 +1,131 @@
+"""From a preset, a recipe file and single settings to one validated PruneConfig.
+
+Later sources win: preset, then recipe, then options by name, then ``key.path=value`` settings. A recipe is YAML or
+JSON with the layout of :class:`pyprune.config.PruneConfig`, plus an optional ``preset`` key. Without a recipe and
+without a preset, the method's own default preset is the start; a recipe without one starts from the plain defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyprune.config import PruneConfig
+from pyprune.errors import ConfigError
+
+
+def build_config(
+    *,
+    preset: str | None = None,
+    recipe: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    settings: Sequence[str] = (),
+) -> PruneConfig:
+    """Compose the options of ``pyprune prune``.
+
+    Args:
+        preset: name of a preset; it wins over the recipe's own ``preset`` key.
+        recipe: path of a YAML or JSON file.
+        options: dotted name -> value, for example {"ratio": 0.25, "data.samples": 128}; None values are left out.
+        settings: "dotted.name=value" texts; the value is read as YAML.
+
+    Raises:
+        ConfigError: an unreadable recipe, an unknown preset or option, or values that are not allowed.
+    """
+    data = read_recipe(recipe) if recipe is not None else {}
+    named = data.pop("preset", None)
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(f"preset is {named!r} in {recipe}; expected the name of a preset.")
+    chosen: dict[str, Any] = {}
+    for name, value in (options or {}).items():
+        if value is not None:
+            chosen = merge(chosen, nested(name, value))
+    for setting in settings:
+        chosen = merge(chosen, parse_setting(setting))
+    if preset or named:
+        start = preset_options(preset or str(named))
+    else:
+        start = {} if recipe is not None else default_options(chosen)
+    return PruneConfig.from_dict(merge(merge(start, data), chosen))
+
+
+def preset_options(name: str) -> dict[str, Any]:
+    """Return a preset as plain data.
+
+    Raises:
+        ConfigError: there is no preset of this name.
+    """
+    from pyprune.regularise.presets import preset as find
+
+    return find(name).to_dict()
+
+
+def default_options(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run starts from when neither a preset nor a recipe was named.
+
+    A plan without a method is applied as it is, without training; a method starts from its default preset.
+
+    Raises:
+        ConfigError: there is no method of the chosen name.
+    """
+    from pyprune.registry import get_method
+
+    method = chosen.get("method", "none" if "plan" in chosen else PruneConfig.method)
+    if method == "none":
+        return {"method": "none", "stages": {"before": []}}
+    return preset_options(get_method(str(method)).default_preset)
+
+
+def read_recipe(path: str | Path) -> dict[str, Any]:
+    """Read a YAML or JSON recipe as plain data.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or does not hold a mapping.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The recipe {path} cannot be read: {error}. Give the path of a YAML file.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The recipe {path} is not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"The recipe {path} holds {type(data).__name__}; expected a mapping of options.")
+    return data
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """Read "elder.gates.strength=0.05" as {"elder": {"gates": {"strength": 0.05}}}.
+
+    Raises:
+        ConfigError: there is no "=" or no name before it, or the value is not YAML.
+    """
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not all(part.strip() for part in name.split(".")):
+        raise ConfigError(f"--set got {text!r}; expected key.path=value, for example elder.gates.strength=0.05.")
+    try:
+        return nested(name.strip(), yaml.safe_load(value))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {name}: the value {value!r} is not valid YAML: {error}") from error
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for the dotted name "a.b"."""
+    first, dot, rest = name.partition(".")
+    return {first.strip(): nested(rest, value) if dot else value}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``over`` laid on top; mappings are merged, everything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        result[key] = merge(below, value) if both else value  # type: ignore[arg-type]
+    return result
