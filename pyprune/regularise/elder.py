@@ -43,8 +43,9 @@ from pyprune.train import (
     train,
 )
 
-UNMOVED_GATES = 0.05
-"""Gates that spread by less than this when a layer is chosen say nothing about the layers."""
+UNMOVED_STEPS = 5
+"""An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
+this many learning rates when the first layer is chosen say little about the layers."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,14 @@ class GateObjective(Objective):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
     ) -> None:
         """At the end of a round, mask the layer(s) whose gate is closest to zero."""
+        # Adam's momentum still moves a masked gate, which nothing reads; it is reported as zero.
+        self.gates[self.removed] = 0.0
         done = step - self.config.first_round_steps
         if done >= 0 and (self.config.search == "one_shot" or done % self.config.round_steps == 0):
             chosen = self.count if self.config.search == "one_shot" else 1
             order = sorted(self._active(), key=lambda i: (abs(float(self.gates[i])), i))[:chosen]
             self.rounds.append(GateRound(step, tuple(self.gates.tolist()), tuple(order)))
             self._mask(order)
-        # Adam's momentum still moves a masked gate, which nothing reads; it is reported as zero.
-        self.gates[self.removed] = 0.0
 
     def _mask(self, chosen: Sequence[int]) -> None:
         for index in chosen:
@@ -275,7 +276,7 @@ def learn_layer_gates(
 def _gate_warnings(objective: GateObjective) -> list[str]:
     first = objective.rounds[0]
     spread = max(first.gates) - min(first.gates)
-    if spread >= UNMOVED_GATES:
+    if spread >= UNMOVED_STEPS * objective.config.learning_rate:
         return []
     return [
         f"THE LAYER GATES HARDLY MOVED: when the first layer was chosen they spread by {spread:.4f} only, so the "

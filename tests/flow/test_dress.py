@@ -237,7 +237,7 @@ def test_selections() -> None:
     assert select_channels(model, 2, explicit) == (2, 5)
     with pytest.raises(ConfigError, match="ask for 3"):
         select_channels(model, 3, explicit)
-    with pytest.raises(ConfigError, match="0..47"):
+    with pytest.raises(ConfigError, match=r"0\.\.47"):
         select_channels(model, 1, DressConfig(select="explicit", channels=(48,)))
     for count in (0, 48):
         with pytest.raises(ConfigError, match="1 to 47"):
