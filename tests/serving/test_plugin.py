@@ -1,0 +1,51 @@
+"""The vLLM entry point: lazy, re-entrant, and declared by the package."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType
+
+import pytest
+from transformers import AutoConfig
+
+from pyprune.modeling import PRUNED_MODELS
+from pyprune.serving.plugin import ARCHITECTURES, register
+
+
+class FakeRegistry:
+    """Remembers what was registered; a second registration of a name fails, as a warning would go unseen."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+
+    def get_supported_archs(self) -> set[str]:
+        return set(self.models)
+
+    def register_model(self, name: str, target: str) -> None:
+        assert name not in self.models
+        self.models[name] = target
+
+
+def test_registration_is_lazy_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = FakeRegistry()
+    fake = ModuleType("vllm")
+    fake.ModelRegistry = registry  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.delitem(sys.modules, "pyprune.serving.vllm_model", raising=False)
+    register()
+    register()
+    assert registry.models == ARCHITECTURES
+    assert all(target.startswith("pyprune.serving.vllm_model:") for target in registry.models.values())
+    assert "pyprune.serving.vllm_model" not in sys.modules
+    assert AutoConfig.for_model("pruned_llama").model_type == "pruned_llama"
+
+
+def test_registered_names_are_those_that_checkpoints_carry() -> None:
+    assert set(ARCHITECTURES) <= {cls.__name__ for cls in PRUNED_MODELS.values()}
+
+
+def test_the_package_declares_the_entry_point() -> None:
+    [found] = [e for e in entry_points(group="vllm.general_plugins") if e.name == "pyprune"]
+    assert found.value == "pyprune.serving.plugin:register"
+    assert found.load() is register

@@ -1,0 +1,64 @@
+"""Run by test_vllm.py as a program: greedy generation by real vLLM in float32, log probabilities as JSON on stdout.
+
+stdin: {"models": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
+stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    job = json.load(sys.stdin)
+    json.dump({model: _answers(model, job) for model in job["models"]}, replies)
+    replies.close()
+
+
+def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=len(job["prompts"]),
+        kv_cache_memory_bytes=64 * 2**20,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["new_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=job["top"],
+        prompt_logprobs=0,
+    )
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    del llm
+    cleanup_dist_env_and_memory()
+    return [_plain(prompt, out) for prompt, out in zip(job["prompts"], outputs, strict=True)]
+
+
+def _plain(prompt: list[int], output: Any) -> dict[str, Any]:
+    answer = output.outputs[0]
+    pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    return {
+        "tokens": list(answer.token_ids),
+        "prompt": [entry[token].logprob for token, entry in pairs],
+        "top": [{str(token): entry.logprob for token, entry in step.items()} for step in answer.logprobs],
+    }
+
+
+if __name__ == "__main__":
+    main()
