@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config import RecoverConfig, TrainConfig
 from pyprune.errors import MissingDependencyError, TrainingError, UnsupportedModelError
+from pyprune.regularise.base import RunOptions
 from pyprune.train import Objective, TrainReport, train
 
 
@@ -34,24 +34,19 @@ def recover(
     model: PreTrainedModel,
     samples: Tensor,
     config: RecoverConfig,
-    *,
-    validation: Tensor | None = None,
-    checkpoint_dir: Path | None = None,
-    resume: bool = False,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> TrainReport:
     """Train LoRA adapters on ``model`` and merge them: class, configuration and names stay as they were.
 
     The adapters sit on every linear projection of the decoder layers, whatever their widths (the head is left
     alone). At a loss that is not finite the last good adapters are merged before the error is raised; on Ctrl-C
-    they are dropped and a resumable checkpoint is left in ``checkpoint_dir``.
+    they are dropped and a resumable checkpoint is left in the checkpoint folder.
 
     Args:
         model: a causal LM, dense or pruned; changed in place. Base weights may be half precision.
         samples: token ids, int64 [N, T].
         config: rank, alpha, dropout and the training options.
-        validation: token ids for early stopping, int64 [M, T].
-        checkpoint_dir: where resumable checkpoints go.
-        resume: continue from the newest of them.
+        run: validation samples, checkpoints, resuming.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
@@ -67,9 +62,9 @@ def recover(
                 samples,
                 config.train,
                 _LoraObjective(config),
-                validation=validation,
-                checkpoint_dir=checkpoint_dir,
-                resume=resume,
+                validation=run.validation,
+                checkpoint_dir=run.folder("lora"),
+                resume=run.resume,
                 description="LoRA recovery",
             )
             keep = True
@@ -88,19 +83,26 @@ def finetune(
     model: PreTrainedModel,
     samples: Tensor,
     config: TrainConfig,
-    *,
-    validation: Tensor | None = None,
-    checkpoint_dir: Path | None = None,
-    resume: bool = False,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> TrainReport:
-    """Fine-tune all weights of ``model`` in place: the control beside every method. Arguments as in :func:`train`."""
+    """Fine-tune all weights of ``model`` in place: the control beside every method.
+
+    Args:
+        model: a causal LM with float32 weights.
+        samples: token ids, int64 [N, T].
+        config: the training options.
+        run: validation samples, checkpoints, resuming.
+
+    Raises:
+        TrainingError, DataError, ConfigError: as in :func:`pyprune.train.train`.
+    """
     return train(
         model,
         samples,
         config,
-        validation=validation,
-        checkpoint_dir=checkpoint_dir,
-        resume=resume,
+        validation=run.validation,
+        checkpoint_dir=run.folder("finetune"),
+        resume=run.resume,
         description="fine-tuning",
     )
 
