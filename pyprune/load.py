@@ -428,10 +428,11 @@ def _existing_parent(path: Path) -> Path:
 def _flush(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    for path in folder.iterdir():
+    inside = list(folder.rglob("*"))
+    for path in filter(Path.is_file, inside):
         # safetensors creates private files; a server under another account must be able to read them.
         path.chmod(0o666 & ~mask)
-    for path in [*folder.iterdir(), folder]:
+    for path in [*inside, folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -274,9 +274,9 @@ def _act(
     if action == "regularise":
         report = get_method(config.method).regularise(model, samples, result.plan, config, run)
     elif action == "recover":
-        report = recover(model, samples, config.recover, run)
+        report = recover(model, samples, config.recover, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
     else:
-        report = finetune(model, samples, config.finetune, run)
+        report = finetune(model, samples, config.finetune, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
     result.stages.append({"action": action, "name": name, **report.to_dict()})
     result.warnings += report.warnings
 
