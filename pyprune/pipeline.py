@@ -209,9 +209,7 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
     return split_disjoint(tokenizer, wanted)
 
 
-def _decide(
-    model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None
-) -> PlanDecision:
+def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None) -> PlanDecision:
     kept = work.read_decision() if work is not None else None
     decision = kept or _new_decision(model, samples, config, work)
     check_plan(decision.plan, family_for(model), model.config)
