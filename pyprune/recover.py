@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel
 
 from pyprune.config import RecoverConfig, TrainConfig
 from pyprune.errors import MissingDependencyError, TrainingError, UnsupportedModelError
-from pyprune.regularise.base import RunOptions
 from pyprune.train import Objective, TrainReport, train
 
 
@@ -34,19 +34,24 @@ def recover(
     model: PreTrainedModel,
     samples: Tensor,
     config: RecoverConfig,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    *,
+    validation: Tensor | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
 ) -> TrainReport:
     """Train LoRA adapters on ``model`` and merge them: class, configuration and names stay as they were.
 
     The adapters sit on every linear projection of the decoder layers, whatever their widths (the head is left
     alone). At a loss that is not finite the last good adapters are merged before the error is raised; on Ctrl-C
-    they are dropped and a resumable checkpoint is left in the checkpoint folder.
+    they are dropped and a resumable checkpoint is left in ``checkpoint_dir``.
 
     Args:
         model: a causal LM, dense or pruned; changed in place. Base weights may be half precision.
         samples: token ids, int64 [N, T].
         config: rank, alpha, dropout and the training options.
-        run: validation samples, checkpoints, resuming.
+        validation: token ids for early stopping, int64 [M, T].
+        checkpoint_dir: where resumable checkpoints go.
+        resume: continue from the newest of them.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
@@ -62,9 +67,9 @@ def recover(
                 samples,
                 config.train,
                 _LoraObjective(config),
-                validation=run.validation,
-                checkpoint_dir=run.folder("lora"),
-                resume=run.resume,
+                validation=validation,
+                checkpoint_dir=checkpoint_dir,
+                resume=resume,
                 description="LoRA recovery",
             )
             keep = True
@@ -83,26 +88,19 @@ def finetune(
     model: PreTrainedModel,
     samples: Tensor,
     config: TrainConfig,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    *,
+    validation: Tensor | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
 ) -> TrainReport:
-    """Fine-tune all weights of ``model`` in place: the control beside every method.
-
-    Args:
-        model: a causal LM with float32 weights.
-        samples: token ids, int64 [N, T].
-        config: the training options.
-        run: validation samples, checkpoints, resuming.
-
-    Raises:
-        TrainingError, DataError, ConfigError: as in :func:`pyprune.train.train`.
-    """
+    """Fine-tune all weights of ``model`` in place: the control beside every method. Arguments as in :func:`train`."""
     return train(
         model,
         samples,
         config,
-        validation=run.validation,
-        checkpoint_dir=run.folder("finetune"),
-        resume=run.resume,
+        validation=validation,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
         description="fine-tuning",
     )
 

@@ -16,7 +16,6 @@ from pyprune.config import RecoverConfig, TrainConfig
 from pyprune.errors import MissingDependencyError, TrainingError
 from pyprune.families import family_for
 from pyprune.recover import finetune, projection_names, recover
-from pyprune.regularise.base import RunOptions
 from pyprune.train import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 
@@ -82,10 +81,10 @@ def test_an_interrupted_recovery_drops_the_adapters_and_resumes_to_the_same_bits
 
     monkeypatch.setattr("pyprune.train.causal_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recover(part, samples(), CONFIG, RunOptions(checkpoint_dir=tmp_path))
+        recover(part, samples(), CONFIG, checkpoint_dir=tmp_path)
     for name, parameter in part.named_parameters():
         assert torch.equal(parameter, original[name])
-    report = recover(part, samples(), CONFIG, RunOptions(checkpoint_dir=tmp_path, resume=True))
+    report = recover(part, samples(), CONFIG, checkpoint_dir=tmp_path, resume=True)
     assert report.resumed_from == 3
     for a, b in zip(whole.parameters(), part.parameters(), strict=True):
         assert torch.equal(a, b)
