@@ -238,8 +238,10 @@ def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
     rows = []
     for start in range(0, ids.shape[1] - 1, _LOSS_POSITIONS):
         end = min(start + _LOSS_POSITIONS, ids.shape[1] - 1)
-        part = logits[:, start:end].float().transpose(1, 2)
-        rows.append(F.cross_entropy(part, ids[:, start + 1 : end + 1], reduction="none"))
+        part, targets = logits[:, start:end], ids[:, start + 1 : end + 1]
+        # Vocabulary last and contiguous: the transposed [B, V, T] form of this call is five times slower.
+        flat = F.cross_entropy(part.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        rows.append(flat.view_as(targets))
     # Summing thousands of float32 losses would cost digits that the protocols' mean keeps.
     return torch.cat(rows, dim=1).double().cpu()
 
