@@ -95,16 +95,21 @@ def _export(case: Case, out: Path) -> None:
     assert [w for w in report.warnings if "head_dim" in w] == []
 
 
-def _serve(folders: list[Path], **environment: str) -> dict[str, Answers]:
-    """What vLLM makes of the prompts: one engine after the other, in a process that is not this one."""
+def _serve(folders: list[Path], *, one_process: bool = False) -> dict[str, Answers]:
+    """What vLLM makes of the prompts: one engine after the other, in a process that is not this one.
+
+    With ``one_process`` engine and worker live in that process too, and model classes are imported there: starting
+    processes is what costs the time.
+    """
     models = [str(folder) for folder in folders]
-    job = {"models": models, "prompts": _prompts(), "new_tokens": NEW_TOKENS, "top": TOP}
+    job = {"models": models, "prompts": _prompts(), "new_tokens": NEW_TOKENS, "top": TOP, "eager": one_process}
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("vllm_child.py"))],
         input=json.dumps(job),
         capture_output=True,
         text=True,
-        env=engine_environment() | {"HF_HUB_OFFLINE": "1"} | environment,
+        env=engine_environment() | environment,
         timeout=380,
         check=False,
     )
@@ -131,11 +136,11 @@ def _compare(folder: Path, answers: Answers) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Answers]]:
-    """Every case exported and served; one process without sub-processes, because starting them costs the most."""
+    """Every case exported and served."""
     root = tmp_path_factory.mktemp("served")
     for name, case in CASES.items():
         _export(case, root / name)
-    answers = _serve([root / name for name in CASES], VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    answers = _serve([root / name for name in CASES], one_process=True)
     return {name: (root / name, answers[str(root / name)]) for name in CASES}
 
 

@@ -1,6 +1,6 @@
 """Run by test_vllm.py as a program: greedy generation by real vLLM in float32, log probabilities as JSON on stdout.
 
-stdin: {"models": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
+stdin: {"models": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k, "eager": bool}
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -16,8 +17,21 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job = json.load(sys.stdin)
+    if job["eager"]:
+        _load_classes(job["models"])
     json.dump({model: _answers(model, job) for model in job["models"]}, replies)
     replies.close()
+
+
+def _load_classes(models: list[str]) -> None:
+    """Import the model classes here; vLLM would start a process for each of them only to look at it."""
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    for folder in models:
+        [name] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
