@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,26 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     assert result.exit_code == INTERRUPTED_CODE
     assert "--resume" in result.stderr
     assert "was not written" in result.stderr
+
+
+def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / ".out.work"
+    options = ["--set", "elder.train.checkpoint_interval=1", "--out", out]
+    endless = tiny_elder(checkpoint, text, *options, "--set", "elder.train.steps=1000000")
+    command = [sys.executable, "-c", "from pyprune.cli import main; main()", *map(str, endless)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(work.glob("before-0-regularise/**/*.safetensors")) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED_CODE, said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    assert not out.exists()
+    assert list(work.glob("before-0-regularise/**/*.safetensors"))
+    assert "interrupted run had other options" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
 
 
 def test_serving_without_vllm_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
