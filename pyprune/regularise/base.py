@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -105,6 +104,6 @@ class Method:
     name: str
     axis: Literal["hidden", "layers"]
     summary: str
-    decide: Callable[..., PlanDecision]
-    regularise: Callable[..., StageReport]
+    decide: Decide
+    regularise: Regularise
     default_preset: str
