@@ -1,4 +1,4 @@
-"""Text -> token windows: seeded sampling, disjoint splits, and resumable batches.
+"""Text -> token windows: seeded sampling and disjoint splits.
 
 A source is tokenised into one stream (documents in order, separated as its layout asks), and samples are
 non-overlapping windows of that stream, at seeded random places (the papers draw random 2048-token windows).
@@ -9,10 +9,10 @@ Regularisation, recovery and test text must not share a token; :func:`split_disj
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,8 @@ from pyprune.sources import (
 __all__ = [
     "HUB_SOURCES", "Corpus", "DemoData", "Document", "packaged_text", "read_corpus", "read_documents",
     "write_demo_data",
-    "Position", "SpanSet", "TokenSamples", "TokenStream",
-    "assert_disjoint", "batches", "check_sequence_length", "sample_sequences", "shingle_hashes",
+    "SpanSet", "TokenSamples", "TokenStream",
+    "assert_disjoint", "check_sequence_length", "sample_sequences", "shingle_hashes",
     "split_disjoint", "token_stream",
 ]  # fmt: skip
 
@@ -501,61 +501,6 @@ def check_sequence_length(model_config: Any, length: int) -> None:
                 f"The sequence length is {length} tokens, but the model allows at most {limit} ({name}). "
                 f"Choose {limit} or less."
             )
-
-
-class Position(NamedTuple):
-    """Where a run of batches stands: ``offset`` samples of ``epoch`` are used up."""
-
-    epoch: int = 0
-    offset: int = 0
-
-
-def batches(
-    samples: TokenSamples | Tensor, batch_size: int, seed: int, epoch: int = 0, offset: int = 0
-) -> Iterator[tuple[Tensor, Position]]:
-    """Yield shuffled batches without end, each with the position after it.
-
-    Every epoch has its own order, made from (seed, epoch) alone, so ``batches(..., *position)`` continues
-    exactly where a run stopped. Batches are always full: the last one of an epoch is completed from the next.
-
-    Args:
-        samples: sample set, or token ids int64 [samples, length].
-        batch_size: sequences in a batch.
-        seed: of the shuffling.
-        epoch, offset: the position to start from.
-
-    Yields:
-        (token ids int64 [batch_size, length], position after this batch).
-
-    Raises:
-        ConfigError: batch_size or the position is out of range, or there are no samples.
-    """
-    rows = samples if isinstance(samples, Tensor) else samples.input_ids
-    if batch_size < 1 or len(rows) == 0 or epoch < 0 or not 0 <= offset <= len(rows):
-        raise ConfigError(
-            f"batch_size is {batch_size} (at least 1) and the position is epoch {epoch}, offset {offset} "
-            f"(offset 0 to {len(rows)}) with {len(rows)} samples (at least 1)."
-        )
-    return _batches(rows, batch_size, seed, Position(epoch, offset))
-
-
-def _batches(rows: Tensor, batch_size: int, seed: int, at: Position) -> Iterator[tuple[Tensor, Position]]:
-    order = _order(len(rows), seed, at.epoch)
-    while True:
-        chosen: list[int] = []
-        while len(chosen) < batch_size:
-            if at.offset >= len(rows):
-                at = Position(at.epoch + 1, 0)
-                order = _order(len(rows), seed, at.epoch)
-            taken = order[at.offset : at.offset + batch_size - len(chosen)]
-            chosen += taken
-            at = Position(at.epoch, at.offset + len(taken))
-        yield rows[chosen], at
-
-
-def _order(count: int, seed: int, epoch: int) -> list[int]:
-    order: list[int] = _rng(seed, epoch).permutation(count).tolist()
-    return order
 
 
 def _rng(*seeds: int) -> np.random.Generator:

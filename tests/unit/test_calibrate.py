@@ -23,7 +23,6 @@ from pyprune.calibrate import (
     TokenSamples,
     TokenStream,
     assert_disjoint,
-    batches,
     check_sequence_length,
     packaged_text,
     read_corpus,
@@ -445,37 +444,7 @@ def test_placement_is_free_and_without_overlap(runs: list[tuple[int, int]], leng
     assert free[used == 1].all()
 
 
-# Batches and limits
-
-
-def test_every_epoch_uses_each_sample_once_in_another_order() -> None:
-    rows = torch.arange(12).reshape(12, 1)
-    stream = batches(rows, 4, seed=0)
-    epochs = [torch.cat([next(stream)[0] for _ in range(3)]).flatten().tolist() for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
-    assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize(("count", "batch_size"), [(10, 4), (10, 3), (3, 8), (8, 8)])
-def test_batches_continue_from_any_position(count: int, batch_size: int) -> None:
-    rows = torch.arange(count).reshape(count, 1)
-    stream = batches(rows, batch_size, seed=5)
-    run = [next(stream) for _ in range(9)]
-    for done in range(9):
-        _, position = run[done]
-        resumed = batches(rows, batch_size, 5, *position)
-        for batch, after in run[done + 1 :]:
-            ids, at = next(resumed)
-            assert torch.equal(ids, batch)
-            assert at == after
-        assert run[done][0].shape == (batch_size, 1)
-
-
-def test_impossible_batches() -> None:
-    with pytest.raises(ConfigError, match="batch_size is 0"):
-        batches(torch.zeros(2, 2), 0, seed=0)
-    with pytest.raises(ConfigError, match="offset 3"):
-        batches(torch.zeros(2, 2), 1, seed=0, offset=3)
+# Limits
 
 
 def test_sequences_longer_than_the_model_allows() -> None:
