@@ -182,11 +182,7 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
 
 
 def _is_local(source: str) -> bool:
-    return (
-        source.endswith(_LOCAL_SUFFIXES)
-        or source.startswith(("/", "./", "../", "~"))
-        or Path(source).exists()
-    )
+    return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or Path(source).exists()
 
 
 def _read_local(source: str, field: str | None) -> Corpus:
@@ -201,9 +197,7 @@ def _read_local(source: str, field: str | None) -> Corpus:
 def _read_text(path: Path) -> str:
     """Return a (gzipped) file as text, with Unix line ends."""
     if not path.exists():
-        raise DataError(
-            f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()})."
-        )
+        raise DataError(f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()}).")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is a folder; name one .txt or .jsonl file (optionally .gz).")
     try:
@@ -229,9 +223,7 @@ def _decode(data: bytes, name: str) -> str:
 
 def _refuse_field(source: str, field: str | None) -> None:
     if field is not None:
-        raise DataError(
-            f"field is {field!r}, but {source!r} is plain text; field is for .jsonl and hub data only."
-        )
+        raise DataError(f"field is {field!r}, but {source!r} is plain text; field is for .jsonl and hub data only.")
 
 
 def _plain_document(text: str) -> Document:
@@ -300,9 +292,7 @@ def _field_of(where: str, record: Mapping[str, Any], name: str, automatic: bool)
         return value
     there = ", ".join(sorted(map(str, record))) or "none"
     if name in record:
-        raise DataError(
-            f"{where}: field {name!r} is {type(value).__name__}, not text. Fields there: {there}."
-        )
+        raise DataError(f"{where}: field {name!r} is {type(value).__name__}, not text. Fields there: {there}.")
     hint = " Name the one that holds the text with the option field." if automatic else ""
     raise DataError(f"{where} has no field {name!r}. Fields there: {there}.{hint}")
 
@@ -341,9 +331,7 @@ def _read_hub_id(source: str, split: str, field: str | None) -> Corpus:
 
 
 def _column(source: str, rows: Iterable[Mapping[str, Any]], name: str, automatic: bool) -> list[Document]:
-    return [
-        _plain_document(_field_of(f"{source}, row {i}", row, name, automatic)) for i, row in enumerate(rows)
-    ]
+    return [_plain_document(_field_of(f"{source}, row {i}", row, name, automatic)) for i, row in enumerate(rows)]
 
 
 def _load_rows(
@@ -413,9 +401,7 @@ def _package_files(package: str) -> list[Path] | None:
         spec = None
     if spec is None or not spec.submodule_search_locations:
         return None
-    return [
-        path for root in spec.submodule_search_locations for path in Path(root).rglob("*") if path.is_file()
-    ]
+    return [path for root in spec.submodule_search_locations for path in Path(root).rglob("*") if path.is_file()]
 
 
 def _lines(text: str) -> list[str]:
@@ -502,9 +488,7 @@ def write_demo_data(
         _write_jsonl(result.test, texts[:cut])
         _write_jsonl(result.calibration, texts[cut:])
     except OSError as error:
-        raise OutputError(
-            f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder."
-        ) from error
+        raise OutputError(f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder.") from error
     return result
 
 

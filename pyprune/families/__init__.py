@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pyprune.errors import UnsupportedModelError, did_you_mean
 from pyprune.families.base import (
@@ -65,7 +65,7 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     Raises:
         UnsupportedModelError: an unknown model type, or a variant that the family refuses.
     """
-    config: PretrainedConfig = getattr(model, "config", model)
+    config = cast("PretrainedConfig", getattr(model, "config", model))
     model_type = str(config.model_type)
     family = all_families().get(model_type)
     if family is None:
