@@ -7,7 +7,6 @@ export reads that decision, converts the dtype and says what a server will make 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,7 +201,7 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[str]:
-    """Return the ``vllm serve`` command line for a checkpoint.
+    """Return the command line that is ``vllm serve`` for a checkpoint (:mod:`pyprune.serving.launch` says why not it).
 
     Args:
         folder: the checkpoint; a pyprune checkpoint is verified against its pruning.json first.
@@ -224,7 +223,7 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
             f"(it serves {', '.join(sorted(ARCHITECTURES))}); load it with Transformers."
         )
-    return [_vllm_binary(), "serve", str(checkpoint.folder), *extra_args]
+    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
@@ -237,12 +236,3 @@ def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
     command = serve_command(folder, extra_args)
     environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment()}
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)
-
-
-def _vllm_binary() -> str:
-    """Return the ``vllm`` command of this environment, or the first on the PATH."""
-    beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.is_file() else shutil.which("vllm")
-    if found is None:
-        raise MissingDependencyError("vllm", "vllm", "Serving (its command `vllm`)")
-    return found

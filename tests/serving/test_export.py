@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.load import load_model, read_pruning_json, save_checkpoint
 from pyprune.plan import PrunePlan
-from pyprune.serving import engines
+from pyprune.serving import engines, launch
 from pyprune.serving.export import export, serve, serve_command, serving_warnings
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -102,17 +103,13 @@ def test_warnings_name_what_a_server_refuses() -> None:
 
 
 @pytest.fixture
-def with_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Pretend that vLLM is installed beside a Python of our own."""
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that vLLM is installed."""
     monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
-    binary = tmp_path / "bin" / "vllm"
-    binary.parent.mkdir()
-    binary.touch()
-    monkeypatch.setattr(sys, "executable", str(binary.with_name("python")))
-    return binary
 
 
-def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, with_vllm: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, plan = _compacted("llama-head-dim", uniform=True)
     export(model, tmp_path / "out", plan=plan)
     seen: list[Any] = []
@@ -120,8 +117,8 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, with_vllm: Pa
     monkeypatch.setattr(os, "execve", lambda *given: seen.append(given))
     serve(tmp_path / "out", ["--port", "9000"])
     [(program, command, environment)] = seen
-    assert program == str(with_vllm)
-    assert command == [str(with_vllm), "serve", str(tmp_path / "out"), "--port", "9000"]
+    assert program == sys.executable
+    assert command[1:] == ["-m", "pyprune.serving.launch", "serve", str(tmp_path / "out"), "--port", "9000"]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
@@ -129,7 +126,8 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, with_vllm: Pa
     assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == "7"
 
 
-def test_serve_refuses_a_changed_checkpoint(with_vllm: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_serve_refuses_a_changed_checkpoint(tmp_path: Path) -> None:
     model, plan = _compacted("llama-head-dim", uniform=True)
     export(model, tmp_path / "out", plan=plan)
     (tmp_path / "out" / "generation_config.json").write_text("{}")
@@ -137,7 +135,8 @@ def test_serve_refuses_a_changed_checkpoint(with_vllm: Path, tmp_path: Path) -> 
         serve_command(tmp_path / "out")
 
 
-def test_serve_refuses_what_the_plugin_cannot(with_vllm: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_serve_refuses_what_the_plugin_cannot(tmp_path: Path) -> None:
     model, plan = _compacted("opt", uniform=False)
     export(model, tmp_path / "out", plan=plan)
     with pytest.raises(CheckpointError, match="does not serve"):
@@ -148,3 +147,16 @@ def test_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name, *a: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'pyprune\[vllm\]'"):
         serve_command(tmp_path)
+
+
+def test_vllm_finds_its_version_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_the_cpu_build(name: str) -> str:
+        if name == "vllm-cpu":
+            return "0.0.1"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", only_the_cpu_build)
+    launch.answer_for_variants()
+    assert importlib.metadata.version("vllm") == "0.0.1+cpu"
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("nosuch")
