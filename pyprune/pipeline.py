@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,6 +29,8 @@ from pyprune.regularise.base import PlanDecision, RunOptions
 
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
+
+NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
 
 
 @dataclass
@@ -137,11 +140,13 @@ def prune_(
 
     Args:
         model: a dense model of a known family.
-        data: token ids, int64 [N, T], under "regularise" and (when something follows the cut) "recover".
+        data: token ids, int64 [N, T], under "regularise" and (when something follows the cut) "recover"; empty
+            when a saved plan is only applied.
         config: every option.
         work: where an interrupted run is kept; None keeps nothing.
     """
-    samples, after_samples = _ids(data["regularise"]), _ids(data.get("recover", data["regularise"]))
+    samples = _ids(data.get("regularise", NO_SAMPLES))
+    after_samples = _ids(data.get("recover", samples))
     decision = _decide(model, samples, config, work)
     result = PruneResult(
         decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
@@ -189,16 +194,18 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
     """
     config.validate()
     model, tokenizer = load_model(model_id, dtype=config.dtype, **source)
-    return make_plan(model, draw_samples(model, tokenizer, config)["regularise"], config)
+    return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
 
 
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
-    """Draw the text of every stage; text of different stages is disjoint.
+    """Draw the text of every stage, none when a saved plan is only applied; text of different stages is disjoint.
 
     Raises:
         ConfigError: the model has no tokenizer.
         DataError: the text cannot be used, or the sequences are longer than the model allows.
     """
+    if not _trains(config):
+        return {}
     if tokenizer is None:
         raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
     wanted: dict[str, DataConfig] = {"regularise": config.data}
