@@ -415,6 +415,7 @@ class PruneConfig(Config):
         plan: path of a saved plan (or of a checkpoint that holds one) to replay instead of deciding one.
         target: auto (a stock architecture when one fits, else the pruned one) or stock (refuse otherwise).
         dtype: dtype of the weights while working.
+        device: where the model is trained and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
         export_dtype: dtype of the written checkpoint; None = the source checkpoint's.
         data: calibration and regularisation text.
         recovery_data: recovery text; must be disjoint from data. None = the same source, other samples.
@@ -433,6 +434,7 @@ class PruneConfig(Config):
     plan: str | None = None
     target: Literal["auto", "stock"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     data: DataConfig = field(default_factory=DataConfig)
     recovery_data: DataConfig | None = None

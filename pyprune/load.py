@@ -75,6 +75,7 @@ def load_model(
     path_or_id: str | Path,
     *,
     dtype: str = "float32",
+    device: str = "cpu",
     gguf_file: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -85,19 +86,21 @@ def load_model(
     Args:
         path_or_id: folder or hub id.
         dtype: float32, bfloat16 or float16; the dtype of the weights in memory.
+        device: cpu, cuda, cuda:N, or auto (cuda when there is one, else cpu).
         gguf_file: name of a GGUF file inside the folder or repository; it is dequantised to ``dtype``.
         revision: hub revision.
         trust_remote_code: run the repository's own Python code. Off unless asked for by name.
         verify: check the SHA-256 of every file of a pyprune checkpoint first.
 
     Returns:
-        (model in eval mode on the CPU, tokenizer or None when the folder has none).
+        (model in eval mode, tokenizer or None when the folder has none).
 
     Raises:
         CheckpointError: missing, truncated or tampered files, or weights that do not fill the model.
         UnsupportedModelError: a model type that Transformers or pyprune does not know.
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or a device that this machine does not have.
     """
+    place = resolve_device(device)
     if dtype not in DTYPES:
         raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
     source = str(path_or_id)
@@ -121,7 +124,25 @@ def load_model(
     _check_model_type(model.config)
     if gguf_file is not None:
         _forget_quantisation(model)
-    return model.eval(), tokenizer
+    return cast(PreTrainedModel, model.to(place)).eval(), tokenizer
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this name; "auto" is CUDA when there is one.
+
+    Raises:
+        ConfigError: no such device name, or this machine has none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    count = torch.cuda.device_count()
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+        return device
+    raise ConfigError(f"device is {name!r}; use auto, cpu, cuda or cuda:N. This machine has {count} CUDA devices.")
 
 
 def load_tokenizer(path_or_id: str | Path, **options: Any) -> Any:

@@ -103,7 +103,12 @@ def prune(
     config.validate()
     refuse_existing(out, overwrite=overwrite)
     model, tokenizer = load_model(
-        model_id, dtype=config.dtype, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+        model_id,
+        dtype=config.dtype,
+        device=config.device,
+        gguf_file=gguf_file,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     data = draw_samples(model, tokenizer, config)
     work = _WorkFolder(out, model_id, config, resume=resume)
@@ -193,7 +198,7 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
         source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
     """
     config.validate()
-    model, tokenizer = load_model(model_id, dtype=config.dtype, **source)
+    model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
 
 

@@ -246,6 +246,9 @@ def test_unknown_models_dtypes_and_places_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(ConfigError, match="Unknown dtype 'int8'"):
         load_model(tmp_path, dtype="int8")
+    for device in ("cuda:99", "gpu", "mps"):
+        with pytest.raises(ConfigError, match=f"device is '{device}'"):
+            load_model(tmp_path, device=device)
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no file 'x\.gguf'"):
