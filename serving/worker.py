@@ -55,9 +55,7 @@ class VllmRunner:
         """See :class:`Runner`."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
