@@ -124,7 +124,7 @@ def load_model(
     _check_model_type(model.config)
     if gguf_file is not None:
         _forget_quantisation(model)
-    return cast(PreTrainedModel, model.to(place)).eval(), tokenizer
+    return cast(PreTrainedModel, cast(Any, model).to(place)).eval(), tokenizer
 
 
 def resolve_device(name: str) -> torch.device:
