@@ -8,6 +8,7 @@ pickle them to their worker processes.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
@@ -78,7 +79,8 @@ class PrunedConfigMixin:
 
     def layer_config(self, index: int) -> PretrainedConfig:
         """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
-        return self.per_layer_config[index]  # type: ignore[no-any-return]
+        # Without per-layer sizes Transformers hands out the shared configuration itself.
+        return copy.copy(self.per_layer_config[index])
 
 
 def layer_overrides(config: Any, index: int) -> dict[str, Any]:

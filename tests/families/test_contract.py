@@ -236,3 +236,15 @@ def test_meta_models_are_counted_without_weights(name: str) -> None:
     family = family_for(model)
     expected = parameters_after(family, parameter_shapes(model), plan)
     assert parameters_after(family, parameter_shapes(empty), plan) == expected
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+def test_the_pruned_architecture_without_per_layer_sizes_equals_the_stock_one(name: str) -> None:
+    from pyprune.modeling import PRUNED_MODELS, pruned_config_class
+
+    dense = tiny_model(name)
+    values = dense.config.to_dict() | {"head_dim": family_for(dense).sizes(dense.config).head_dim}
+    model_type = values.pop("model_type")
+    pruned = PRUNED_MODELS[model_type](pruned_config_class(model_type)(**values)).eval()
+    pruned.load_state_dict(dense.state_dict())
+    assert_same_logits(logits(pruned, tiny_batch()), logits(dense, tiny_batch()))
