@@ -232,6 +232,10 @@ def _print_pruned(result: PruneResult) -> None:
             ("architecture", result.compact.architecture),
             ("loads without pyprune", result.compact.stock),
         ]
+    if result.effects is not None and result.effects.preserved_ratio is not None:
+        rows.append(("preserved |W| of what goes", f"{result.effects.preserved_ratio:.2%}"))
+    if result.verified is not None:
+        rows += [(name.replace("_", " "), f"{value:.6g}") for name, value in result.verified.items()]
     rows += [("note", note) for note in result.notes]
     print_table(Table(f"Wrote {result.out}", ("", "value"), tuple(rows)))
     print(f"Next: pyprune eval {result.out} --ppl wikitext2\n      pyprune serve {result.out}")

@@ -420,6 +420,8 @@ class PruneConfig(Config):
         data: calibration and regularisation text.
         recovery_data: recovery text; must be disjoint from data. None = the same source, other samples.
         stages: what happens before and after the cut.
+        verify: measure the masked model before the cut and the compacted one after it, on calibration text
+            (holds one more copy of the weights meanwhile).
         dress: options of DReSS.
         elder: options of ELDeR/TRSP.
         recover: options of LoRA recovery.
@@ -439,6 +441,7 @@ class PruneConfig(Config):
     data: DataConfig = field(default_factory=DataConfig)
     recovery_data: DataConfig | None = None
     stages: StageConfig = field(default_factory=StageConfig)
+    verify: bool = False
     dress: DressConfig = field(default_factory=DressConfig)
     elder: ElderConfig = field(default_factory=ElderConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)

@@ -18,9 +18,11 @@ from pyprune.compact import CompactReport, choose_target, compact_
 from pyprune.config import DataConfig, PruneConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import ConfigError, PlanError
+from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.load import load_model, read_pruning_json, refuse_existing, save_checkpoint
 from pyprune.marks import training_marks
+from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
 from pyprune.recover import finetune, recover
@@ -45,6 +47,8 @@ class PruneResult:
         decision: how the plan came about.
         stages: one report for each action before and after the cut, in order.
         effects: what regularisation did to the weights, activations and layers; None without it.
+        verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
+            calibration text; None unless ``verify`` was on.
         out: the written folder; None for a run in memory.
     """
 
@@ -55,6 +59,7 @@ class PruneResult:
     decision: dict[str, Any] = field(default_factory=dict)
     stages: list[dict[str, Any]] = field(default_factory=list)
     effects: EffectReport | None = None
+    verified: dict[str, float] | None = None
     out: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,6 +71,7 @@ class PruneResult:
             "decision": self.decision,
             "stages": self.stages,
             "effects": self.effects.to_dict() if self.effects is not None else None,
+            "verified": self.verified,
         }
 
 
@@ -168,14 +174,30 @@ def prune_(
         )
         result.warnings += result.effects.warnings
     if config.stages.prune:
-        result.compact = compact_(model, decision.plan)
-        if result.compact.reasons:
-            result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
+        _cut(model, config, result, probe)
     for number, action in enumerate(config.stages.after):
         _act(model, after_samples, config, action, f"after-{number}-{action}", result, work)
+    # The regulariser and the comparison of effects may say the same about a preserved ratio.
+    result.warnings = list(dict.fromkeys(result.warnings))
     for warning in result.warnings:
         console().print(f"Warning: {warning}", style="yellow", highlight=False)
     return result
+
+
+def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, probe: Tensor) -> None:
+    if config.verify:
+        with masked(model, result.plan):
+            result.verified = {"masked_perplexity": _perplexity(model, probe)}
+    result.compact = compact_(model, result.plan)
+    if result.verified is not None:
+        result.verified["compacted_perplexity"] = _perplexity(model, probe)
+    if result.compact.reasons:
+        result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
+
+
+def _perplexity(model: PreTrainedModel, samples: Tensor) -> float:
+    length = samples.shape[1]
+    return perplexity(model, samples.flatten(), window=length, batch_size=1, source="calibration text").perplexity
 
 
 def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: PruneConfig) -> PrunePlan:

@@ -139,6 +139,17 @@ def test_the_compacted_result_equals_the_masked_regularised_model(text: Path) ->
         assert_same_logits(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize(("name", "method"), [("llama", "dress"), ("phi", "dress"), ("gemma3", "elder")])
+def test_verify_measures_both_sides_of_the_cut(name: str, method: str, text: Path) -> None:
+    model = tiny_model(name)
+    settings = config(text, method=method, verify=True)
+    samples = sample_sequences(tiny_tokenizer(), settings.data)
+    result = prune_(model, {"regularise": samples}, settings)
+    assert result.verified is not None
+    assert result.verified["compacted_perplexity"] == pytest.approx(result.verified["masked_perplexity"], rel=1e-5)
+    assert result.to_dict()["verified"] == result.verified
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
