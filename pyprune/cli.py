@@ -269,6 +269,9 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a task in one forward pass.")] = 8,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
+    device: Annotated[
+        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
+    ] = "auto",
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
@@ -289,7 +292,12 @@ def evaluate(
     from pyprune.report import Table
 
     loaded, tokenizer = load_model(
-        model, dtype=dtype, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+        model,
+        dtype=dtype,
+        device=device,
+        gguf_file=gguf_file,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     measured = [
         _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()

@@ -80,7 +80,7 @@ class PrunedConfigMixin:
     def layer_config(self, index: int) -> PretrainedConfig:
         """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
         # Without per-layer sizes Transformers hands out the shared configuration itself.
-        return copy.copy(self.per_layer_config[index])
+        return cast(PretrainedConfig, copy.copy(self.per_layer_config[index]))
 
 
 def layer_overrides(config: Any, index: int) -> dict[str, Any]:
