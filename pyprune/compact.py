@@ -222,6 +222,7 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
         "_name_or_path",
         "transformers_version",
         "quantization_config",
+        "auto_map",
     ):
         values.pop(key, None)
     values["num_hidden_layers"] = len(plan.layers)

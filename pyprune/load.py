@@ -12,21 +12,24 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
 from pyprune import __version__
 from pyprune.errors import (
     CheckpointError,
     ConfigError,
+    MissingDependencyError,
     OutputError,
     PlanError,
     PypruneError,
@@ -38,6 +41,8 @@ from pyprune.plan import PrunePlan
 
 RECORD_NAME = "pruning.json"
 RECORD_VERSION = 1
+REPLACEABLE = ("config.json", "metrics.json")
+"""One of these files marks a folder that may be replaced: ``--overwrite --out .`` must not cost a home folder."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,7 +53,7 @@ class PruningRecord:
     Attributes:
         plan: what stayed of the dense model; None for a checkpoint that was only trained or converted.
         provenance: method, options, source, sizes, and what was measured; plain JSON data.
-        files: file name -> SHA-256 (hex) of every other file of the checkpoint.
+        files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
     """
 
     plan: PrunePlan | None
@@ -99,6 +104,7 @@ def load_model(
         CheckpointError: missing, truncated or tampered files, or weights that do not fill the model.
         UnsupportedModelError: a model type that Transformers or pyprune does not know.
         ConfigError: an unknown dtype, or a device that this machine does not have.
+        MissingDependencyError: ``gguf_file`` without the package gguf.
     """
     place = resolve_device(device)
     if dtype not in DTYPES:
@@ -111,6 +117,8 @@ def load_model(
         raise CheckpointError(f"{source} is not a folder. Give a checkpoint folder or a hub id.")
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
+        if find_spec("gguf") is None:
+            raise MissingDependencyError("gguf", "gguf", f"Reading {gguf_file}")
         options["gguf_file"] = gguf_file
     with _actionable(source):
         if gguf_file is None:
@@ -122,9 +130,23 @@ def load_model(
         tokenizer = _load_tokenizer(source, options)
     _check_filled(source, info)
     _check_model_type(model.config)
+    _tell_tying_apart(model)
     if gguf_file is not None:
         _forget_quantisation(model)
     return cast(PreTrainedModel, cast(Any, model).to(place)).eval(), tokenizer
+
+
+def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> str | None:
+    """The dtype that a checkpoint's config.json names, a key of :data:`DTYPES`, or None where it names none.
+
+    Raises:
+        CheckpointError: the configuration cannot be read.
+    """
+    source = str(path_or_id)
+    with _actionable(source):
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in DTYPES else None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -183,7 +205,7 @@ def _actionable(source: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, StrictDataclassError
     from safetensors import SafetensorError
 
-    bad = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+    bad = (OSError, ValueError, KeyError, RuntimeError, struct.error, SafetensorError, StrictDataclassError)
     try:
         yield
     except PypruneError:
@@ -202,6 +224,11 @@ def _actionable(source: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         if "does not recognize this architecture" in text or "Unrecognized model" in text:
             raise UnsupportedModelError(f"{source}: {text}") from error
+        if not Path(source).is_dir():
+            raise CheckpointError(
+                f"{source} is not a local folder, and reading it from the hub failed: {text} "
+                "Check the spelling and the network, or give a local folder."
+            ) from error
         raise CheckpointError(
             f"{source} could not be read: {text} "
             "The files may be truncated or damaged; fetch or write the checkpoint again."
@@ -220,6 +247,13 @@ def _check_filled(source: str, info: Mapping[str, Any]) -> None:
             f"The weights of {source} do not fit its config.json ({'; '.join(problems)}). "
             "The checkpoint is incomplete or its config.json was changed."
         )
+
+
+def _tell_tying_apart(model: PreTrainedModel) -> None:
+    """Transformers leaves a head untied that is stored with other values than the embedding; the config must say so."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
+        model.config.tie_word_embeddings = False
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
@@ -272,7 +306,8 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
 def _verify_files(folder: Path, record: PruningRecord) -> None:
     for name, digest in record.files.items():
         path = folder / name
-        if Path(name).name != name or not path.is_file():
+        outside = Path(name).is_absolute() or ".." in Path(name).parts
+        if outside or not path.is_file():
             raise CheckpointError(f"{folder} lacks the file {name!r} that its {RECORD_NAME} lists.")
         if _file_digest(path) != digest:
             raise CheckpointError(
@@ -330,14 +365,16 @@ def save_checkpoint(
 
 def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> None:
     if dtype is None or DTYPES[dtype] == model.dtype:
-        model.save_pretrained(folder)
+        with _generation_config_as_it_is(model, folder):
+            model.save_pretrained(folder)
         return
     kept = model.config.dtype
     # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
     state = {name: t.to(DTYPES[dtype]) for name, t in model.named_parameters()}
     try:
         model.config.dtype = DTYPES[dtype]
-        model.save_pretrained(folder, state_dict=state)
+        with _generation_config_as_it_is(model, folder):
+            model.save_pretrained(folder, state_dict=state)
     finally:
         model.config.dtype = kept
     # save_pretrained records the dtype of the weights in memory; the file must name that of the weights in it.
@@ -346,21 +383,44 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+@contextmanager
+def _generation_config_as_it_is(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Write the source's values unchanged even where Transformers only reads them (LLaMA 2: temperature, no sampling)."""
+    own = model.generation_config
+    try:
+        own.validate(strict=True)
+    except ValueError:
+        pass
+    else:
+        yield
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+    own.to_json_file(folder / "generation_config.json")
+
+
 def _write_record(folder: Path, record: PruningRecord) -> None:
     (folder / "README.md").write_text(model_card(record), encoding="utf-8")
-    files = {p.name: _file_digest(p) for p in sorted(folder.iterdir()) if p.name != RECORD_NAME}
+    inside = sorted(p for p in folder.rglob("*") if p.is_file())
+    files = {p.relative_to(folder).as_posix(): _file_digest(p) for p in inside if p != folder / RECORD_NAME}
     (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 
 
 def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     """Add measured facts (``quality={...}``, ``speed={...}``) to a checkpoint's record and model card.
 
+    Figures of another name that a section holds already stay.
+
     Raises:
         CheckpointError: the record is missing or damaged.
     """
     folder = Path(folder)
     record = read_pruning_json(folder)
-    provenance = record.provenance | measured
+    merged = {section: {**record.provenance.get(section, {}), **facts} for section, facts in measured.items()}
+    provenance = record.provenance | merged
     updated = replace(record, provenance=provenance)
     card = model_card(updated)
     files = record.files | {"README.md": hashlib.sha256(card.encode()).hexdigest()}
@@ -423,6 +483,11 @@ def refuse_existing(out: str | Path, *, overwrite: bool) -> None:
         raise OutputError(f"{out} exists already. Choose another folder or give --overwrite.")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} is a file, not a folder; it is not replaced.")
+    if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in REPLACEABLE):
+        raise OutputError(
+            f"{out} holds something else than a checkpoint or a report (none of {', '.join(REPLACEABLE)}); it is not "
+            "replaced, even with --overwrite. Choose another folder, or empty this one yourself."
+        )
 
 
 @contextmanager
@@ -467,5 +532,9 @@ def _swap(temporary: Path, out: Path) -> None:
         return
     old = out.with_name(f".{out.name}.old-{os.getpid()}")
     out.rename(old)
-    temporary.rename(out)
-    shutil.rmtree(old)
+    try:
+        temporary.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pyprune.compact import compact_
-from pyprune.errors import CheckpointError, ConfigError, OutputError, UnsupportedModelError
-from pyprune.families import family_for
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
+from pyprune.families import count_parameters, family_for
 from pyprune.load import annotate_checkpoint, atomic_folder, load_model, read_pruning_json, save_checkpoint
+from pyprune.mask import masked
 from pyprune.plan import PrunePlan
+from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.paths import REPO
 from tests._support.tokenizer import tiny_tokenizer
@@ -73,6 +75,57 @@ def test_measured_facts_enter_the_card_and_the_record(written: tuple[Path, torch
     annotate_checkpoint(out, quality={"perplexity": 12.5})
     assert read_pruning_json(out, verify_files=True).provenance["quality"] == {"perplexity": 12.5}
     assert "| perplexity | 12.5 |" in (out / "README.md").read_text()
+    annotate_checkpoint(out, quality={"piqa acc": 0.6})
+    assert read_pruning_json(out, verify_files=True).provenance["quality"] == {"perplexity": 12.5, "piqa acc": 0.6}
+
+
+def test_a_tokenizer_with_several_chat_templates_is_written(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    save_checkpoint(tiny_model(), tokenizer, tmp_path / "out", plan=None, provenance={})
+    load_model(tmp_path / "out")
+    inside = next((tmp_path / "out" / "additional_chat_templates").iterdir())
+    inside.write_text("changed")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_generation_values_that_transformers_only_reads_are_kept(tmp_path: Path, dtype: str | None) -> None:
+    model = tiny_model()
+    model.generation_config.temperature = 0.9  # as LLaMA 2 has it: a temperature, and no sampling
+    save_checkpoint(model, None, tmp_path / "out", plan=None, provenance={}, dtype=dtype)
+    assert model.generation_config.temperature == 0.9
+    loaded, _ = load_model(tmp_path / "out")
+    assert loaded.generation_config.temperature == 0.9
+    assert loaded.generation_config.eos_token_id == 2
+
+
+def test_a_head_stored_beside_the_embedding_stays_its_own(tmp_path: Path) -> None:
+    model = tiny_model("llama-head-dim")
+    model.save_pretrained(tmp_path / "dense")
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    state["lm_head.weight"] *= 1.5
+    save_file(state, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    dense, _ = load_model(tmp_path / "dense")
+    assert not dense.config.tie_word_embeddings
+    plan = family_for(dense).plan(dense.config).keep_hidden(range(32))
+    with torch.no_grad(), masked(dense, plan):
+        expected = dense(tiny_batch()).logits
+    compact_(dense, plan)
+    save_checkpoint(dense, None, tmp_path / "cut", plan=plan, provenance={})
+    again, _ = load_model(tmp_path / "cut")
+    assert count_parameters(again) == count_parameters(dense)
+    with torch.no_grad():
+        assert_same_logits(again(tiny_batch()).logits, expected)
+
+
+def test_a_cut_model_names_no_code_that_is_not_beside_it(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_x.X"}
+    compact_(model, family_for(model).plan(model.config).drop_layers([0]))
+    save_checkpoint(model, None, tmp_path / "out", plan=None, provenance={})
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_an_existing_folder_is_refused_and_kept(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
@@ -84,6 +137,34 @@ def test_an_existing_folder_is_refused_and_kept(written: tuple[Path, torch.Tenso
     save_checkpoint(tiny_model(), None, out, plan=None, provenance={}, overwrite=True)
     assert read_pruning_json(out, verify_files=True).plan is None
     assert not list(out.parent.glob(".*"))
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    with pytest.raises(OutputError, match="something else"):
+        save_checkpoint(tiny_model(), None, tmp_path / "home", plan=None, provenance={}, overwrite=True)
+    assert (tmp_path / "home" / "letters").is_dir()
+    (tmp_path / "home" / "letters").rmdir()
+    save_checkpoint(tiny_model(), None, tmp_path / "home", plan=None, provenance={}, overwrite=True)
+
+
+def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("old")
+    real = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if ".part-" in self.name:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -252,6 +333,19 @@ def test_unknown_models_dtypes_and_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no file 'x\.gguf'"):
+        load_model(tmp_path, gguf_file="x.gguf")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF0000")
+    with pytest.raises(CheckpointError, match="could not be read"):
+        load_model(tmp_path, gguf_file="x.gguf")
+    for name in ("no-such-folder/", "a/b/c"):
+        with pytest.raises(CheckpointError, match="is not a local folder"):
+            load_model(name)
+
+
+def test_gguf_names_the_extra_that_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.gguf").touch()
+    monkeypatch.setattr("pyprune.load.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pyprune\[gguf\]"):
         load_model(tmp_path, gguf_file="x.gguf")
 
 
