@@ -99,7 +99,10 @@ class Objective:
         return [g for g in groups if g.parameters]
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Called before the first micro batch of a step; must depend on ``step`` and the state only."""
+        """Called before the first micro batch of a step; must depend on ``step`` and the state only.
+
+        A resumed run that has to validate the checkpoint's step first calls it with that step.
+        """
 
     def micro_loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
         """Loss of one micro batch.
@@ -454,6 +457,8 @@ class _Run:
         """A run that was interrupted between a step and its validation validates first."""
         validated = self.report.validation[-1][0] if self.report.validation else 0
         if 0 < self.report.steps != validated and not self.done:
+            # A fresh objective does not know yet how far its schedule is.
+            self.objective.before_step(self.model, self.report.steps)
             self._validate_if_due()
 
     def _validate_and_checkpoint(self) -> None:
@@ -522,7 +527,6 @@ class _Run:
     def _save(self, folder: Path) -> Path:
         meta = {
             "run": self._identity(),
-            "done": self.done,
             "stopped": self.report.stopped,
             "tokens": self.report.tokens,
             "history": [asdict(r) for r in self.report.history],
@@ -546,6 +550,7 @@ class _Run:
             **{f"objective.{k}": v for k, v in self.objective.identity().items()},
             **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
             "samples_sha256": _tensor_digest(self.samples),
+            "validation_sha256": None if self.validation is None else _tensor_digest(self.validation),
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }
 
@@ -580,7 +585,9 @@ class _Run:
         report.best_step = meta["best_step"]
         self.best_loss = math.inf if meta["best_loss"] is None else float(meta["best_loss"])
         self.bad_validations = int(meta["bad_validations"])
-        self.done = bool(meta["done"]) and meta["stopped"] == "early_stop"
+        # Ctrl-C may have come during the very validation that stopped the run, so the counter decides.
+        patience = self.config.early_stop_patience
+        self.done = patience is not None and self.bad_validations >= patience
 
 
 def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.optim.Optimizer:

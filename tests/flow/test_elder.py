@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,6 +300,28 @@ def test_annealing_resumes_to_the_same_bits(tmp_path: Path) -> None:
     regularise_elder(resumed, samples(), P, config, RunOptions(checkpoint_dir=tmp_path, resume=True))
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_validation_made_up_for_after_resuming_sees_the_annealed_gate(tmp_path: Path, step: int) -> None:
+    class PressedDuringUpdate(ElderObjective):
+        def after_optimizer_step(self, model, optimizer, at, learning_rate) -> None:  # type: ignore[no-untyped-def]
+            if at == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    config = ElderConfig(schedule="anneal", train=replace(TRAIN, early_stop_patience=9, validation_interval=1))
+    held = tiny_batch(2, 4, 12)
+    whole, resumed = tiny_model(), tiny_model()
+    expected = regularise_elder(whole, samples(), P, config, RunOptions(validation=held)).train
+    folder = tmp_path / "elder"
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            tiny_model(), samples(), config.train, PressedDuringUpdate(P, config),
+            validation=held, checkpoint_dir=folder,
+        )  # fmt: skip
+    report = regularise_elder(resumed, samples(), P, config, RunOptions(held, tmp_path, resume=True)).train
+    assert report.validation == expected.validation
+    assert report.best_step == expected.best_step
 
 
 @pytest.mark.parametrize("name", ["elder", "trsp"])

@@ -229,6 +229,39 @@ def test_a_real_ctrl_c_during_the_update_waits_for_it(tmp_path: Path) -> None:
     assert_equal(whole, model)
 
 
+def test_ctrl_c_in_the_validation_that_stops_a_run_does_not_restart_it(tmp_path: Path) -> None:
+    config = replace(CONFIG, early_stop_patience=2, validation_interval=1)
+
+    class Worsening(Objective):
+        def __init__(self, pressed_at: int = 0) -> None:
+            self.pressed_at, self.validations = pressed_at, 0
+
+        def validation_penalty(self, model: nn.Module) -> float:
+            self.validations += 1
+            if self.validations == self.pressed_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return 100.0 * self.validations
+
+    whole, model = tiny_model(), tiny_model()
+    expected = train(whole, samples(), config, Worsening(), validation=samples(4, 9))
+    assert (expected.steps, expected.stopped) == (3, "early_stop")
+    with pytest.raises(KeyboardInterrupt):
+        train(model, samples(), config, Worsening(3), validation=samples(4, 9), checkpoint_dir=tmp_path)
+    report = train(
+        model, samples(), config, Worsening(), validation=samples(4, 9), checkpoint_dir=tmp_path, resume=True
+    )
+    assert (report.steps, report.stopped) == (3, "early_stop")
+    assert_equal(whole, model)
+
+
+def test_resuming_with_another_validation_text_is_refused(tmp_path: Path) -> None:
+    config = replace(CONFIG, early_stop_patience=2, validation_interval=1)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model(), samples(), config, InterruptAt(3), validation=samples(4, 9), checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="validation_sha256"):
+        train(tiny_model(), samples(), config, validation=samples(4, 8), checkpoint_dir=tmp_path, resume=True)
+
+
 def test_periodic_checkpoints_keep_only_the_newest_and_hold_no_pickle(tmp_path: Path) -> None:
     train(tiny_model(), samples(), replace(CONFIG, checkpoint_interval=2), checkpoint_dir=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000006"]
