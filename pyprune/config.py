@@ -242,6 +242,20 @@ class TrainConfig(Config):
             found,
         )
         _require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}; it must be >= 0.", found)
+        _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; it must be >= 0.", found)
+        _require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"max_grad_norm is {self.max_grad_norm}; it must be > 0, or null for no clipping.",
+            found,
+        )
+        _require(
+            self.early_stop_min_delta >= 0,
+            f"early_stop_min_delta is {self.early_stop_min_delta}; it must be >= 0.",
+            found,
+        )
+        for name in ("early_stop_patience", "validation_interval", "checkpoint_interval"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1.", found)
         return found
 
 
@@ -290,6 +304,20 @@ class DressConfig(Config):
             "use schedule 'published'.",
             found,
         )
+        _require(
+            self.prox_step is None or self.prox_step > 0,
+            f"prox_step is {self.prox_step}; it must be > 0, or null for the learning rate.",
+            found,
+        )
+        in_adam_metric = (
+            self.solver == "prox" and self.norm == "l1" and self.prox_step is None and self.train.optimiser != "sgd"
+        )
+        _require(
+            not (self.penalise == "all" and in_adam_metric),
+            "penalise is 'all' with the l1 prox in the Adam metric, which erases every weight without a gradient at "
+            "once (the embeddings of all tokens that the text lacks); use solver 'subgradient' or give prox_step.",
+            found,
+        )
         explicit = self.select == "explicit"
         _require(
             bool(self.channels) == explicit,
@@ -326,6 +354,7 @@ class GateConfig(Config):
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
+        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
         _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
         for name in ("first_round_steps", "round_steps", "batch_size"):
             value = getattr(self, name)
@@ -384,6 +413,7 @@ class RecoverConfig(Config):
         found: list[str] = []
         _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
         _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
+        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be in [0, 1).", found)
         return found
 
 
@@ -426,7 +456,7 @@ class PruneConfig(Config):
         elder: options of ELDeR/TRSP.
         recover: options of LoRA recovery.
         finetune: options of the plain fine-tuning control.
-        seed: global seed.
+        seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
     """
 
     method: str = "elder"

@@ -50,6 +50,14 @@ class RunOptions:
         return None if self.checkpoint_dir is None else self.checkpoint_dir / stage
 
 
+def nothing_to_do(unit: str) -> str:
+    """Say that a replayed plan leaves a regulariser without work."""
+    return (
+        f"THE REGULARISER HAD NO EFFECT: the plan removes no {unit}, so nothing was penalised and the language model "
+        "alone was trained. Choose the method that fits the plan, or 'finetune' as the stage."
+    )
+
+
 class StageReport(Protocol):
     """What every regulariser returns."""
 

@@ -7,8 +7,9 @@ Gemma's norms through 1 + w). Three ways to minimise it:
 * ``solver="subgradient"``: the penalty joins the loss, as in the paper. The l1 form of its Proposition 2
   (-y <= x <= y) is the epigraph of the same problem, so it needs no code of its own.
 * ``solver="prox"``: an optimiser step on the LM loss, then the proximal map of the penalty. For l1 in the
-  diagonal metric of Adam this is an elementwise soft-threshold at lambda * lr / (sqrt(v) + eps); l2 has no
-  closed form in that metric and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
+  diagonal metric of Adam this is an elementwise soft-threshold at lambda * lr / (sqrt(v) + eps), which cuts
+  weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
+  and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
 """
 
@@ -31,7 +32,7 @@ from pyprune.families import NamedParam, family_for, named_axes, parameter_shape
 from pyprune.mask import gauge_
 from pyprune.ops import group_penalty, group_soft_threshold, shrink
 from pyprune.plan import PrunePlan
-from pyprune.regularise.base import Method, PlanDecision, RunOptions
+from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
 from pyprune.train import Objective, TrainReport, train
 
 
@@ -179,7 +180,7 @@ class DressObjective(Objective):
     def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         strength, step_size = self.config.strength, self.config.prox_step
         in_adam_metric = self.config.norm == "l1" and step_size is None
-        scales = _adam_scales(optimizer) if in_adam_metric else {}
+        scales = _adam_scales(optimizer, self.targets) if in_adam_metric else {}
         threshold = strength * (learning_rate if step_size is None else step_size)
         for target in self.targets:
             selected = target.selected()
@@ -189,7 +190,7 @@ class DressObjective(Objective):
                 continue
             width: Tensor | float = threshold
             if scale is not None:
-                width = threshold / scale.index_select(target.dim, target.index)
+                width = threshold / scale
             # Written as a difference to the clamped value, so that what is cut is exactly zero.
             limit = torch.as_tensor(width, dtype=selected.dtype, device=selected.device)
             target.replace_selected(selected - torch.clamp(selected, -limit, limit))
@@ -208,18 +209,21 @@ def dress_targets(model: PreTrainedModel, channels: Sequence[int]) -> list[_Targ
     return targets
 
 
-def _adam_scales(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Tensor]:
-    """sqrt(bias-corrected second moment) + eps of each parameter, Adam's diagonal metric times its rate.
+def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -> dict[nn.Parameter, Tensor]:
+    """sqrt(bias-corrected second moment) + eps of the selected slices, Adam's diagonal metric times its rate.
 
     Empty for optimisers without second moments (SGD), whose metric is Euclidean.
     """
+    slices = {t.param.parameter: (t.dim, t.index) for t in targets}
     scales: dict[nn.Parameter, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if "exp_avg_sq" in state:
+            if "exp_avg_sq" in state and parameter in slices:
+                dim, index = slices[parameter]
                 correction = 1.0 - group["betas"][1] ** float(state["step"])
-                scales[parameter] = (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+                part = state["exp_avg_sq"].index_select(dim, index)
+                scales[parameter] = (part / correction).sqrt_().add_(group["eps"])
     return scales
 
 
@@ -384,7 +388,10 @@ def _regularise(
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> DressReport:
     cut_already = int(model.config.hidden_size) != plan.dense.hidden_size
-    return regularise_dress(model, samples, () if cut_already else plan.removed_hidden, config.dress, run)
+    report = regularise_dress(model, samples, () if cut_already else plan.removed_hidden, config.dress, run)
+    if not plan.removed_hidden:
+        report.warnings.insert(0, nothing_to_do("hidden channel"))
+    return report
 
 
 METHOD = Method(

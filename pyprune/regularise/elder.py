@@ -32,7 +32,7 @@ from pyprune.mask import mask_
 from pyprune.ops import residual_diff_norm
 from pyprune.plan import PrunePlan
 from pyprune.regularise._layers import LayerHooks
-from pyprune.regularise.base import Method, PlanDecision, RunOptions
+from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
 from pyprune.train import (
     LossTerms,
     Objective,
@@ -441,7 +441,10 @@ def _regularise(
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> ElderReport:
     cut_already = int(model.config.num_hidden_layers) != plan.dense.num_layers
-    return regularise_elder(model, samples, () if cut_already else plan.removed_layers, config.elder, run)
+    report = regularise_elder(model, samples, () if cut_already else plan.removed_layers, config.elder, run)
+    if not plan.removed_layers:
+        report.warnings.insert(0, nothing_to_do("layer"))
+    return report
 
 
 METHOD = Method(

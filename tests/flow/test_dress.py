@@ -316,6 +316,14 @@ def test_effects_show_figures_5_and_6() -> None:
     assert len(report.to_dict()["cosines_after"]) == 4
 
 
+def test_erasing_what_has_no_gradient_is_refused() -> None:
+    adam = DressConfig(penalise="all", norm="l1", solver="prox")
+    with pytest.raises(ConfigError, match="erases every weight without a gradient"):
+        adam.validate()
+    replace(adam, prox_step=1e-3).validate()
+    replace(adam, train=TrainConfig(optimiser="sgd")).validate()
+
+
 def test_annealing_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="anneal"):
         DressConfig(penalise="all", schedule="anneal").validate()

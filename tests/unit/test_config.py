@@ -28,6 +28,24 @@ def test_values_are_checked_after_types() -> None:
     assert len(caught.value.problems) == 3
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("finetune", "validation_interval", 0),
+        ("finetune", "checkpoint_interval", 0),
+        ("finetune", "early_stop_patience", 0),
+        ("finetune", "early_stop_min_delta", -1.0),
+        ("finetune", "max_grad_norm", -1.0),
+        ("finetune", "weight_decay", -0.1),
+        ("dress", "prox_step", 0.0),
+        ("recover", "dropout", 1.0),
+    ],
+)
+def test_values_that_would_fail_or_do_nothing_in_training(section: str, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        PruneConfig.from_dict({section: {name: value}})
+
+
 def test_yaml_style_numbers_are_numbers() -> None:
     assert TrainConfig.from_dict({"learning_rate": "1e-3"}).learning_rate == 1e-3
     assert TrainConfig.from_dict({"max_grad_norm": None}).max_grad_norm is None
