@@ -185,6 +185,8 @@ def prune_(
 
 
 def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, probe: Tensor) -> None:
+    if config.verify and not probe.numel():
+        raise ConfigError("verify is on, which measures on calibration text; give samples under 'regularise'.")
     if config.verify:
         with masked(model, result.plan):
             result.verified = {"masked_perplexity": _perplexity(model, probe)}
@@ -225,13 +227,15 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
 
 
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
-    """Draw the text of every stage, none when a saved plan is only applied; text of different stages is disjoint.
+    """Draw the text of every stage; text of different stages is disjoint.
+
+    Nothing is read when a saved plan is only applied and not verified.
 
     Raises:
         ConfigError: the model has no tokenizer.
         DataError: the text cannot be used, or the sequences are longer than the model allows.
     """
-    if not _trains(config):
+    if not (_trains(config) or config.verify):
         return {}
     if tokenizer is None:
         raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")

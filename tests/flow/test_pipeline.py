@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,30 @@ def test_a_checkpoint_knows_the_text_it_was_trained_on(model_folder: Path, text:
     unseen = write_text(tmp_path / "other.txt", seed=5).read_text()
     assert_not_trained_on(tmp_path / "out", torch.tensor(tokenizer(unseen)["input_ids"]), "other.txt")
     assert_not_trained_on(model_folder, seen, "text.txt")
+
+
+@pytest.mark.parametrize("method", ["dress", "elder"])
+def test_a_plan_without_anything_to_regularise_says_so(method: str, text: Path, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    plan = family_for(model).plan(model.config)
+    heads = replace(plan.layers[0], query_heads=(0, 1, 3, 4))
+    path = tmp_path / "heads.json"
+    path.write_text(replace(plan, layers=(heads, *plan.layers[1:])).to_json())
+    options = config(text, method=method, plan=str(path))
+    result = prune_(model, {"regularise": tiny_batch(1, 6, 32)}, options)
+    assert "NO EFFECT" in result.warnings[0]
+
+
+def test_verify_draws_its_text_for_a_replayed_plan(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = tmp_path / "plan.json"
+    path.write_text(family_for(model).plan(model.config).drop_layers([1]).to_json())
+    options = config(text, method="none", plan=str(path), stages={"before": []}, verify=True)
+    result = prune(model_folder, options, out=tmp_path / "out")
+    assert result.verified is not None
+    assert result.verified["masked_perplexity"] == pytest.approx(result.verified["compacted_perplexity"], rel=1e-5)
+    with pytest.raises(ConfigError, match="give samples"):
+        prune_(model, {}, options)
 
 
 def test_make_plan_leaves_the_model_alone(text: Path) -> None:
