@@ -385,7 +385,7 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
 
 @contextmanager
 def _generation_config_as_it_is(model: PreTrainedModel, folder: Path) -> Iterator[None]:
-    """Write the source's values unchanged even where Transformers only reads them (LLaMA 2: temperature, no sampling)."""
+    """Write the source's values unchanged, even those that Transformers only reads (LLaMA 2: an idle temperature)."""
     own = model.generation_config
     try:
         own.validate(strict=True)

@@ -21,7 +21,7 @@ class Checkpoint:
     Attributes:
         folder: where it is.
         config: config.json as plain data.
-        parameters: number of stored parameters (a tied head is stored, and counted, once).
+        parameters: number of stored parameters (a tied head is counted once, also where a file repeats it).
         bytes: size of the weight files in bytes.
     """
 
@@ -56,15 +56,33 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     """
     folder = _resolve(source)
     config = _read_config(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    files = _weight_files(folder)
+    counts: dict[str, int] = {}
+    for file in files:
+        counts |= _tensor_sizes(file)
+    if config.get("tie_word_embeddings"):
+        counts.pop("lm_head.weight", None)
+    return Checkpoint(folder, config, sum(counts.values()), sum(f.stat().st_size for f in files))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that are loaded: hub repositories may hold the same weights in another layout beside them."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
         raise CheckpointError(
-            f"{folder} holds no .safetensors file. Only safetensors checkpoints are served; convert others with "
-            "`pyprune export`."
+            f"{folder} holds neither model.safetensors nor {index.name}. Only safetensors checkpoints are served; "
+            "convert others with `pyprune export`."
         )
-    return Checkpoint(
-        folder, config, sum(_count_parameters(file) for file in files), sum(f.stat().st_size for f in files)
-    )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}); fetch or write the checkpoint again.") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; fetch it again.")
+    return [folder / name for name in names]
 
 
 def _resolve(source: str | Path) -> Path:
@@ -94,8 +112,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return {**config.get("text_config", {}), **config}
 
 
-def _count_parameters(path: Path) -> int:
-    """Sum the shapes in a safetensors header; check that the file is as long as the header says."""
+def _tensor_sizes(path: Path) -> dict[str, int]:
+    """Number of elements of each tensor in a safetensors header; check that the file is as long as the header says."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= HEADER_LIMIT_BYTES:
@@ -104,8 +122,8 @@ def _count_parameters(path: Path) -> int:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise CheckpointError(f"{path} has a damaged safetensors header ({error}).") from error
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if path.stat().st_size != end:
         raise CheckpointError(f"{path} is {path.stat().st_size} bytes, its header says {end}: it is truncated.")
-    return sum(math.prod(entry["shape"]) for entry in tensors)
+    return {name: math.prod(entry["shape"]) for name, entry in tensors.items()}

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
 from pyprune.families import count_parameters
@@ -65,6 +66,30 @@ def test_sizes_come_from_the_file(checkpoint: Path) -> None:
     assert found.vocab_size == 384
 
 
+def test_weights_are_counted_once(checkpoint: Path, tmp_path: Path) -> None:
+    """Hub repositories of Mistral carry a second copy in another layout; some files repeat a tied head."""
+    model = tiny_model("llama-head-dim")
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    shutil.copy(checkpoint / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert read_checkpoint(tmp_path).parameters == count_parameters(model)
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    assert read_checkpoint(tmp_path).parameters == count_parameters(model)
+
+
+def test_every_shard_must_be_there(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert read_checkpoint(tmp_path).parameters == count_parameters(model)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {shards[1].name}"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_checkpoint(tmp_path)
+
+
 def test_truncated_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
@@ -88,7 +113,7 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a folder"):
         read_checkpoint(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
-    with pytest.raises(CheckpointError, match=r"no \.safetensors"):
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
