@@ -113,7 +113,7 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a folder"):
         read_checkpoint(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
