@@ -587,6 +587,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, steps=options.steps)
     out = Path(options.out).absolute()
     try:
+        from pyprune.load import refuse_existing
+
+        refuse_existing(out, overwrite=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
             demo = Demo(settings, Path(work), options.engine, options.model, options.text)

@@ -51,6 +51,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
 def out(inputs: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "demo"
     folder.mkdir()
+    (folder / "metrics.json").write_text("{}")
     (folder / "old.txt").write_text("a former run")
     done = demo("--out", folder, *inputs)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -117,6 +118,14 @@ def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:
         assert condition in text
         assert condition in page
     assert str(out.parent) not in text, "no path of this machine"
+
+
+def test_a_folder_of_something_else_is_refused_at_once(inputs: list[str | Path], tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    done = demo("--out", tmp_path, "--model", tmp_path / "nothing", *inputs[2:])
+    assert done.returncode == 2
+    assert "something else" in done.stderr
+    assert (tmp_path / "letters").is_dir()
 
 
 def test_a_failure_keeps_the_former_results(inputs: list[str | Path], tmp_path: Path) -> None:
