@@ -1,0 +1,525 @@
+"""Run a grid over any options of a recipe on one model: a Markdown table, and every cell kept as JSONL.
+
+    python bench/ablation.py MODEL --config recipes/llama/smollm2-elder-published.yaml --ppl wikitext2 \
+        --grid elder.gates.strength=1e-4,1e-3,1e-2 --grid elder.strength=1e-4,1e-3,1e-2
+
+Every --grid multiplies the cells, and every --config runs them all. Options joined by + vary together:
+``--grid data.samples+recovery_data.samples=800+200,750+250`` is two cells, not four. The dense model is loaded once;
+each cell prunes a copy in memory and nothing but its record is written. Records are appended to --jsonl as soon as a
+cell ends, failed ones with their error; a cell whose record is there already (same model, options and test text) is
+not run again, so an interrupted grid continues where it was (after a change of the code, give another --jsonl). Cells
+that differ only in what comes after the choice of layers share that choice. The table goes to stdout, progress to
+stderr, and an option of the grid that made no difference anywhere is named there. "Parameters removed" counts tied
+ones once; "preserved ratio" is |W| after / before regularisation in the channels that go (DReSS); seconds are those
+of deciding, training and cutting.
+
+Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import hashlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyprune.config import PruneConfig
+from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
+from pyprune.progress import console
+from pyprune.recipe import build_config, parse_setting
+from pyprune.report import Cell, Table, markdown_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pyprune.calibrate import TokenSamples
+    from pyprune.evaluate import EvaluationText
+    from pyprune.pipeline import PruneResult
+
+RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
+AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")
+"""Options that cannot change which parts go."""
+
+AFTER_THE_GATES = ("norm", "strength", "schedule", "anneal_share", "target_preserved_ratio")
+"""Options of ELDeR's second stage, which starts when the layers are chosen."""
+
+USED_BY_THE_GATES = ("dtype", "gradient_checkpointing")
+"""Training options of the second stage that the first one uses as well."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid.
+
+    Attributes:
+        recipe: name of its recipe; empty without one.
+        values: option -> value, as the grid gave them.
+        config: its complete options.
+    """
+
+    recipe: str
+    values: Mapping[str, Any]
+    config: PruneConfig
+
+    @property
+    def label(self) -> str:
+        """What sets it apart, for people."""
+        return ", ".join([*([self.recipe] if self.recipe else []), *(f"{k}={v}" for k, v in self.values.items())])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells share, apart from their options.
+
+    Attributes:
+        model: folder or hub id.
+        gguf_file, revision, trust_remote_code: see :func:`pyprune.load.load_model`.
+        texts: test source -> SHA-256 of its text.
+        protocol: of the perplexities.
+        max_tokens: tokens of each test text; None = all.
+    """
+
+    model: str
+    gguf_file: str | None
+    revision: str | None
+    trust_remote_code: bool
+    texts: Mapping[str, str]
+    protocol: str
+    max_tokens: int | None
+
+    def identity(self) -> Json:
+        """What must be equal for a record to be of the same measurement."""
+        names = ("model", "gguf_file", "revision", "protocol", "max_tokens")
+        return {**{name: getattr(self, name) for name in names}, "texts": dict(self.texts)}
+
+    def key(self, part: Mapping[str, Any]) -> str:
+        """A digest of this setting and ``part``, which names a record."""
+        return hashlib.sha256(json.dumps([self.identity(), part], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the grid; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return run(options)
+    except PypruneError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"Interrupted. Finished cells are in {options.jsonl}; the same command continues.", file=sys.stderr)
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run what is missing of the grid and print the table."""
+    cases = make_cases(options.config, options.preset, options.set, options.grid)
+    setting = Setting(
+        model=options.model,
+        gguf_file=options.gguf_file,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        texts={source: _text_digest(source) for source in options.ppl},
+        protocol=options.protocol,
+        max_tokens=options.max_tokens,
+    )
+    records = Records(options.jsonl, retry_failed=options.retry_failed)
+    keys = [setting.key(case.config.to_dict()) for case in cases]
+    _say(f"{len(cases)} cells, {sum(key in records.cells for key in keys)} of them in {options.jsonl} already")
+    bench = Bench(setting, cases[0].config, records)
+    for number, (case, key) in enumerate(zip(cases, keys, strict=True), start=1):
+        if key not in records.cells:
+            _say(f"[{number}/{len(cases)}] {case.label}")
+            records.add(bench.cell(case, key))
+            _say(f"    {_outcome(records.cells[key])}")
+    found = [records.cells[key] for key in keys]
+    print(markdown_table(make_table(cases, found, setting)))
+    for name in without_effect(cases, found):
+        _say(f"Warning: {name} made no difference to any cell; the other options may leave it unused.")
+    return int(any(record["error"] for record in found))
+
+
+def make_cases(
+    recipes: Sequence[Path], preset: str | None, settings: Sequence[str], grids: Sequence[str]
+) -> list[Case]:
+    """Every combination of recipes and grid values, in the order given (the last grid varies fastest).
+
+    Raises:
+        ConfigError: an unreadable recipe, an unknown option, a value that is not allowed, or cells that need the
+            dense model in different types or on different devices.
+    """
+    axes = [parse_grid(text) for text in grids]
+    cases = []
+    for recipe in recipes or (None,):
+        for chosen in itertools.product(*axes):
+            values = {key: value for pairs in chosen for key, value in pairs.items()}
+            texts = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+            config = build_config(preset=preset, recipe=recipe, settings=[*settings, *texts])
+            cases.append(Case(recipe.stem if recipe else "", values, config))
+    if len({(case.config.dtype, case.config.device) for case in cases}) > 1:
+        raise ConfigError("dtype and device cannot vary inside a grid: the dense model is loaded once.")
+    return cases
+
+
+def parse_grid(text: str) -> list[dict[str, Any]]:
+    """Read "a.b=1,2" as [{"a.b": 1}, {"a.b": 2}], and "a+b=1+2,3+4" as [{"a": 1, "b": 2}, {"a": 3, "b": 4}].
+
+    Values are YAML; a value that holds a comma is quoted or in brackets.
+
+    Raises:
+        ConfigError: no "=", no value, or joined options with another number of values.
+    """
+    import yaml
+
+    name, equals, listed = text.partition("=")
+    keys = [key.strip() for key in name.split("+")]
+    values: list[Any] = parse_setting(f"grid=[{listed}]")["grid"]
+    if not equals or not all(keys) or not values:
+        raise ConfigError(f"--grid got {text!r}; expected key.path=value,value, for example elder.strength=1e-4,1e-3.")
+    if len(keys) == 1:
+        return [{keys[0]: value} for value in values]
+    points = []
+    for value in values:
+        parts = str(value).split("+")
+        if len(parts) != len(keys):
+            raise ConfigError(f"--grid {name}: {value!r} has {len(parts)} values joined by +; it needs {len(keys)}.")
+        points.append({key: yaml.safe_load(part) for key, part in zip(keys, parts, strict=True)})
+    return points
+
+
+def _text_digest(source: str) -> str:
+    from pyprune.sources import evaluation_split, read_corpus, text_sha256
+
+    return text_sha256(read_corpus(source, evaluation_split(source)).text())
+
+
+class Records:
+    """The JSONL file: only ever appended to, one record a cell (and one for each dense measurement).
+
+    Args:
+        path: the file; made when the first record comes.
+        retry_failed: leave out failed cells, so that they run again.
+
+    Attributes:
+        cells: key -> record of a cell, the newest one.
+        dense: key -> record of a dense measurement.
+        plans: key -> plan (as JSON data) that a cell reached.
+    """
+
+    def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
+        self.path = path
+        self.cells: dict[str, Json] = {}
+        self.dense: dict[str, Json] = {}
+        self.plans: dict[str, Json] = {}
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        self.torn = bool(text) and not text.endswith("\n")
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                _say(f"{path}, line {number} is not complete; it is left alone and its cell runs again.")
+                continue
+            if not (retry_failed and record.get("error")):
+                self._remember(record)
+
+    def _remember(self, record: Json) -> None:
+        if record.get("kind") == "dense":
+            self.dense[record["key"]] = record
+        elif record.get("kind") == "cell":
+            self.cells[record["key"]] = record
+            if record.get("plan"):
+                self.plans[record["plan_key"]] = record["plan"]
+
+    def add(self, record: Json) -> None:
+        """Append a record and flush it to the disk."""
+        from pyprune.serving.stats import append_jsonl
+
+        if self.torn:
+            with self.path.open("a", encoding="utf-8") as out:
+                out.write("\n")
+            self.torn = False
+        append_jsonl(self.path, [record])
+        self._remember(record)
+
+
+@dataclass
+class Bench:
+    """The dense model, loaded when the first cell needs it, and the cells that run on copies of it.
+
+    Attributes:
+        setting: what all cells share.
+        config: any cell's options (dtype and device are common).
+        records: where results go.
+    """
+
+    setting: Setting
+    config: PruneConfig
+    records: Records
+    loaded: tuple[PreTrainedModel, Any] | None = None
+    texts: dict[str, EvaluationText] = field(default_factory=dict)
+    drawn: tuple[str, dict[str, TokenSamples]] = ("", {})
+    environment: Json = field(default_factory=dict)
+
+    def _load(self) -> tuple[PreTrainedModel, Any]:
+        if self.loaded is None:
+            from pyprune.evaluate import evaluation_text
+            from pyprune.load import load_model
+            from pyprune.serving.stats import environment_record
+
+            setting = self.setting
+            model, tokenizer = load_model(
+                setting.model,
+                dtype=self.config.dtype,
+                gguf_file=setting.gguf_file,
+                revision=setting.revision,
+                trust_remote_code=setting.trust_remote_code,
+            )
+            if tokenizer is None:
+                raise CheckpointError(f"{setting.model} has no tokenizer files, which text needs; add tokenizer.json.")
+            self.texts = {source: evaluation_text(tokenizer, source) for source in setting.texts}
+            self.environment = environment_record(_accelerator(self.config.device))
+            self.loaded = model, tokenizer
+        return self.loaded
+
+    def _copy(self) -> PreTrainedModel:
+        """A copy of the dense model (which stays on the CPU) on the device that does the work."""
+        from pyprune.load import resolve_device
+
+        copied: Any = copy.deepcopy(self._load()[0])
+        model: PreTrainedModel = copied.to(resolve_device(self.config.device))
+        return model
+
+    def _perplexities(self, model: PreTrainedModel) -> dict[str, float]:
+        from pyprune.evaluate import evaluate_perplexity
+
+        tokenizer = self._load()[1]
+        setting = self.setting
+        return {
+            source: evaluate_perplexity(
+                model, tokenizer, text, setting.protocol, max_tokens=setting.max_tokens
+            ).perplexity
+            for source, text in self.texts.items()
+        }
+
+    def dense(self) -> dict[str, float]:
+        """Test source -> perplexity of the dense model, measured once.
+
+        Raises:
+            PypruneError: the model or a test text cannot be used, which would stop every cell.
+        """
+        key = self.setting.key({"dense": self.config.dtype})
+        if key not in self.records.dense:
+            self._load()
+            _say("dense perplexity")
+            record = {"kind": "dense", "key": key, **self.setting.identity(), "dtype": self.config.dtype}
+            record |= {"perplexity": self._perplexities(self._copy()), "environment": self.environment}
+            self.records.add(record)
+        found: dict[str, float] = self.records.dense[key]["perplexity"]
+        return found
+
+    def cell(self, case: Case, key: str) -> Json:
+        """Prune a copy and measure it; an error becomes part of the record."""
+        dense, _ = self.dense(), self._load()
+        plan_key = self.setting.key(decides(case.config))
+        record: Json = {
+            "kind": "cell",
+            "key": key,
+            "plan_key": plan_key,
+            **self.setting.identity(),
+            "recipe": case.recipe,
+            "grid": dict(case.values),
+            "options": case.config.to_dict(),
+            "dense_perplexity": dense,
+            "environment": self.environment,
+            "error": "",
+        }
+        started = time.monotonic()
+        try:
+            record |= self._run(case.config, self.records.plans.get(plan_key))
+        except Exception as error:  # one cell's failure (a diverged run, no memory) must not end the grid
+            record["error"] = f"{type(error).__name__}: {error}"
+        record.setdefault("seconds", time.monotonic() - started)
+        _free_memory()
+        return record
+
+    def _run(self, config: PruneConfig, plan: Json | None) -> Json:
+        """What a cell measured; ``plan`` is the choice of an earlier cell that decided with the same options."""
+        from pyprune.families import count_parameters
+
+        data = self._samples(config)
+        model = self._copy()
+        parameters = count_parameters(model)
+        started = time.monotonic()
+        result = _prune(model, data, config, plan)
+        seconds = time.monotonic() - started
+        effects = result.effects
+        return {
+            "perplexity": self._perplexities(model),
+            "dense_parameters": parameters,
+            "parameters": count_parameters(model),
+            "preserved_ratio": effects.preserved_ratio if effects is not None else None,
+            "plan": result.plan.to_dict(),
+            "plan_reused": plan is not None,
+            "removed_layers": list(result.plan.removed_layers),
+            "removed_hidden": len(result.plan.removed_hidden),
+            "notes": result.notes,
+            "warnings": result.warnings,
+            "seconds": seconds,
+        }
+
+    def _samples(self, config: PruneConfig) -> dict[str, TokenSamples]:
+        """Draw the training text, or take the last cell's where the options are equal.
+
+        Raises:
+            DataError: a test text holds training text.
+        """
+        from pyprune.marks import marked_passages, training_marks
+        from pyprune.pipeline import draw_samples
+
+        model, tokenizer = self._load()
+        names = ("data", "recovery_data", "stages", "plan", "verify")
+        key = json.dumps({name: config.to_dict()[name] for name in names}, sort_keys=True)
+        if self.drawn[0] != key:
+            self.drawn = key, draw_samples(model, tokenizer, config)
+        data = self.drawn[1]
+        trains = bool(config.stages.before or config.stages.after)
+        marks = training_marks(data.values()) if trains else ""
+        for source, text in self.texts.items():
+            if shared := marked_passages(marks, text.token_ids):
+                raise DataError(
+                    f"{source!r} is no test text for these options: {shared} passages of it are training text. "
+                    "Give --ppl another text or split."
+                )
+        return data
+
+
+def decides(config: PruneConfig) -> Json:
+    """The options that the choice of what goes can depend on; equal ones give the same plan."""
+    found = {key: value for key, value in config.to_dict().items() if key not in AFTER_THE_PLAN}
+    elder = {key: value for key, value in found["elder"].items() if key not in AFTER_THE_GATES}
+    elder["train"] = {key: elder["train"][key] for key in USED_BY_THE_GATES}
+    # Text for a later stage can move the regularisation text where the source is scarce.
+    return {**found, "elder": elder, "recovers": bool(config.stages.after)}
+
+
+def _prune(
+    model: PreTrainedModel, data: Mapping[str, TokenSamples], config: PruneConfig, plan: Json | None
+) -> PruneResult:
+    from pyprune.pipeline import prune_
+
+    if plan is None:
+        return prune_(model, data, config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        result = prune_(model, data, replace(config, plan=str(path)))
+    result.notes = [note for note in result.notes if str(path) not in note]
+    return result
+
+
+def _accelerator(device: str) -> str | None:
+    import torch
+
+    from pyprune.load import resolve_device
+
+    place = resolve_device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else None
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_table(cases: Sequence[Case], records: Sequence[Json], setting: Setting) -> Table:
+    """One row a cell: what varies, dense perplexity and perplexity on each text, sizes, effect, time."""
+    recipes = ["recipe"] if any(case.recipe for case in cases) else []
+    keys = list(dict.fromkeys(key for case in cases for key in case.values))
+    failed = ["error"] if any(record["error"] for record in records) else []
+    several = len(setting.texts) > 1
+    quality = [f"{name}{f' {source}' if several else ''}" for source in setting.texts for name in ("dense PPL", "PPL")]
+    columns = (*recipes, *keys, *quality, "parameters removed", "of all", "preserved ratio", "seconds", *failed)
+    rows = []
+    for case, record in zip(cases, records, strict=True):
+        row: list[Cell] = [case.recipe] if recipes else []
+        row += [str(case.values.get(key, "-")) for key in keys]
+        for source in setting.texts:
+            row += [record["dense_perplexity"][source], record.get("perplexity", {}).get(source)]
+        rows.append((*row, *_sizes(record), round(record["seconds"], 1), *([record["error"]] if failed else [])))
+    return Table("Ablation", columns, tuple(rows))
+
+
+def without_effect(cases: Sequence[Case], records: Sequence[Json]) -> list[str]:
+    """Grid options whose values gave equal perplexities, bit for bit, wherever everything else was equal."""
+    found = []
+    for name in dict.fromkeys(key for case in cases for key in case.values):
+        groups: dict[str, list[Json | None]] = {}
+        for case, record in zip(cases, records, strict=True):
+            others = {key: value for key, value in case.values.items() if key != name}
+            groups.setdefault(json.dumps([case.recipe, others]), []).append(record.get("perplexity"))
+        compared = [group for group in groups.values() if len(group) > 1 and None not in group]
+        if compared and all(value == group[0] for group in compared for value in group):
+            found.append(name)
+    return found
+
+
+def _sizes(record: Json) -> tuple[Cell, Cell, Cell]:
+    if record["error"]:
+        return None, None, None
+    removed = record["dense_parameters"] - record["parameters"]
+    preserved = record["preserved_ratio"]
+    return (
+        removed,
+        f"{removed / record['dense_parameters']:.2%}",
+        None if preserved is None else f"{preserved:.2%}",
+    )
+
+
+def _outcome(record: Json) -> str:
+    if record["error"]:
+        return f"failed: {record['error']}"
+    found = ", ".join(f"{value:.4g} on {source}" for source, value in record["perplexity"].items())
+    return f"PPL {found}; {record['seconds']:.0f} s"
+
+
+def _say(text: str) -> None:
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="checkpoint folder or hub id")
+    parser.add_argument(
+        "--config", action="append", type=Path, default=[], metavar="FILE", help="recipe; several make a table of cases"
+    )
+    parser.add_argument("--preset", metavar="NAME", help="named options to start from; it wins over a recipe's own")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of every cell")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=A,B", help="values of one option (or of several: K+L=A+B)"
+    )
+    parser.add_argument("--ppl", action="append", required=True, metavar="SOURCE", help="test text; repeatable")
+    parser.add_argument("--protocol", default="ppl-2048", help="ppl-2048 or ppl-128")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="use only N tokens of each test text")
+    parser.add_argument("--gguf-file", metavar="NAME", help="a .gguf file inside MODEL")
+    parser.add_argument("--revision", help="branch, tag or commit of a model from the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that MODEL brings along")
+    parser.add_argument("--retry-failed", action="store_true", help="run cells again whose record is a failure")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
