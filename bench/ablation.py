@@ -1,4 +1,4 @@
-"""Run a grid over any options of a recipe on one model: a Markdown table, and every cell kept as JSONL.
+r"""Run a grid over any options of a recipe on one model: a Markdown table, and every cell kept as JSONL.
 
     python bench/ablation.py MODEL --config recipes/llama/smollm2-elder-published.yaml --ppl wikitext2 \
         --grid elder.gates.strength=1e-4,1e-3,1e-2 --grid elder.strength=1e-4,1e-3,1e-2
