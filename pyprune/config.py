@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 from typing_extensions import override
 
 from pyprune.errors import ConfigError, did_you_mean
+from pyprune.registry import method_modules
 
 CONFIG_VERSION = 1
 
@@ -487,4 +488,14 @@ class PruneConfig(Config):
             f"hidden_multiple is {self.hidden_multiple}; it must be at least 1.",
             found,
         )
+        if self.method == "none":
+            _require(self.plan is not None, "method is 'none', which decides nothing; give a plan to apply.", found)
+            _require(
+                "regularise" not in (*self.stages.before, *self.stages.after),
+                "method is 'none', which has nothing to regularise with; take regularise out of stages.before and "
+                "stages.after, or name a method.",
+                found,
+            )
+        elif self.method not in method_modules():
+            found.append(did_you_mean(self.method, method_modules(), "method"))
         return found

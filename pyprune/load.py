@@ -463,12 +463,12 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     out = Path(out).absolute()
     refuse_existing(out, overwrite=overwrite)
     temporary = out.with_name(f".{out.name}.part-{os.getpid()}")
-    with _disk_errors(out):
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     try:
-        with _disk_errors(out):
+        with disk_errors(out):
             yield temporary
             _flush(temporary)
             _swap(temporary, out)
@@ -491,7 +491,8 @@ def refuse_existing(out: str | Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
+def disk_errors(out: Path) -> Iterator[None]:
+    """Turn what a failed write raises into an :class:`OutputError` that names ``out`` and tells a full disk apart."""
     from safetensors import SafetensorError
 
     try:

@@ -17,10 +17,10 @@ from pyprune.calibrate import TokenSamples, check_sequence_length, split_disjoin
 from pyprune.compact import CompactReport, choose_target, compact_
 from pyprune.config import DataConfig, PruneConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
-from pyprune.errors import ConfigError, PlanError
+from pyprune.errors import CheckpointError, ConfigError, PlanError
 from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.load import load_model, read_pruning_json, refuse_existing, save_checkpoint
+from pyprune.load import disk_errors, load_model, read_pruning_json, refuse_existing, save_checkpoint, stored_dtype
 from pyprune.marks import training_marks
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
@@ -117,7 +117,8 @@ def prune(
         trust_remote_code=trust_remote_code,
     )
     data = draw_samples(model, tokenizer, config)
-    work = _WorkFolder(out, model_id, config, resume=resume)
+    source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
+    work = _WorkFolder(out, source, config, resume=resume)
     result = prune_(model, data, config, work=work)
     provenance = {
         "method": config.method,
@@ -134,10 +135,15 @@ def prune(
         plan=result.plan if result.compact else None,
         provenance=provenance,
         overwrite=overwrite,
-        dtype=config.export_dtype,
+        dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
     )
     work.remove()
     return result
+
+
+def _stored_dtype(model_id: str | Path, gguf_file: str | None, revision: str | None, remote: bool) -> str | None:
+    """The dtype to write when none is asked for; GGUF weights are quantised and keep the working dtype."""
+    return None if gguf_file else stored_dtype(model_id, revision=revision, trust_remote_code=remote)
 
 
 def prune_(
@@ -340,25 +346,41 @@ class _WorkFolder:
 
     Raises:
         ConfigError: ``resume`` without a kept run, or with other options than the kept run's.
+        CheckpointError: what is kept is damaged.
+        OutputError: the folder cannot be written.
     """
 
-    def __init__(self, out: Path, model_id: str | Path, config: PruneConfig, *, resume: bool) -> None:
+    def __init__(self, out: Path, source: Mapping[str, Any], config: PruneConfig, *, resume: bool) -> None:
         self.path = out.absolute().with_name(f".{out.name}.work")
         self.resume = resume
-        identity = {"model": str(model_id), "config": config.to_dict()}
-        record = self.path / "run.json"
+        identity = {**source, "config": config.to_dict()}
         if resume:
-            self._check_same(record, identity)
+            self._check_same(identity)
             return
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
-        record.write_text(json.dumps(identity, indent=2), encoding="utf-8")
+        with disk_errors(out):
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(parents=True)
+        self._write("run.json", identity)
 
-    def _check_same(self, record: Path, identity: dict[str, Any]) -> None:
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        temporary = self.path / f"{name}.part"
+        with disk_errors(self.path):
+            temporary.write_text(json.dumps(data), encoding="utf-8")
+            temporary.replace(self.path / name)
+
+    def _damaged(self, name: str, why: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / name} is damaged ({why!r}), so the run cannot go on; start without --resume."
+        )
+
+    def _check_same(self, identity: dict[str, Any]) -> None:
+        record = self.path / "run.json"
         if not record.is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        kept = json.loads(record.read_text(encoding="utf-8"))
-        differences = _differences(kept, identity)
+        try:
+            differences = _differences(json.loads(record.read_text(encoding="utf-8")), identity)
+        except (ValueError, AttributeError) as error:
+            raise self._damaged(record.name, error) from error
         if differences:
             raise ConfigError(
                 "The interrupted run had other options, so resuming would not reach its result: "
@@ -371,10 +393,12 @@ class _WorkFolder:
         path = self.path / "decision.json"
         if not (self.resume and path.is_file()):
             return None
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return PlanDecision(
-            PrunePlan.from_dict(data["plan"]), tuple(data["notes"]), data["details"], tuple(data["warnings"])
-        )
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            plan = PrunePlan.from_dict(data["plan"])
+            return PlanDecision(plan, tuple(data["notes"]), data["details"], tuple(data["warnings"]))
+        except (ValueError, KeyError, TypeError, PlanError) as error:
+            raise self._damaged(path.name, error) from error
 
     def write_decision(self, decision: PlanDecision) -> None:
         """Keep the plan."""
@@ -384,9 +408,7 @@ class _WorkFolder:
             "details": decision.details,
             "warnings": list(decision.warnings),
         }
-        temporary = self.path / "decision.json.part"
-        temporary.write_text(json.dumps(data), encoding="utf-8")
-        temporary.replace(self.path / "decision.json")
+        self._write("decision.json", data)
 
     def remove(self) -> None:
         """The run is complete: nothing needs to be kept."""

@@ -124,14 +124,9 @@ def _load(
     source: str | Path, facts: dict[str, Any], gguf_file: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
     """Load a folder or hub id in its own dtype, together with what its pruning.json says."""
-    from transformers import AutoConfig
+    from pyprune.load import RECORD_NAME, load_model, read_pruning_json, stored_dtype
 
-    from pyprune.load import RECORD_NAME, load_model, read_pruning_json
-
-    dtype = "float32"
-    if gguf_file is None and (Path(source) / "config.json").is_file():
-        stored = str(getattr(AutoConfig.from_pretrained(source), "dtype", None)).removeprefix("torch.")
-        dtype = stored if stored in ("float16", "bfloat16") else "float32"
+    dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
     if not (Path(source) / RECORD_NAME).is_file():
         return model, tokenizer, None, {"source": str(source), **facts}

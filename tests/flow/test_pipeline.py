@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pyprune.calibrate import sample_sequences
 from pyprune.compact import compact_
 from pyprune.config import PruneConfig
-from pyprune.errors import ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
+from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.load import load_model, read_pruning_json
 from pyprune.marks import assert_not_trained_on
@@ -182,6 +183,52 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]
     assert weights[0] == weights[1]
     assert not (tmp_path / ".again.work").exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "decision.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"plan": {}}'])
+def test_a_damaged_record_of_an_interrupted_run_is_refused(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.pipeline.snapshot", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, config(text), out=tmp_path / "out")
+    (tmp_path / ".out.work" / name).write_text(content)
+    with pytest.raises((CheckpointError, ConfigError), match="start without --resume"):
+        prune(model_folder, config(text), out=tmp_path / "out", resume=True)
+
+
+def test_another_revision_is_another_run(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.pipeline.prune_", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prune(model_folder, config(text), out=tmp_path / "out", revision="main")
+    with pytest.raises(ConfigError, match="revision was 'main', now None"):
+        prune(model_folder, config(text), out=tmp_path / "out", resume=True)
+
+
+def test_an_output_that_cannot_be_written_is_one_message(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="Not a directory"):
+        prune(model_folder, config(text), out=tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("wanted", [None, "float16"])
+def test_the_source_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path, wanted: str | None) -> None:
+    dense = tiny_model("llama").bfloat16()
+    folder = write_model(dense, tmp_path / "dense")
+    (tmp_path / "plan.json").write_text(family_for(dense).plan(dense.config).drop_layers([1]).to_json())
+    options = {"method": "none", "plan": str(tmp_path / "plan.json"), "stages": {"before": []}}
+    prune(folder, PruneConfig.from_dict({**options, "export_dtype": wanted}), out=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == (wanted or "bfloat16")
+    assert {str(t.dtype) for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {
+        f"torch.{wanted or 'bfloat16'}"
+    }
 
 
 def test_resuming_nothing_is_an_error(model_folder: Path, text: Path, tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def test_values_that_would_fail_or_do_nothing_in_training(section: str, name: st
         PruneConfig.from_dict({section: {name: value}})
 
 
+def test_a_method_must_exist_and_be_able_to_do_its_stages() -> None:
+    """Before a model is loaded, not hours later."""
+    with pytest.raises(ConfigError, match="Did you mean 'dress'"):
+        PruneConfig.from_dict({"method": "dres"})
+    with pytest.raises(ConfigError) as caught:
+        PruneConfig.from_dict({"method": "none"})
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match="nothing to regularise with"):
+        PruneConfig.from_dict({"method": "none", "plan": "plan.json"})
+    PruneConfig.from_dict({"method": "none", "plan": "plan.json", "stages": {"before": ["finetune"]}})
+
+
 def test_yaml_style_numbers_are_numbers() -> None:
     assert TrainConfig.from_dict({"learning_rate": "1e-3"}).learning_rate == 1e-3
     assert TrainConfig.from_dict({"max_grad_norm": None}).max_grad_norm is None
