@@ -76,7 +76,7 @@ class Settings:
     )
     gate_sequence_length: int = 128
     protocol: str = "ppl-2048"
-    test_tokens: int = 8 * 2048
+    test_tokens: int = 6 * 2048
     batch_prompts: int = 64
     new_tokens: int = 128
     prompt_tokens: int = 2048
@@ -196,11 +196,14 @@ class Demo:
         return test, sample_sequences(self.tokenizer, wanted, exclude=test.spans)
 
     def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
-        """Perplexity on the test text."""
+        """Perplexity on the test text, of the weights as they are served (bfloat16)."""
+        import torch
+
         from pyprune.evaluate import evaluate_perplexity
 
         s = self.settings
-        return evaluate_perplexity(model, self.tokenizer, self.test, protocol=s.protocol, max_tokens=s.test_tokens)
+        served = copy.deepcopy(model).to(torch.bfloat16)
+        return evaluate_perplexity(served, self.tokenizer, self.test, protocol=s.protocol, max_tokens=s.test_tokens)
 
     def write_sample(self, model: PreTrainedModel) -> str:
         """Greedy continuation of :data:`PROMPT`."""
@@ -550,7 +553,7 @@ def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, s
         "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
         f"{train.optimiser}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
         f"{train.decay} decay, {train.dtype} compute; the same for all four trained arms",
-        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, float32, no document in common "
+        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, bfloat16 weights, no document in common "
         "with the training text",
         "text": demo.source_text,
         "speed": conditions(results.speed),

@@ -62,7 +62,7 @@ def short_training() -> TrainConfig:
     """20 steps of 8 x 256 tokens: what two CPU cores do in a few minutes on a 135M model (all constants ours)."""
     return TrainConfig(
         optimiser="adamw",
-        learning_rate=1e-4,
+        learning_rate=3e-4,
         weight_decay=0.0,
         steps=20,
         batch_size=8,
@@ -120,7 +120,7 @@ def _dress_recommended() -> PruneConfig:
             schedule="anneal",
             anneal_share=0.5,
             target_preserved_ratio=0.05,
-            train=replace(short_training(), learning_rate=3e-4),
+            train=short_training(),
         ),
         finetune=short_training(),
     )
@@ -188,7 +188,7 @@ def _elder_recommended() -> PruneConfig:
             norm="l2",
             strength=0.0,
             schedule="anneal",
-            anneal_share=0.5,
+            anneal_share=0.25,
             train=short_training(),
         ),
         finetune=short_training(),
