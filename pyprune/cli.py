@@ -74,10 +74,11 @@ def _kept(options: Mapping[str, Any]) -> str:
     out = options.get("out")
     if out is None:
         return "Nothing was changed."
+    kept = Path(out).absolute().with_name(f".{Path(out).name}.work")
     return (
         f"{out} was not written. Training checkpoints that were saved are kept: "
         "the same command with --resume continues from them."
-        if "resume" in options
+        if "resume" in options and (kept / "run.json").is_file()
         else f"{out} was not written."
     )
 
@@ -107,7 +108,7 @@ Annotate = Annotated[
     bool,
     typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out if it exists. Default: refuse.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out if it holds a checkpoint. Default: refuse.")]
 
 
 @app.command()
@@ -291,6 +292,8 @@ def evaluate(
     from pyprune.load import load_model
     from pyprune.report import Table
 
+    if annotate:
+        _check_annotatable(model)
     loaded, tokenizer = load_model(
         model,
         dtype=dtype,
@@ -299,6 +302,8 @@ def evaluate(
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
+    if tokenizer is None:
+        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
     measured = [
         _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()
     ]
@@ -326,11 +331,16 @@ def _perplexity(
     from pyprune.evaluate import evaluate_perplexity, evaluation_text
     from pyprune.marks import assert_not_trained_on
 
-    if tokenizer is None:
-        raise CheckpointError(f"{name} has no tokenizer files, which text needs; add its tokenizer.json.")
     text = evaluation_text(tokenizer, source)
     assert_not_trained_on(name, text.token_ids, source)
     return evaluate_perplexity(model, tokenizer, text, protocol=protocol, max_tokens=max_tokens)
+
+
+def _check_annotatable(folder: str) -> None:
+    """Find out before hours of measuring, not after, that there is no record to add to."""
+    from pyprune.load import read_pruning_json
+
+    read_pruning_json(folder)
 
 
 def _annotate(folder: str, **measured: Any) -> None:
@@ -431,9 +441,13 @@ def bench(
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
+    from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.table import conditions, speed_table
 
+    choose_engine(engine)  # a missing engine is an error now, not after the perplexities
+    if annotate:
+        _check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}
     perplexity = {name: _loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
     report = measure(
@@ -462,6 +476,8 @@ def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
     from pyprune.load import load_model
 
     model, tokenizer = load_model(path)
+    if tokenizer is None:
+        raise CheckpointError(f"{path} has no tokenizer files, which text needs; add its tokenizer.json.")
     return _perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
 
 
@@ -493,11 +509,18 @@ def inspect(
     rows += [(n, checkpoint.config[n]) for n in (*names, "intermediate_size") if checkpoint.config.get(n)]
     if record is None:
         rows.append(("plan", "none (not written by pyprune)"))
-    elif record.plan is not None:
+    elif record.plan is None:
+        rows.append(("plan", "none (not cut)"))
+    else:
         rows.append(("plan", record.plan.summary()))
         rows.append(("removed layers", ", ".join(map(str, record.plan.removed_layers)) or "none"))
     provenance = record.provenance if record else {}
-    rows += [(k, v) for k, v in provenance.items() if isinstance(v, str | int | float) and k != "parameters"]
+    shown_above = {name for name, _ in rows}
+    rows += [
+        (k, v)
+        for k, v in provenance.items()
+        if isinstance(v, str | int | float) and k not in shown_above and k != "training_marks"
+    ]
     data = {
         "folder": str(folder),
         "architecture": checkpoint.architecture,

@@ -238,8 +238,11 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
     result = run("prune", checkpoint, "--out", tmp_path / "out")
     assert result.exit_code == INTERRUPTED_CODE
-    assert "--resume" in result.stderr
     assert "was not written" in result.stderr
+    assert "--resume" not in result.stderr, "there is nothing to resume yet"
+    (tmp_path / ".out.work").mkdir()
+    (tmp_path / ".out.work" / "run.json").touch()
+    assert "--resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
 
 
 def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(checkpoint: Path, text: Path, tmp_path: Path) -> None:
@@ -305,9 +308,29 @@ def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path
     assert read_pruning_json(tmp_path / "out").plan == plan
 
 
+def test_figures_that_cannot_be_kept_are_not_measured(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured before the options were checked")
+
+    monkeypatch.setattr("pyprune.cli._perplexity", measured)
+    monkeypatch.setattr("pyprune.cli._loaded_perplexity", measured)
+    bare = tmp_path / "bare"
+    tiny_model("llama").save_pretrained(bare)
+    assert "has no pruning.json" in refused("eval", bare, "--ppl", text, "--annotate")
+    bench = ["bench", bare, "--against", checkpoint, "--ppl", text]
+    assert "has no pruning.json" in refused(*bench, "--engine", "transformers", "--annotate")
+    assert "Did you mean 'vllm'" in refused(*bench, "--engine", "vlm")
+    assert "has no tokenizer files" in refused("eval", bare, "--tasks", "piqa")
+
+
 def test_inspect_prints_plan_and_sizes(pruned: Path, checkpoint: Path) -> None:
     result = run("inspect", pruned)
     assert result.exit_code == 0, result.output
+    assert "training_marks" not in result.stdout, "kilobytes of base64 are for --json"
+    assert result.stdout.count("| architecture |") == 1
+    assert "none (not cut)" in run("inspect", checkpoint).stdout
     assert "2 of 4 layers" in result.stdout
     assert "LlamaForCausalLM" in result.stdout
     data = json.loads(run("inspect", pruned, "--json", "-").stdout)
