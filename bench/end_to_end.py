@@ -553,8 +553,8 @@ def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, s
         "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
         f"{train.optimiser}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
         f"{train.decay} decay, {train.dtype} compute; the same for all four trained arms",
-        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, bfloat16 weights, no document in common "
-        "with the training text",
+        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, bfloat16 weights, no document "
+        "in common with the training text",
         "text": demo.source_text,
         "speed": conditions(results.speed),
         "time": f"{demo.clock.total:.0f} s: "
