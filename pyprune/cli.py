@@ -108,7 +108,9 @@ Annotate = Annotated[
     bool,
     typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace --out if it holds a checkpoint. Default: refuse.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace --out if it holds a checkpoint. Default: refuse.")
+]
 
 
 @app.command()
