@@ -67,7 +67,7 @@ class Settings:
         sample_tokens: tokens of text that each model writes for the report.
     """
 
-    steps: int = 20
+    steps: int = 18
     batch_size: int = 8
     sequence_length: int = 256
     ratio: float = 0.25

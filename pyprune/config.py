@@ -488,6 +488,11 @@ class PruneConfig(Config):
             f"hidden_multiple is {self.hidden_multiple}; it must be at least 1.",
             found,
         )
+        _require(
+            self.stages.prune or not self.verify,
+            "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",
+            found,
+        )
         if self.method == "none":
             _require(self.plan is not None, "method is 'none', which decides nothing; give a plan to apply.", found)
             _require(

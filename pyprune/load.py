@@ -40,6 +40,7 @@ from pyprune.families import all_families, count_parameters
 from pyprune.plan import PrunePlan
 
 RECORD_NAME = "pruning.json"
+CARD_NAME = "README.md"
 RECORD_VERSION = 1
 REPLACEABLE = ("config.json", "metrics.json")
 """One of these files marks a folder that may be replaced: ``--overwrite --out .`` must not cost a home folder."""
@@ -403,16 +404,17 @@ def _generation_config_as_it_is(model: PreTrainedModel, folder: Path) -> Iterato
 
 
 def _write_record(folder: Path, record: PruningRecord) -> None:
-    (folder / "README.md").write_text(model_card(record), encoding="utf-8")
+    # The card is for people, who may edit it; everything a program reads is checked.
     inside = sorted(p for p in folder.rglob("*") if p.is_file())
-    files = {p.relative_to(folder).as_posix(): _file_digest(p) for p in inside if p != folder / RECORD_NAME}
+    files = {p.relative_to(folder).as_posix(): _file_digest(p) for p in inside}
+    (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
     (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 
 
 def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     """Add measured facts (``quality={...}``, ``speed={...}``) to a checkpoint's record and model card.
 
-    Figures of another name that a section holds already stay.
+    Figures of another name that a section holds already stay. A card that somebody edited is left alone.
 
     Raises:
         CheckpointError: the record is missing or damaged.
@@ -422,9 +424,11 @@ def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     merged = {section: {**record.provenance.get(section, {}), **facts} for section, facts in measured.items()}
     provenance = record.provenance | merged
     updated = replace(record, provenance=provenance)
-    card = model_card(updated)
-    files = record.files | {"README.md": hashlib.sha256(card.encode()).hexdigest()}
-    for name, text in (("README.md", card), (RECORD_NAME, replace(updated, files=files).to_json())):
+    card = folder / CARD_NAME
+    texts = {RECORD_NAME: updated.to_json()}
+    if not card.exists() or card.read_text(encoding="utf-8") == model_card(record):
+        texts[CARD_NAME] = model_card(updated)
+    for name, text in texts.items():
         temporary = folder / f".{name}.part"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, folder / name)

@@ -67,3 +67,8 @@ def test_yaml_style_numbers_are_numbers() -> None:
 def test_another_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="reads version 1"):
         PruneConfig.from_dict({"version": 9})
+
+
+def test_verifying_a_cut_that_is_not_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stages\.prune is off"):
+        PruneConfig.from_dict({"verify": True, "stages": {"prune": False}})

@@ -128,6 +128,15 @@ def test_a_cut_model_names_no_code_that_is_not_beside_it(tmp_path: Path) -> None
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+def test_an_edited_card_is_nobodys_damage_and_stays(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
+    card = written[0] / "README.md"
+    card.write_text("My own words.\n", encoding="utf-8")
+    load_model(written[0])
+    annotate_checkpoint(written[0], quality={"perplexity": 3.0})
+    assert card.read_text(encoding="utf-8") == "My own words.\n"
+    assert read_pruning_json(written[0], verify_files=True).provenance["quality"] == {"perplexity": 3.0}
+
+
 def test_an_existing_folder_is_refused_and_kept(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
     out = written[0]
     before = {p.name: p.read_bytes() for p in out.iterdir()}
