@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
+
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    # Triton decides what a kernel is when triton itself is imported, and many packages import it: the switch must
+    # be set before the first of them, here.
+    os.environ["TRITON_INTERPRET"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with Ctrl-C ignored; the tests of Ctrl-C need it, here and in their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each of these fills memory or both cores by itself, so all of them run on the same xdist worker, in turn.
 HEAVY = ("serving", "real_model")

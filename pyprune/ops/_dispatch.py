@@ -97,7 +97,9 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
         return backend
     refusals: list[str] = []
     for backend in PREFERENCE:
-        reason = _refusal(checks, backend)
+        # Triton's interpreter is thousands of times slower than torch: it runs when named, never by itself.
+        slow = "it would be interpreted" if backend == "triton" and interpreting() else None
+        reason = slow or _refusal(checks, backend)
         if reason is None:
             _log_once(op, backend, "; ".join(refusals))
             return backend

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from pyprune.ops import _dispatch, available_isas
-
-if not torch.cuda.is_available():
-    # Triton decides when a kernel is defined whether it is interpreted: set it before importing one.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 BACKENDS = ["python", "triton", *(f"cpp-{isa}" for isa in available_isas())]
 

@@ -183,7 +183,8 @@ def test_unknown_model_type(tmp_path: Path) -> None:
 
 
 def test_missing_model_folder(tmp_path: Path) -> None:
-    for command in (["prune", "--out", "out"], ["eval", "--ppl", "x.txt"], ["export", "--out", "out"], ["inspect"]):
+    out = str(tmp_path / "out")
+    for command in (["prune", "--out", out], ["eval", "--ppl", "x.txt"], ["export", "--out", out], ["inspect"]):
         name, *rest = command
         message = refused(name, tmp_path / "nowhere", *rest)
         assert "nowhere" in message
