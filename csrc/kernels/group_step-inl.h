@@ -48,11 +48,13 @@ inline float shrink_scale(double squared_norm, double threshold) {
   return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
 }
 
+// Half of the next row is fetched by each of the two passes over this one, so that memory never idles.
 template <class Source>
-double squared_norm(Source source, std::int64_t count) {
+double squared_norm(Source source, std::int64_t count, Source next) {
   Doubles sums[2 * kRegisters] = {};
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
+    next.prefetch(i / 2);
     for (int j = 0; j < kRegisters; ++j) {
       const Floats value = source.at(i + j * kWidth, kWidth);
       sums[2 * j] = add_square(sums[2 * j], lower(value));
@@ -74,17 +76,20 @@ double squared_norm(Source source, std::int64_t count) {
   return lanes[0];
 }
 
-// out may be what the source reads: element i is evaluated before it is written, and nothing later needs it.
-template <class Source, class T>
-void multiply(Source source, T* out, std::int64_t count, float scale, std::int64_t prefetch_distance) {
-  constexpr std::int64_t kLine = 64 / sizeof(T);
-  constexpr std::int64_t kStep = kLine > kLanes ? kLine : kLanes;
+// kNumbers: no element is NaN or infinite. out may be what the source reads: element i is evaluated before it is written, and nothing later needs it.
+template <bool kNumbers, class Source, class T>
+void multiply(Source source, T* out, std::int64_t count, float scale, Source next) {
   const Floats scales = spread(scale);
   std::int64_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    for (std::int64_t j = 0; j < kStep; j += kLine) source.prefetch(i + j + prefetch_distance);
-    for (std::int64_t j = 0; j < kStep; j += kWidth) {
-      store_lanes(out + i + j, source.at(i + j, kWidth) * scales);
+  for (; i + kLanes <= count; i += kLanes) {
+    next.prefetch((count + i) / 2);
+    for (int j = 0; j < kLanes; j += kWidth) {
+      const Floats product = source.at(i + j, kWidth) * scales;
+      if (kNumbers) {
+        store_numbers(out + i + j, product);
+      } else {
+        store_lanes(out + i + j, product);
+      }
     }
   }
   for (; i < count; i += kWidth) store_up_to(out + i, source.at(i, count - i) * scales, count - i);
@@ -96,13 +101,19 @@ void shrink_rows(Source all, T* out, const GroupRange& range) {
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     const Source source = all.shifted(row * range.cols);
     T* target = out + row * range.cols;
-    const float scale = shrink_scale(squared_norm(source, range.cols), range.threshold);
+    const Source next = prefetch && row + 1 < range.end ? source.shifted(range.cols) : source;
+    const double sum = squared_norm(source, range.cols, next);
+    const float scale = shrink_scale(sum, range.threshold);
     if (scale == 0.0f) {
       // Written, not multiplied: a removed group is exactly +0, whatever its signs were.
       std::memset(target, 0, range.cols * sizeof(T));
       continue;
     }
-    multiply(source, target, range.cols, scale, prefetch && row + 1 < range.end ? range.cols : 0);
+    if (std::isfinite(sum)) {
+      multiply<true>(source, target, range.cols, scale, next);
+    } else {
+      multiply<false>(source, target, range.cols, scale, next);
+    }
   }
 }
 

@@ -32,11 +32,14 @@ inline Doubles load_lanes(const double* x) {
 
 inline void store_lanes(double* out, Doubles lanes) { std::memcpy(out, &lanes, sizeof lanes); }
 
-// The bits of bfloat16 in the upper halves; the lower halves are what rounding left over.
-inline Words rounded_to_bfloat16(Floats lanes) {
+// The bits of bfloat16 in the upper halves; the lower halves are what rounding left over. Not for NaN.
+inline Words number_to_bfloat16(Floats lanes) {
   const Words bits = (Words)lanes;
-  const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return lanes == lanes ? rounded : (bits | 0x400000u);
+  return bits + 0x7fffu + ((bits >> 16) & 1u);
+}
+
+inline Words rounded_to_bfloat16(Floats lanes) {
+  return lanes == lanes ? number_to_bfloat16(lanes) : ((Words)lanes | 0x400000u);
 }
 
 // add_square() may fuse: the square of a float32 is exact in double, so both forms round once and alike.
@@ -46,8 +49,8 @@ inline Floats load_lanes(const BFloat16* x) {
   return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)) << 16);
 }
 
-inline void store_lanes(BFloat16* out, Floats lanes) {
-  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16((__m512i)(rounded_to_bfloat16(lanes) >> 16)));
+inline void store_upper_halves(void* out, Words words) {
+  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16((__m512i)(words >> 16)));
 }
 
 inline Floats load_lanes(const Float16* x) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x)); }
@@ -70,8 +73,8 @@ inline Floats load_lanes(const BFloat16* x) {
   return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)) << 16);
 }
 
-inline void store_lanes(BFloat16* out, Floats lanes) {
-  const __m256i halves = (__m256i)(rounded_to_bfloat16(lanes) >> 16);
+inline void store_upper_halves(void* out, Words words) {
+  const __m256i halves = (__m256i)(words >> 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08);
   _mm_storeu_si128((__m128i*)out, _mm256_castsi256_si128(packed));
 }
@@ -105,7 +108,7 @@ inline void store_halves(void* out, Words words) {
 
 inline Floats load_lanes(const BFloat16* x) { return (Floats)(load_halves(x) << 16); }
 
-inline void store_lanes(BFloat16* out, Floats lanes) { store_halves(out, rounded_to_bfloat16(lanes) >> 16); }
+inline void store_upper_halves(void* out, Words words) { store_halves(out, words >> 16); }
 
 // The same steps as the conversions of single values in storage-inl.h.
 inline Floats load_lanes(const Float16* x) {
@@ -139,6 +142,16 @@ inline Doubles upper(Floats lanes) { return Doubles{lanes[2], lanes[3]}; }
 inline Doubles add_square(Doubles sum, Doubles value) { return sum + value * value; }
 
 #endif
+
+inline void store_lanes(BFloat16* out, Floats lanes) { store_upper_halves(out, rounded_to_bfloat16(lanes)); }
+
+// What is known to hold no NaN; for bfloat16 that saves a third of the work.
+template <class T>
+inline void store_numbers(T* out, Floats lanes) {
+  store_lanes(out, lanes);
+}
+
+inline void store_numbers(BFloat16* out, Floats lanes) { store_upper_halves(out, number_to_bfloat16(lanes)); }
 
 // The first `count` lanes, 0 < count < kWidth; the others are zero.
 template <class T>

@@ -1,6 +1,7 @@
 // What simd-inl.h needs from the platform. Included by an op's .cpp before foreach_target.h.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
