@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kLanes = 32;
 constexpr int kRegisters = kLanes / kWidth;
-// Rows are prefetched while the row before is written, if both fit into a core's own cache.
+// 16-bit rows are compute-bound and gain from having the next row fetched, if both fit into a core's own cache; float32
+// rows wait for memory either way, and the extra requests only delay what is needed first.
 constexpr std::int64_t kPrefetchBytes = 256 << 10;
 // Columns are worked on in panels that stay in the shared cache between the pass for the norms and the product.
 constexpr std::int64_t kPanelBytes = 4 << 20;
@@ -48,13 +49,13 @@ inline float shrink_scale(double squared_norm, double threshold) {
   return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
 }
 
-// Half of the next row is fetched by each of the two passes over this one, so that memory never idles.
-template <class Source>
+// Half of the next row is fetched by each of the two passes over this one (see kPrefetchBytes).
+template <bool kPrefetch, class Source>
 double squared_norm(Source source, std::int64_t count, Source next) {
   Doubles sums[2 * kRegisters] = {};
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    next.prefetch(i / 2);
+    if (kPrefetch) next.prefetch(i / 2);
     for (int j = 0; j < kRegisters; ++j) {
       const Floats value = source.at(i + j * kWidth, kWidth);
       sums[2 * j] = add_square(sums[2 * j], lower(value));
@@ -77,12 +78,12 @@ double squared_norm(Source source, std::int64_t count, Source next) {
 }
 
 // kNumbers: no element is NaN or infinite. out may be what the source reads: element i is evaluated before it is written, and nothing later needs it.
-template <bool kNumbers, class Source, class T>
+template <bool kNumbers, bool kPrefetch, class Source, class T>
 void multiply(Source source, T* out, std::int64_t count, float scale, Source next) {
   const Floats scales = spread(scale);
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    next.prefetch((count + i) / 2);
+    if (kPrefetch) next.prefetch((count + i) / 2);
     for (int j = 0; j < kLanes; j += kWidth) {
       const Floats product = source.at(i + j, kWidth) * scales;
       if (kNumbers) {
@@ -97,12 +98,13 @@ void multiply(Source source, T* out, std::int64_t count, float scale, Source nex
 
 template <class Source, class T>
 void shrink_rows(Source all, T* out, const GroupRange& range) {
-  const bool prefetch = range.cols * static_cast<std::int64_t>(sizeof(T)) <= kPrefetchBytes;
+  constexpr bool kPrefetch = sizeof(T) < sizeof(float);
+  const bool small = range.cols * static_cast<std::int64_t>(sizeof(T)) <= kPrefetchBytes;
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     const Source source = all.shifted(row * range.cols);
     T* target = out + row * range.cols;
-    const Source next = prefetch && row + 1 < range.end ? source.shifted(range.cols) : source;
-    const double sum = squared_norm(source, range.cols, next);
+    const Source next = small && row + 1 < range.end ? source.shifted(range.cols) : source;
+    const double sum = squared_norm<kPrefetch>(source, range.cols, next);
     const float scale = shrink_scale(sum, range.threshold);
     if (scale == 0.0f) {
       // Written, not multiplied: a removed group is exactly +0, whatever its signs were.
@@ -110,9 +112,9 @@ void shrink_rows(Source all, T* out, const GroupRange& range) {
       continue;
     }
     if (std::isfinite(sum)) {
-      multiply<true>(source, target, range.cols, scale, next);
+      multiply<true, kPrefetch>(source, target, range.cols, scale, next);
     } else {
-      multiply<false>(source, target, range.cols, scale, next);
+      multiply<false, kPrefetch>(source, target, range.cols, scale, next);
     }
   }
 }
