@@ -11,6 +11,8 @@
 
 #include "dispatch.h"
 #include "kernels/group_step.h"
+#include "kernels/index_set.h"
+#include "kernels/perturb.h"
 
 namespace py = pybind11;
 
@@ -113,6 +115,87 @@ void bind_moreau_step(const Tensor& delta, const Tensor& grad, float decay, floa
               threshold, matrix);
 }
 
+void bind_perturb(const Tensor& w0, const Tensor& delta, const Tensor& out, float sigma, std::uint64_t seed,
+                  std::uint64_t offset, int threads) {
+  check_same(w0, "w0", delta, "delta");
+  check_same(w0, "w0", out, "out");
+  const GroupMatrix matrix = group_matrix(w0, 0, threads);
+  check_overlap(w0, out, bytes_of(matrix));
+  check_overlap(delta, out, bytes_of(matrix));
+  if (bytes_of(matrix) == 0) return;
+  const py::gil_scoped_release released;
+  perturb(reinterpret_cast<const void*>(w0.address), reinterpret_cast<const void*>(delta.address),
+          reinterpret_cast<void*>(out.address), matrix.rows * matrix.cols, matrix.dtype, {sigma, seed, offset}, threads);
+}
+
+// `index` must outlive the result. Repeated positions are the caller's to exclude; they are safe on one thread only.
+Selection selection(const Tensor& w, int axis, const std::vector<std::int64_t>& index, int threads) {
+  const GroupMatrix matrix = group_matrix(w, axis, threads);
+  const std::int64_t groups = matrix.by_row ? matrix.rows : matrix.cols;
+  for (const std::int64_t k : index) {
+    if (k < 0 || k >= groups) {
+      throw std::invalid_argument("index " + std::to_string(k) + " is out of range, there are " +
+                                  std::to_string(groups) + " groups");
+    }
+  }
+  return {matrix.rows, matrix.cols, matrix.by_row, index.data(), static_cast<std::int64_t>(index.size()),
+          matrix.dtype, threads};
+}
+
+std::vector<std::int64_t> index_of(const Tensor& index) {
+  if (index.shape.size() != 1 || index.dtype != "int64" || (index.shape[0] > 1 && index.strides[0] != 1)) {
+    throw std::invalid_argument("index must be contiguous int64 of one dimension");
+  }
+  const auto* begin = reinterpret_cast<const std::int64_t*>(index.address);
+  return std::vector<std::int64_t>(begin, begin + index.shape[0]);
+}
+
+double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l1, const Tensor* grad, double strength,
+                          int threads) {
+  check_matrix(w, "w");
+  const std::vector<std::int64_t> positions = index_of(index);
+  const Selection selected = selection(w, axis, positions, threads);
+  if (grad != nullptr) {
+    check_same(w, "w", *grad, "grad");
+    const std::int64_t bytes = w.shape[0] * w.shape[1] * bytes_per_element(selected.dtype);
+    if (bytes > 0 && w.address == grad->address) throw std::invalid_argument("grad is w");
+    check_overlap(w, *grad, bytes);
+  }
+  void* const gradient = grad == nullptr ? nullptr : reinterpret_cast<void*>(grad->address);
+  const py::gil_scoped_release released;
+  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, strength, l1, selected);
+}
+
+void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, int threads) {
+  check_matrix(w, "w");
+  check_threshold(threshold);
+  const std::vector<std::int64_t> positions = index_of(index);
+  const Selection selected = selection(w, axis, positions, threads);
+  const py::gil_scoped_release released;
+  group_prox(reinterpret_cast<void*>(w.address), threshold, l1, selected);
+}
+
+void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, int threads) {
+  check_matrix(w, "w");
+  const std::vector<std::int64_t> positions = index_of(index);
+  const Selection selected = selection(w, axis, positions, threads);
+  const py::gil_scoped_release released;
+  shrink(reinterpret_cast<void*>(w.address), factor, selected);
+}
+
+std::vector<double> bind_group_importance(const Tensor& score, const Tensor& w, int axis, int threads) {
+  check_same(score, "score", w, "w");
+  const GroupMatrix matrix = group_matrix(w, axis, threads);
+  std::vector<std::int64_t> every(matrix.by_row ? matrix.rows : matrix.cols);
+  for (std::size_t i = 0; i < every.size(); ++i) every[i] = static_cast<std::int64_t>(i);
+  const Selection selected = selection(w, axis, every, threads);
+  std::vector<double> sums(every.size());
+  const py::gil_scoped_release released;
+  group_importance(reinterpret_cast<const void*>(score.address), reinterpret_cast<const void*>(w.address), sums.data(),
+                   selected);
+  return sums;
+}
+
 std::vector<std::string> names_of(const std::vector<Isa>& isas) {
   std::vector<std::string> names;
   for (Isa isa : isas) names.emplace_back(isa_name(isa));
@@ -143,4 +226,15 @@ PYBIND11_MODULE(_C, module) {
              py::arg("threshold"), py::arg("axis"), py::arg("threads"));
   module.def("moreau_step", &bind_moreau_step, py::arg("delta"), py::arg("grad"), py::arg("decay"),
              py::arg("gamma"), py::arg("threshold"), py::arg("axis"), py::arg("threads"));
+
+  module.def("perturb", &bind_perturb, py::arg("w0"), py::arg("delta"), py::arg("out"), py::arg("sigma"),
+             py::arg("seed"), py::arg("offset"), py::arg("threads"));
+  module.def("group_penalty", &bind_group_penalty, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
+             py::arg("grad").none(true), py::arg("strength"), py::arg("threads"));
+  module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
+             py::arg("threshold"), py::arg("threads"));
+  module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
+             py::arg("threads"));
+  module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),
+             py::arg("threads"));
 }

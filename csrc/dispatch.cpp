@@ -3,12 +3,24 @@
 #include <atomic>
 #include <stdexcept>
 
+#if PYPRUNE_X86
+#include <cpuid.h>
+#endif
+
 namespace pyprune {
 namespace {
 
+#if PYPRUNE_X86
+// Asked of the CPU itself: not every supported compiler knows the name "f16c".
+bool cpu_has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 bool cpu_has_avx2() {
 #if PYPRUNE_X86
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
 #else
   return false;
 #endif

@@ -4,6 +4,8 @@
 
 #include "dispatch.h"
 #include "kernels/parallel.h"
+#include "kernels/simd.h"
+#include "kernels/with_storage.h"
 
 namespace pyprune {
 namespace {
@@ -56,22 +58,24 @@ void over_groups(const GroupMatrix& matrix, double threshold, bool by_row, const
   });
 }
 
-// Calls call(T{}) for the storage type T of dtype.
-template <class Call>
-void with_storage(DType dtype, const Call& call) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return call(float{});
-    case DType::kBFloat16:
-      return call(BFloat16{});
-    case DType::kFloat16:
-      return call(Float16{});
+}  // namespace
+
+namespace {
+
+// Rows of one element are the columns of a single row, which fill whole registers.
+GroupMatrix widened(GroupMatrix matrix) {
+  if (matrix.by_row && matrix.cols == 1) {
+    matrix.cols = matrix.rows;
+    matrix.rows = 1;
+    matrix.by_row = false;
   }
+  return matrix;
 }
 
 }  // namespace
 
-void group_soft_threshold(const void* x, void* out, double threshold, const GroupMatrix& matrix) {
+void group_soft_threshold(const void* x, void* out, double threshold, const GroupMatrix& given) {
+  const GroupMatrix matrix = widened(given);
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().soft_threshold;
@@ -82,7 +86,8 @@ void group_soft_threshold(const void* x, void* out, double threshold, const Grou
 }
 
 void moreau_step(void* delta, const void* grad, float decay, float gamma, double threshold,
-                 const GroupMatrix& matrix) {
+                 const GroupMatrix& given) {
+  const GroupMatrix matrix = widened(given);
   // Without a threshold there are no groups, and rows are the better way to share the work.
   const bool by_row = matrix.by_row || threshold == 0;
   with_storage(matrix.dtype, [&](auto tag) {

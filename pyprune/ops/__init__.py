@@ -11,6 +11,7 @@ from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend
 from pyprune.ops.group_penalty import group_penalty
 from pyprune.ops.group_soft_threshold import group_soft_threshold
 from pyprune.ops.moreau_step import moreau_step
+from pyprune.ops.perturb import perturb
 from pyprune.ops.residual_diff_norm import residual_diff_norm
 from pyprune.ops.shrink import shrink
 from pyprune.ops.soft_threshold import soft_threshold
@@ -23,6 +24,7 @@ __all__ = [
     "group_penalty",
     "group_soft_threshold",
     "moreau_step",
+    "perturb",
     "residual_diff_norm",
     "shrink",
     "soft_threshold",

@@ -1,0 +1,35 @@
+// What DReSS does to a selected set of rows or columns: the penalty with its gradient, its proximal steps and the
+// multiplicative shrink. The definitions are the reference.py files of group_penalty, group_prox and shrink.
+#pragma once
+
+#include <cstdint>
+
+#include "storage.h"
+
+namespace pyprune {
+
+// The rows or columns of a rows x cols row-major matrix that `index` names, each at most once.
+struct Selection {
+  std::int64_t rows;
+  std::int64_t cols;
+  bool by_row;
+  const std::int64_t* index;
+  std::int64_t count;
+  DType dtype;
+  int threads;
+};
+
+// Returns the sum over the selected groups of their l2 norm, or with l1 of their absolute values. If grad is not null,
+// adds strength times the gradient of that to it. w and grad: disjoint, of one shape and dtype.
+double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection);
+
+// The proximal step of threshold times the same sum, in place.
+void group_prox(void* w, double threshold, bool l1, const Selection& selection);
+
+// w *= factor on the selection; a factor of 0 writes +0.
+void shrink(void* w, float factor, const Selection& selection);
+
+// sums[k] = sum over the elements of row or column k of |score * w|, for all rows or all columns of the matrix.
+void group_importance(const void* score, const void* w, double* sums, const Selection& matrix);
+
+}  // namespace pyprune

@@ -1,0 +1,13 @@
+// What simd-inl.h needs from the platform. Included by an op's .cpp before foreach_target.h.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "dispatch.h"
+#include "kernels/storage.h"
+
+#if PYPRUNE_X86
+#include <immintrin.h>
+#endif
