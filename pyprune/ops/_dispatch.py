@@ -98,6 +98,8 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
     refusals: list[str] = []
     for backend in PREFERENCE:
         reason = _refusal(checks, backend)
+        if backend == "triton" and reason is None and interpreting():
+            reason = f"its interpreter is for tests and runs only with {ENVIRONMENT_VARIABLE}=triton"
         if reason is None:
             _log_once(op, backend, "; ".join(refusals))
             return backend
