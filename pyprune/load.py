@@ -324,7 +324,7 @@ def save_checkpoint(
         _save_weights(model, temporary, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _write_record(temporary, PruningRecord(plan, facts))
+        write_record(temporary, PruningRecord(plan, facts))
     return Path(out)
 
 
@@ -346,9 +346,18 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_record(folder: Path, record: PruningRecord) -> None:
+def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str] | None = None) -> None:
+    """Write the model card and ``pruning.json`` of a folder whose other files are complete.
+
+    Args:
+        folder: the checkpoint.
+        record: plan and provenance.
+        digests: file name -> SHA-256 of files that need not be read again.
+    """
+    known = digests or {}
     (folder / "README.md").write_text(model_card(record), encoding="utf-8")
-    files = {p.name: _file_digest(p) for p in sorted(folder.iterdir()) if p.name != RECORD_NAME}
+    names = sorted(p.name for p in folder.iterdir() if p.name != RECORD_NAME)
+    files = {name: known.get(name) or _file_digest(folder / name) for name in names}
     (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 
 
