@@ -122,7 +122,8 @@ def cases(rows: int, cols: int, device: torch.device) -> list[Case]:
             # gamma tiny, so that hundreds of steps leave x where it is
             call = on_backend(implementation, moreau_step, x, gradient, 1e-9, 1.0, 1.0, axis)
             result.append(Case("moreau_step", name, axis, implementation, call))
-        result += adamw_cases(name, x, kernels)
+        if dtype != torch.float16:  # AdamW keeps bfloat16 weights by stochastic rounding; float16 is not trained in
+            result += adamw_cases(name, x, kernels)
         result += layer_cases(name, x, kernels)
     return sorted(result, key=lambda case: case.op)
 
