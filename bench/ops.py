@@ -3,9 +3,11 @@
     python bench/ops.py [--rows 4096] [--cols 11008] [--repeats 9]
 
 The ceiling of an op is an in-place probe over arrays of the same size with the same read and write streams and
-almost no arithmetic: ``y.mul_(1)`` for the group soft-threshold, ``y.add_(g)`` for the Moreau step. Implementations
-are interleaved, every sample is appended to bench/results/ops.jsonl, and the table shows medians with their median
-absolute deviation. A result that disagrees with the reference is not timed.
+almost no arithmetic: ``y.mul_(1)`` for the group soft-threshold, ``y.add_(g)`` for the Moreau step, both and
+``y.mul_(1)`` once more for AdamW (weight and gradient, then each moment), two copies for the residual-difference norm,
+which reads both inputs twice and writes both gradients, and a copy of what is read for the gather and the LayerNorm.
+Implementations are interleaved, every sample is appended to bench/results/ops.jsonl, and the table shows medians with
+their median absolute deviation. A result that disagrees with the reference is not timed.
 """
 
 from __future__ import annotations
@@ -27,8 +29,16 @@ from pathlib import Path
 
 import torch
 
-from pyprune.ops import available_isas, group_soft_threshold, moreau_step
+from pyprune.ops import (
+    available_isas,
+    group_soft_threshold,
+    layer_norm_virtual,
+    moreau_step,
+    residual_diff_norm,
+    slice_gather,
+)
 from pyprune.ops.group_soft_threshold import reference
+from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "ops.jsonl"
@@ -112,7 +122,87 @@ def cases(rows: int, cols: int, device: torch.device) -> list[Case]:
             # gamma tiny, so that hundreds of steps leave x where it is
             call = on_backend(implementation, moreau_step, x, gradient, 1e-9, 1.0, 1.0, axis)
             result.append(Case("moreau_step", name, axis, implementation, call))
+        if dtype != torch.float16:  # AdamW keeps bfloat16 weights by stochastic rounding; float16 is not trained in
+            result += adamw_cases(name, x, kernels)
+        result += layer_cases(name, x, kernels)
     return sorted(result, key=lambda case: case.op)
+
+
+def adamw_cases(name: str, x: torch.Tensor, kernels: list[str]) -> list[Case]:
+    """AdamW alone and with the l2 penalty of a quarter of the columns (fused, and beside torch's fused AdamW)."""
+    op, hyper = "regularised_adamw", Hyper(lr=1e-9)
+    gradient = torch.full_like(x, 1e-3)
+    selected = torch.arange(x.shape[1] * 3 // 4, x.shape[1], device=x.device)
+    probes = [x.clone(), *(torch.ones_like(x, dtype=torch.float32) for _ in range(2))]
+
+    def ceiling() -> None:
+        probes[0].add_(gradient)
+        probes[1].mul_(1.0)
+        probes[2].mul_(1.0)
+
+    result = [Case(op, name, 0, CEILING, ceiling)]
+    for kernel in kernels:
+        for what, penalty, quantised in (
+            ("", None, False),
+            (" + l2 subgradient", Penalty(selected, 1, "l2", 1e-3), False),
+            (" + l2 prox", Penalty(selected, 1, "l2", 1e-3, "prox"), False),
+            (" + l1 prox", Penalty(selected, 1, "l1", 1e-3, "prox"), False),
+            (", 8-bit moments", None, True),
+        ):
+            weight = x.clone()
+            moments = Moments.zeros(weight, quantised=quantised)
+            options = {"steps": 100, "penalties": [penalty], "stochastic": True}
+            call = on_backend(kernel, regularised_adamw, [weight], [gradient], [moments], hyper, **options)
+            result.append(Case(op, name, 1, kernel + what, call))
+    parameter = torch.nn.Parameter(x.clone())
+    parameter.grad = gradient
+    theirs = torch.optim.AdamW([parameter], lr=1e-9, fused=True)
+    plain = torch.optim.AdamW([parameter], lr=1e-9, foreach=False)
+
+    def penalised(optimizer: torch.optim.Optimizer) -> None:
+        parameter.grad = gradient.clone()
+        norms = torch.linalg.vector_norm(parameter.index_select(1, selected), dim=0, dtype=torch.float32)
+        (1e-3 * norms.sum()).backward()
+        optimizer.step()
+
+    result.append(Case(op, name, 1, "torch fused", theirs.step))
+    result.append(Case(op, name, 1, "eager l2 + torch fused", partial(penalised, theirs)))
+    result.append(Case(op, name, 1, "eager l2 + torch eager", partial(penalised, plain)))
+    return result
+
+
+def layer_cases(name: str, x: torch.Tensor, kernels: list[str]) -> list[Case]:
+    """The ops on whole activations and weights: residual-difference norm, gather, LayerNorm."""
+    rows, cols = x.shape
+    other, target = x * 1.01, torch.empty_like(x)
+    pair = [x.clone().requires_grad_(), other.clone().requires_grad_()]
+    kept = torch.tensor([i for i in range(cols) if i % 4 != 1], device=x.device)
+    kept_rows = torch.arange(rows * 3 // 4, device=x.device)
+    weight, bias = torch.ones(cols, device=x.device, dtype=x.dtype), torch.zeros(cols, device=x.device, dtype=x.dtype)
+
+    def difference() -> None:
+        torch.autograd.grad(residual_diff_norm(pair[0], pair[1], "l2"), pair)
+
+    def twice() -> None:
+        target.copy_(x)
+        target.copy_(other)
+
+    result = [
+        Case("residual_diff_norm", name, 0, CEILING, twice),
+        Case("slice_gather", name, 0, CEILING, partial(target.copy_, x)),
+        Case("layer_norm_virtual", name, 0, CEILING, partial(target.copy_, x)),
+    ]
+    for kernel in (*kernels, "python"):
+        result += [
+            Case("residual_diff_norm", name, 0, kernel, on_backend(kernel, difference)),
+            Case("slice_gather", name, 1, f"{kernel}, scattered", on_backend(kernel, slice_gather, x, None, kept, 0.5)),
+            Case("slice_gather", name, 0, f"{kernel}, first rows", on_backend(kernel, slice_gather, x, kept_rows)),
+            Case(
+                "layer_norm_virtual", name, 0, kernel,
+                on_backend(kernel, layer_norm_virtual, x, weight, bias, cols + 64),
+            ),
+        ]  # fmt: skip
+    return result
 
 
 def measure(all_cases: list[Case], repeats: int, device: torch.device) -> None:

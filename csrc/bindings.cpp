@@ -5,14 +5,19 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "dispatch.h"
+#include "kernels/adamw.h"
+#include "kernels/diff_norm.h"
 #include "kernels/group_step.h"
 #include "kernels/index_set.h"
 #include "kernels/perturb.h"
+#include "kernels/layer_norm.h"
+#include "kernels/slice_gather.h"
 
 namespace py = pybind11;
 
@@ -196,6 +201,227 @@ std::vector<double> bind_group_importance(const Tensor& score, const Tensor& w, 
   return sums;
 }
 
+// The memory of a contiguous tensor with this dtype, `count` elements; null when there are none.
+void* memory(const Tensor& tensor, const char* name, const char* dtype, std::int64_t count) {
+  std::int64_t elements = 1, expected = 1;
+  bool contiguous = tensor.shape.size() == tensor.strides.size();
+  for (std::int64_t size : tensor.shape) elements *= size;
+  for (std::size_t d = tensor.shape.size(); contiguous && elements > 0 && d-- > 0; expected *= tensor.shape[d]) {
+    contiguous = tensor.shape[d] == 1 || tensor.strides[d] == expected;
+  }
+  if (!contiguous || tensor.dtype != dtype || elements != count || (count > 0 && tensor.address == 0)) {
+    throw std::invalid_argument(std::string(name) + " must be contiguous " + dtype + " with " + std::to_string(count) +
+                                " elements; it is " + tensor.dtype + " of shape " + text(tensor.shape) +
+                                " and strides " + text(tensor.strides));
+  }
+  return reinterpret_cast<void*>(tensor.address);
+}
+
+AdamPenalty parse_penalty(const std::string& name) {
+  if (name == "none") return AdamPenalty::kNone;
+  if (name == "l1-subgradient") return AdamPenalty::kL1Gradient;
+  if (name == "l2-subgradient") return AdamPenalty::kL2Gradient;
+  if (name == "l1-adam-prox") return AdamPenalty::kL1AdamProx;
+  if (name == "l1-prox") return AdamPenalty::kL1Prox;
+  if (name == "l2-prox") return AdamPenalty::kL2Prox;
+  throw std::invalid_argument("unknown penalty " + name);
+}
+
+struct BoundAdamTensor {
+  AdamTensor tensor;
+  std::string dtype;
+  bool quantised;
+};
+
+// state: first, second, and for coded moments their scales. scalars: decay, rate1, beta2, rate2, step_size,
+// root_correction, eps, gradient_scale.
+BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, const std::vector<Tensor>& state,
+                                 const std::vector<float>& scalars, std::uint32_t step, std::uint32_t stream,
+                                 const std::string& penalty, const Tensor& index, bool by_row, double strength,
+                                 float offset) {
+  check_same(weight, "weight", gradient, "gradient");
+  if ((state.size() != 2 && state.size() != 4) || scalars.size() != 8) {
+    throw std::invalid_argument("state must hold 2 or 4 tensors and scalars 8 numbers");
+  }
+  const bool quantised = state.size() == 4;
+  const std::int64_t rows = weight.shape[0], cols = weight.shape[1], count = rows * cols;
+  const std::int64_t blocks = (count + kAdamBlock - 1) / kAdamBlock;
+  const char* moments = quantised ? "uint8" : "float32";
+  AdamTensor t{};
+  t.weight = reinterpret_cast<void*>(weight.address);
+  t.gradient = reinterpret_cast<const void*>(gradient.address);
+  t.first = memory(state[0], "the first moment", moments, count);
+  t.second = memory(state[1], "the second moment", moments, count);
+  if (quantised) {
+    t.first_scale = static_cast<float*>(memory(state[2], "the first moment's scales", "float32", blocks));
+    t.second_scale = static_cast<float*>(memory(state[3], "the second moment's scales", "float32", blocks));
+  }
+  t.rows = rows;
+  t.cols = cols;
+  t.penalty = parse_penalty(penalty);
+  t.by_row = by_row;
+  t.index_count = index.shape.size() == 1 ? index.shape[0] : -1;
+  t.index = static_cast<const std::int64_t*>(memory(index, "index", "int64", t.index_count));
+  for (std::int64_t i = 0; i < t.index_count; ++i) {
+    if (t.index[i] < 0 || t.index[i] >= (by_row ? rows : cols)) throw std::invalid_argument("index is out of range");
+  }
+  check_threshold(strength);
+  t.strength = strength;
+  t.offset = offset;
+  float* targets[8] = {&t.decay,     &t.rate1, &t.beta2,          &t.rate2,
+                       &t.step_size, &t.root_correction, &t.eps, &t.gradient_scale};
+  for (int i = 0; i < 8; ++i) *targets[i] = scalars[static_cast<std::size_t>(i)];
+  t.step = step;
+  t.stream = stream;
+  check_overlap(weight, gradient, static_cast<std::uintptr_t>(count * bytes_per_element(parse_dtype(weight.dtype))));
+  if (count > 0 && weight.address == gradient.address) throw std::invalid_argument("weight and gradient are one");
+  return {t, weight.dtype, quantised};
+}
+
+void bind_regularised_adamw(const std::vector<BoundAdamTensor>& bound, std::uint64_t seed, bool stochastic,
+                            int threads) {
+  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
+  if (bound.empty()) return;
+  std::vector<AdamTensor> tensors;
+  for (const BoundAdamTensor& one : bound) {
+    if (one.dtype != bound[0].dtype || one.quantised != bound[0].quantised) {
+      throw std::invalid_argument("the tensors of one call must agree in dtype and in how their moments are stored");
+    }
+    tensors.push_back(one.tensor);
+  }
+  const DType dtype = parse_dtype(bound[0].dtype);
+  const AdamOptions options{dtype, bound[0].quantised, stochastic && dtype == DType::kBFloat16, seed, threads};
+  const py::gil_scoped_release released;
+  regularised_adamw(tensors, options);
+}
+
+void check_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
+}
+
+DiffShape diff_shape(const Tensor& x_in, const Tensor& x_out, const std::string& kind, int threads) {
+  check_same(x_in, "x_in", x_out, "x_out");
+  check_threads(threads);
+  if (kind != "l1" && kind != "l2") throw std::invalid_argument("kind is " + kind + ", must be l1 or l2");
+  return {x_in.shape[0], x_in.shape[1], kind == "l1", parse_dtype(x_in.dtype), threads};
+}
+
+double bind_diff_norm(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, const std::string& kind,
+                      int threads) {
+  const DiffShape shape = diff_shape(x_in, x_out, kind, threads);
+  float* target = static_cast<float*>(memory(norms, "norms", "float32", shape.rows));
+  const py::gil_scoped_release released;
+  return diff_norm(reinterpret_cast<const void*>(x_in.address), reinterpret_cast<const void*>(x_out.address), target,
+                   shape);
+}
+
+void bind_diff_norm_gradient(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, double scale,
+                             const std::string& kind, const std::optional<Tensor>& grad_in,
+                             const std::optional<Tensor>& grad_out, int threads) {
+  const DiffShape shape = diff_shape(x_in, x_out, kind, threads);
+  const float* source = static_cast<const float*>(memory(norms, "norms", "float32", shape.rows));
+  const auto target = [&](const std::optional<Tensor>& tensor, const char* name) -> void* {
+    if (!tensor) return nullptr;
+    check_same(x_in, "x_in", *tensor, name);
+    return reinterpret_cast<void*>(tensor->address);
+  };
+  void *in = target(grad_in, "grad_in"), *out = target(grad_out, "grad_out");
+  if (in == nullptr && out == nullptr) return;
+  const py::gil_scoped_release released;
+  diff_norm_gradient(reinterpret_cast<const void*>(x_in.address), reinterpret_cast<const void*>(x_out.address),
+                     source, scale, in, out, shape);
+}
+
+NormShape norm_shape(const Tensor& x, std::int64_t norm_size, int threads) {
+  check_matrix(x, "x");
+  check_threads(threads);
+  if (norm_size < x.shape[1] || norm_size < 1) {
+    throw std::invalid_argument("norm_size is " + std::to_string(norm_size) + ", less than the stored channels");
+  }
+  return {x.shape[0], x.shape[1], norm_size, parse_dtype(x.dtype), threads};
+}
+
+void* optional_vector(const std::optional<Tensor>& tensor, const char* name, const Tensor& x) {
+  return tensor ? memory(*tensor, name, x.dtype.c_str(), x.shape[1]) : nullptr;
+}
+
+void bind_layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, float eps,
+                     std::int64_t norm_size, const Tensor& out, const Tensor& mean, const Tensor& rstd, int threads) {
+  const NormShape shape = norm_shape(x, norm_size, threads);
+  check_same(x, "x", out, "out");
+  const void *scale = optional_vector(weight, "weight", x), *shift = optional_vector(bias, "bias", x);
+  float* means = static_cast<float*>(memory(mean, "mean", "float32", shape.rows));
+  float* rstds = static_cast<float*>(memory(rstd, "rstd", "float32", shape.rows));
+  const py::gil_scoped_release released;
+  layer_norm(reinterpret_cast<const void*>(x.address), scale, shift, eps, reinterpret_cast<void*>(out.address), means,
+             rstds, shape);
+}
+
+void bind_layer_norm_gradient(const Tensor& grad, const Tensor& x, const Tensor& weight, std::int64_t norm_size,
+                              const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& grad_x,
+                              const std::optional<Tensor>& grad_weight, const std::optional<Tensor>& grad_bias,
+                              int threads) {
+  const NormShape shape = norm_shape(x, norm_size, threads);
+  check_same(x, "x", grad, "grad");
+  if (grad_x) check_same(x, "x", *grad_x, "grad_x");
+  const void* scale = optional_vector(weight, "weight", x);
+  void *to_weight = optional_vector(grad_weight, "grad_weight", x), *to_bias = optional_vector(grad_bias, "grad_bias", x);
+  const float* means = static_cast<const float*>(memory(mean, "mean", "float32", shape.rows));
+  const float* rstds = static_cast<const float*>(memory(rstd, "rstd", "float32", shape.rows));
+  const py::gil_scoped_release released;
+  layer_norm_gradient(reinterpret_cast<const void*>(grad.address), reinterpret_cast<const void*>(x.address), scale,
+                      means, rstds, grad_x ? reinterpret_cast<void*>(grad_x->address) : nullptr, to_weight, to_bias,
+                      shape);
+}
+
+// The positions of an index, checked; `count` is set to how many there are.
+const std::int64_t* positions(const std::optional<Tensor>& index, const char* name, std::int64_t size,
+                              std::int64_t* count) {
+  if (!index) {
+    *count = size;
+    return nullptr;
+  }
+  *count = index->shape.size() == 1 ? index->shape[0] : -1;
+  const auto* values = static_cast<const std::int64_t*>(memory(*index, name, "int64", *count));
+  for (std::int64_t i = 0; i < *count; ++i) {
+    if (values[i] < 0 || values[i] >= size) throw std::invalid_argument(std::string(name) + " is out of range");
+  }
+  return values;
+}
+
+// Elements are bits: uint8, int16, int32 or int64, whatever the tensor's own dtype is; or, with a scale, floats.
+void bind_slice_gather(const Tensor& w, const Tensor& out, const std::optional<Tensor>& rows,
+                       const std::optional<Tensor>& columns, std::optional<float> scale, float offset, int threads) {
+  check_threads(threads);
+  check_matrix(out, "out");
+  if (w.shape.size() != 2 || w.strides.size() != 2 || w.shape[0] < 0 || w.shape[1] < 0) {
+    throw std::invalid_argument("w must have 2 dimensions, not shape " + text(w.shape));
+  }
+  if ((w.shape[1] > 1 && w.strides[1] != 1) || w.strides[0] < 0) {
+    throw std::invalid_argument("w must have neighbouring columns; its strides are " + text(w.strides));
+  }
+  Gather gather{};
+  gather.rows = positions(rows, "rows", w.shape[0], &gather.row_count);
+  gather.cols = positions(columns, "columns", w.shape[1], &gather.col_count);
+  gather.row_stride = w.strides[0];
+  gather.threads = threads;
+  if (out.shape[0] != gather.row_count || out.shape[1] != gather.col_count || out.dtype != w.dtype) {
+    throw std::invalid_argument("out is " + out.dtype + " of shape " + text(out.shape) + ", which does not fit");
+  }
+  if (gather.row_count * gather.col_count == 0) return;
+  const void* from = reinterpret_cast<const void*>(w.address);
+  void* to = reinterpret_cast<void*>(out.address);
+  if (scale) {
+    const DType dtype = parse_dtype(w.dtype);
+    const py::gil_scoped_release released;
+    return slice_gather_scaled(from, to, dtype, *scale, offset, gather);
+  }
+  const int bytes = w.dtype == "uint8" ? 1 : w.dtype == "int16" ? 2 : w.dtype == "int32" ? 4 : 8;
+  if (bytes == 8 && w.dtype != "int64") throw std::invalid_argument("w is " + w.dtype + "; pass its bits as integers");
+  const py::gil_scoped_release released;
+  slice_gather(from, to, bytes, gather);
+}
+
 std::vector<std::string> names_of(const std::vector<Isa>& isas) {
   std::vector<std::string> names;
   for (Isa isa : isas) names.emplace_back(isa_name(isa));
@@ -237,4 +463,23 @@ PYBIND11_MODULE(_C, module) {
              py::arg("threads"));
   module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),
              py::arg("threads"));
+  py::class_<BoundAdamTensor>(module, "AdamTensor", "One weight of regularised_adamw with everything that it needs.")
+      .def(py::init(&bind_adam_tensor), py::arg("weight"), py::arg("gradient"), py::arg("state"), py::arg("scalars"),
+           py::arg("step"), py::arg("stream"), py::arg("penalty"), py::arg("index"), py::arg("by_row"),
+           py::arg("strength"), py::arg("offset"));
+  module.def("regularised_adamw", &bind_regularised_adamw, py::arg("tensors"), py::arg("seed"),
+             py::arg("stochastic"), py::arg("threads"));
+  module.def("residual_diff_norm", &bind_diff_norm, py::arg("x_in"), py::arg("x_out"), py::arg("norms"),
+             py::arg("kind"), py::arg("threads"));
+  module.def("residual_diff_norm_gradient", &bind_diff_norm_gradient, py::arg("x_in"), py::arg("x_out"),
+             py::arg("norms"), py::arg("scale"), py::arg("kind"), py::arg("grad_in"), py::arg("grad_out"),
+             py::arg("threads"));
+  module.def("layer_norm_virtual", &bind_layer_norm, py::arg("x"), py::arg("weight"), py::arg("bias"),
+             py::arg("eps"), py::arg("norm_size"), py::arg("out"), py::arg("mean"), py::arg("rstd"),
+             py::arg("threads"));
+  module.def("layer_norm_virtual_gradient", &bind_layer_norm_gradient, py::arg("grad"), py::arg("x"),
+             py::arg("weight"), py::arg("norm_size"), py::arg("mean"), py::arg("rstd"), py::arg("grad_x"),
+             py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"));
+  module.def("slice_gather", &bind_slice_gather, py::arg("w"), py::arg("out"), py::arg("rows"), py::arg("columns"),
+             py::arg("scale"), py::arg("offset"), py::arg("threads"));
 }

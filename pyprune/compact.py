@@ -1,29 +1,34 @@
 """The only code that cuts: a dense model and a plan become a physically smaller model.
 
-``compact_tensor`` says what one tensor becomes; ``compact_`` applies it to a model in memory. The hidden
-axis is exact because the residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon:
-writers and the embedding times s, norms of the stream times 1/s, the final norm once more times 1/s when
-the head is tied to the scaled embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over
-d channels whose removed ones are zero.
+``compact_tensor`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
+``compact_checkpoint`` to a checkpoint on disk, one tensor at a time. The hidden axis is exact because the
+residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the embedding times
+s, norms of the stream times 1/s, the final norm once more times 1/s when the head is tied to the scaled
+embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over d channels whose removed ones are
+zero.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from pyprune.families import Family, Row, StockTarget, check_plan, count_parameters, family_for
+from pyprune.errors import CheckpointError
+from pyprune.families import Family, Row, StockTarget, check_plan, count_parameters, family_for, shapes_after
 from pyprune.families.base import block_is_skipped, kept_indices
-from pyprune.mask import gauge_
+from pyprune.mask import gauge_, gauged
+from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.tensor_files import Entry, TensorFiles, write_shards
 
 PER_LAYER_LISTS = ("layer_types",)
 """Config fields with one entry a layer; they are sliced together with the layers."""
@@ -106,6 +111,150 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     )
 
 
+def compact_checkpoint(
+    folder: str | Path,
+    plan: PrunePlan,
+    out: str | Path,
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> CompactReport:
+    """Cut a checkpoint on disk to the plan and write the result as another, one tensor in memory at a time.
+
+    The written tensors equal bit for bit those of loading the checkpoint in its own dtype, :func:`compact_` and
+    saving. A model far larger than memory needs room for its largest tensor only.
+
+    Args:
+        folder: a dense checkpoint of a known family, safetensors in one file or in shards.
+        plan: what stays.
+        out: the folder to create; it appears complete or not at all, with ``pruning.json``.
+        provenance: plain JSON data for the record.
+        overwrite: replace an existing ``out``.
+        max_shard_bytes: size at which the output is split into shards.
+
+    Raises:
+        CheckpointError: no safetensors, damaged files, or tensors missing from or foreign to the model.
+        PlanError: the plan is inconsistent or was made for another model.
+        UnsupportedModelError: unknown model type, variant or parameter.
+        OutputError: ``out`` exists or cannot be written.
+    """
+    from pyprune.load import PruningRecord, atomic_folder, load_tokenizer, write_record
+
+    source = TensorFiles(Path(folder))
+    config = AutoConfig.from_pretrained(folder)
+    family = family_for(config)
+    check_plan(plan, family, config)
+    target = choose_target(family, config, plan)
+    names = _dense_names(source, family, config)
+    entries = _planned_entries(source, names, family, plan, target)
+    model = _described_model(target, source, entries, folder)
+    dense = sum(math.prod(source.shape(name)) for name in names)
+    report = CompactReport(
+        dense_parameters=dense,
+        parameters=sum(math.prod(e.shape) for e in entries),
+        architecture=type(model).__name__,
+        stock=target.stock is not None,
+        reasons=() if target.stock else target.reasons,
+    )
+    facts = {
+        "source": str(folder),
+        **(provenance or {}),
+        "dense_parameters": dense,
+        "parameters": report.parameters,
+        "architecture": report.architecture,
+        "dtype": str(model.config.dtype).removeprefix("torch."),
+    }
+    tensors = _streamed_tensors(source, names, family, config, plan, target)
+    tokenizer = load_tokenizer(folder)
+    with atomic_folder(out, overwrite=overwrite) as temporary:
+        digests = write_shards(temporary, entries, tensors, max_shard_bytes)
+        model.config.save_pretrained(temporary)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        write_record(temporary, PruningRecord(plan, facts), digests)
+    return report
+
+
+def _dense_names(source: TensorFiles, family: Family, config: PretrainedConfig) -> dict[str, str]:
+    """Name in the checkpoint -> parameter name, without what Transformers does not load as a parameter."""
+    names: dict[str, str] = {}
+    for name in source.names():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        # Some checkpoints hold the decoder without the causal LM around it.
+        known = [n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)]
+        dense = known[0] if known else name
+        if family.match(dense)[0].role == "head" and config.tie_word_embeddings:
+            continue
+        names[name] = dense
+    return names
+
+
+def _planned_entries(
+    source: TensorFiles, names: Mapping[str, str], family: Family, plan: PrunePlan, target: Target
+) -> list[Entry]:
+    """Every tensor of the output, in the order in which they are made."""
+    shapes = shapes_after(family, {dense: source.shape(name) for name, dense in names.items()}, plan)
+    position = {layer.index: str(i) for i, layer in enumerate(plan.layers)}
+    entries = []
+    for name, dense in names.items():
+        if dense in shapes:
+            row, index = family.match(dense)
+            new = dense if index is None else row.pattern.replace("{i}", position[index])
+            entries.append(Entry(new, source.dtype(name), shapes[dense]))
+    zeros = zero_biases(target, plan, dtype=entries[0].dtype) if entries else ()
+    return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
+
+
+def _described_model(
+    target: Target, source: TensorFiles, entries: Sequence[Entry], folder: str | Path
+) -> PreTrainedModel:
+    """The compacted model without memory behind it, checked against what will be written."""
+    config = copy.deepcopy(target.config)
+    config.dtype = next((e.dtype for e in entries), torch.float32)
+    with no_init_weights(), torch.device("meta"):
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+    model.tie_weights()
+    model.config.architectures = [type(model).__name__]
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {e.name: e.shape for e in entries}
+    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if wrong:
+        raise CheckpointError(
+            f"The tensors of {source.folder} do not fit its config.json; missing, foreign or of another shape: "
+            f"{', '.join(wrong[:3])}. The checkpoint is incomplete or its config.json was changed."
+        )
+    return model
+
+
+def _streamed_tensors(
+    source: TensorFiles,
+    names: Mapping[str, str],
+    family: Family,
+    config: PretrainedConfig,
+    plan: PrunePlan,
+    target: Target,
+) -> Iterator[tuple[str, Tensor]]:
+    tied = bool(config.tie_word_embeddings)
+    through_gauge = bool(plan.removed_hidden) and family.gauges(config)
+    dtype = None
+    for name, dense in names.items():
+        tensor = source.read(name)
+        if through_gauge:
+            tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
+        result = compact_tensor(dense, tensor, family, plan, tied=tied)
+        del tensor
+        if result is not None:
+            dtype = dtype or result[1].dtype
+            yield result
+    yield from zero_biases(target, plan, dtype=dtype or torch.float32)
+
+
 def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
     """Pick the first stock architecture that can hold the plan, else the pruned one.
 
@@ -130,7 +279,7 @@ def compact_tensor(
 
     Args:
         name: dense parameter name.
-        tensor: its value, any dtype; the scale is applied in float32 and rounded once.
+        tensor: its value, any dtype; the scale is applied in float32 (float64) and rounded once.
         family: of the dense model.
         plan: what stays.
         tied: the head shares the embedding's tensor.
@@ -148,21 +297,10 @@ def compact_tensor(
         if block_is_skipped(row, layer):
             return None
         name = row.pattern.replace("{i}", str(position[index]))
-    for dim, axis in enumerate(row.axes):
-        kept = kept_indices(axis, layer, plan)
-        if kept is not None:
-            tensor = tensor.index_select(dim, torch.as_tensor(kept, device=tensor.device))
-    return name, _rescale(tensor, row, family, plan, tied=tied)
-
-
-def _rescale(tensor: Tensor, row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> Tensor:
+    rows, *columns = (kept_indices(axis, layer, plan) for axis in row.axes)
+    offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
     factor = stream_factor(row, family, plan, tied=tied)
-    if factor == 1.0:
-        return tensor.clone()
-    value = tensor.float()
-    if family.unit_offset_norm and row.is_norm_weight:
-        return ((1 + value) * factor - 1).to(tensor.dtype)
-    return (value * factor).to(tensor.dtype)
+    return name, slice_gather(tensor, rows, columns[0] if columns else None, factor, offset=offset)
 
 
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:

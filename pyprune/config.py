@@ -196,7 +196,8 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimiser: adamw (decoupled weight decay), adam (no decay), or sgd (with momentum 0).
+        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel), adam (no decay),
+            or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
         steps: optimiser steps, at most.
@@ -214,7 +215,7 @@ class TrainConfig(Config):
         seed: of the order of samples and of dropout.
     """
 
-    optimiser: Literal["adamw", "adam", "sgd"] = "adamw"
+    optimiser: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
     learning_rate: float = 2e-5
     weight_decay: float = 0.0
     steps: int = 100

@@ -360,7 +360,7 @@ def save_checkpoint(
         _save_weights(model, temporary, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        _write_record(temporary, PruningRecord(plan, facts))
+        write_record(temporary, PruningRecord(plan, facts))
     return Path(out)
 
 
@@ -403,10 +403,19 @@ def _generation_config_as_it_is(model: PreTrainedModel, folder: Path) -> Iterato
     own.to_json_file(folder / "generation_config.json")
 
 
-def _write_record(folder: Path, record: PruningRecord) -> None:
+def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str] | None = None) -> None:
+    """Write the model card and ``pruning.json`` of a folder whose other files are complete.
+
+    Args:
+        folder: the checkpoint.
+        record: plan and provenance.
+        digests: file name -> SHA-256 of files that need not be read again.
+    """
+    known = digests or {}
     # The card is for people, who may edit it; everything a program reads is checked.
-    inside = sorted(p for p in folder.rglob("*") if p.is_file())
-    files = {p.relative_to(folder).as_posix(): _file_digest(p) for p in inside}
+    inside = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (CARD_NAME, RECORD_NAME))
+    names = [p.relative_to(folder).as_posix() for p in inside]
+    files = {name: known.get(name) or _file_digest(folder / name) for name in names}
     (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
     (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 

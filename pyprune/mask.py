@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import NamedParam, check_plan, family_for, named_axes
+from pyprune.families import NamedParam, Row, check_plan, family_for, named_axes
 from pyprune.families.base import block_is_skipped, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan
 
@@ -95,11 +95,15 @@ def gauge_(model: PreTrainedModel, kept: Sequence[int]) -> None:
             f"{family.model_type!r} (tied head: {model.config.tie_word_embeddings}) has no LayerNorm gauge; "
             "only LayerNorm families with an untied head have one."
         )
-    index = torch.as_tensor(list(kept))
     for param in named_axes(model):
-        dim = param.axis_dim("hidden")
-        if dim is None or param.row.role not in ("embedding", "writer"):
-            continue
-        weight = param.parameter
-        mean = weight.float().index_select(dim, index.to(weight.device)).mean(dim, keepdim=True)
-        weight.copy_(weight.float() - mean)
+        param.parameter.copy_(gauged(param.parameter, param.row, kept))
+
+
+def gauged(weight: torch.Tensor, row: Row, kept: Sequence[int]) -> torch.Tensor:
+    """One tensor in the gauge of :func:`gauge_`, in its own dtype; tensors that write no stream as they are."""
+    dim = row.axis_dim("hidden")
+    if dim is None or row.role not in ("embedding", "writer"):
+        return weight
+    index = torch.as_tensor(list(kept), device=weight.device)
+    mean = weight.float().index_select(dim, index).mean(dim, keepdim=True)
+    return (weight.float() - mean).to(weight.dtype)

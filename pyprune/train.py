@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
+from pyprune.optimizer import RegularisedAdamW
 from pyprune.progress import console
 from pyprune.resume import TrainState, check_same_run, latest_state, load_state, save_state
 
@@ -601,6 +602,8 @@ def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.o
     parameters = [
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]
+    if config.optimiser == "fused_adamw":
+        return RegularisedAdamW(parameters, lr=config.learning_rate, seed=config.seed)
     kinds = {p.device.type for g in groups for p in g.parameters.values()}
     fused = kinds <= {"cpu", "cuda"}
     if config.optimiser == "sgd":

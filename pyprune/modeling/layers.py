@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from pyprune.ops import layer_norm_virtual
+
 
 class VirtualLayerNorm(nn.LayerNorm):
     """LayerNorm over d' stored channels that divides by the original d, the removed channels being zero.
@@ -27,14 +29,8 @@ class VirtualLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., d'] in float32, return [..., d'] in the input's dtype."""
-        x = input.float()
-        mean = x.sum(-1, keepdim=True) / self.norm_size
-        centred = x - mean
-        missing = self.norm_size - x.shape[-1]
-        variance = (centred.square().sum(-1, keepdim=True) + missing * mean.square()) / self.norm_size
-        out = centred * torch.rsqrt(variance + self.eps) * self.weight.float()
         bias = cast(nn.Parameter | None, self.bias)
-        return (out if bias is None else out + bias.float()).to(input.dtype)
+        return layer_norm_virtual(input, self.weight, bias, self.norm_size, self.eps)
 
     @override
     def extra_repr(self) -> str:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report
 from pyprune.ops.group_penalty import group_penalty
 from pyprune.ops.group_soft_threshold import group_soft_threshold
+from pyprune.ops.layer_norm_virtual import layer_norm_virtual
 from pyprune.ops.moreau_step import moreau_step
 from pyprune.ops.perturb import perturb
+from pyprune.ops.regularised_adamw import regularised_adamw
 from pyprune.ops.residual_diff_norm import residual_diff_norm
 from pyprune.ops.shrink import shrink
+from pyprune.ops.slice_gather import slice_gather
 from pyprune.ops.soft_threshold import soft_threshold
 
 __all__ = [
@@ -23,9 +26,12 @@ __all__ = [
     "backend_report",
     "group_penalty",
     "group_soft_threshold",
+    "layer_norm_virtual",
     "moreau_step",
     "perturb",
+    "regularised_adamw",
     "residual_diff_norm",
     "shrink",
+    "slice_gather",
     "soft_threshold",
 ]

@@ -97,9 +97,9 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
         return backend
     refusals: list[str] = []
     for backend in PREFERENCE:
-        # Triton's interpreter is thousands of times slower than torch: it runs when named, never by itself.
-        slow = "it would be interpreted" if backend == "triton" and interpreting() else None
-        reason = slow or _refusal(checks, backend)
+        reason = _refusal(checks, backend)
+        if backend == "triton" and reason is None and interpreting():
+            reason = f"its interpreter is for tests and runs only with {ENVIRONMENT_VARIABLE}=triton"
         if reason is None:
             _log_once(op, backend, "; ".join(refusals))
             return backend

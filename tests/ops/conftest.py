@@ -32,3 +32,13 @@ def backend(request: pytest.FixtureRequest, use_backend: Callable[[str], None]) 
     """Run the test once per backend and instruction set of this machine."""
     use_backend(request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill every tensor that torch.empty makes with NaN (integers: the largest), for ops that make their result."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert torch.isnan(torch.empty(3)).all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -37,6 +37,16 @@ def test_auto_logs_its_reason_once(
     assert messages[0].startswith(f"group_soft_threshold runs on {expected} (not triton: ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_auto_does_not_choose_tritons_interpreter(
+    use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_backend("auto")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    chosen = _dispatch.choose("an_op", {"triton": lambda: None, "cpp": lambda: None})
+    assert chosen == "cpp"
+
+
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYPRUNE_BACKEND", "tritn")
     with pytest.raises(BackendError, match="Did you mean 'triton'"):

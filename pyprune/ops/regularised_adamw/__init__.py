@@ -1,0 +1,250 @@
+"""AdamW whose pass over weight, gradient and moments also handles a group penalty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import cast
+
+import torch
+
+from pyprune.ops._dispatch import (
+    KERNEL_DTYPES,
+    Backend,
+    Check,
+    OpError,
+    as_matrix,
+    checked_axis,
+    checked_index,
+    checked_kind,
+    checked_threshold,
+    choose,
+    extension,
+    no_cpp,
+    no_triton,
+    rounded_scalar,
+    tensor_view,
+    threads,
+)
+from pyprune.ops.regularised_adamw.reference import Hyper, Moments, Penalty, Randomness, Scalars
+from pyprune.ops.regularised_adamw.reference import regularised_adamw as reference
+
+__all__ = ["Hyper", "Moments", "Penalty", "regularised_adamw"]
+
+OP = "regularised_adamw"
+
+
+@torch.no_grad()
+def regularised_adamw(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    moments: Sequence[Moments],
+    hyper: Hyper,
+    *,
+    steps: Sequence[int] | int,
+    penalties: Sequence[Penalty | None] | None = None,
+    gradient_scales: Sequence[float] | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    streams: Sequence[int] | None = None,
+) -> None:
+    """One step of decoupled AdamW (Loshchilov and Hutter, 2019) on many weights, in place.
+
+    For each weight: the penalty's subgradient joins the gradient (``solver="subgradient"``), the moments move, the
+    weight decays and steps as ``torch.optim.AdamW`` does it, and the penalty's proximal map follows
+    (``solver="prox"``). Weight, gradient and moments pass through memory once; the l2 penalties read the selected
+    slices once more for their norms, and the l2 proximal map writes them once more.
+
+    Without a penalty, float32 weights agree with ``torch.optim.AdamW`` to 1e-6 of the largest weight over 20 steps.
+
+    NaN and infinities: an element whose gradient is NaN or infinite becomes NaN itself; others do not, except in the
+    same group of an l2 penalty (NaN only; a group with an infinity has no penalty), and in the same 128 elements of
+    8-bit moments, which become NaN from the next step on.
+
+    Args:
+        weights: float32, bfloat16, float16 or float64, contiguous; all of one dtype and device.
+        gradients: like ``weights``; not changed.
+        moments: one for each weight, float32 or 8-bit (:meth:`Moments.zeros`); all of one kind.
+        hyper: learning rate, betas, eps, weight decay.
+        steps: number of this step for each weight, from 1 (bias correction; also selects the random bits).
+        penalties: one or None for each weight.
+        gradient_scales: a factor on each gradient (for clipping).
+        stochastic: round bfloat16 weights up or down at random with the right mean instead of to nearest. 8-bit
+            moments are always rounded so.
+        seed: key of the random bits, 0 <= seed < 2**64. Equal seeds give equal bits on any backend, instruction set
+            and number of threads.
+        streams: tells weights apart in the random bits; by default their position.
+
+    Raises:
+        OpError: tensors that do not fit each other, or options outside their range.
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    count = len(weights)
+    numbers = [steps] * count if isinstance(steps, int) else list(steps)
+    own_penalties = list(penalties) if penalties is not None else [None] * count
+    scales = list(gradient_scales) if gradient_scales is not None else [1.0] * count
+    own_streams = list(streams) if streams is not None else list(range(count))
+    lengths = {len(x) for x in (weights, gradients, moments, numbers, own_penalties, scales, own_streams)}
+    if len(lengths) != 1:
+        raise OpError(f"there are {count} weights, but other lists have {sorted(lengths - {count})} entries")
+    if not count:
+        return
+    _check_options(hyper, numbers, seed)
+    for weight, gradient, own in zip(weights, gradients, moments, strict=True):
+        _check_tensors(weights[0], weight, gradient, own)
+    checked = [_checked_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
+    randoms = [Randomness(seed, step, stream) for step, stream in zip(numbers, own_streams, strict=True)]
+    stochastic = stochastic and weights[0].dtype == torch.bfloat16
+    checks: dict[Backend, Check] = {
+        "triton": partial(_no_kernel, no_triton, weights, checked),
+        "cpp": partial(_no_kernel, no_cpp, weights, checked),
+    }
+    backend = choose(OP, checks)
+    plain = [w.detach() for w in weights]
+    slopes = [g.detach().contiguous() for g in gradients]
+    if backend == "python":
+        reference(plain, slopes, list(moments), hyper, numbers, checked, scales, randoms, stochastic=stochastic)
+        return
+    run = _run_triton if backend == "triton" else _run_cpp
+    run(plain, slopes, moments, hyper, checked, scales, randoms, stochastic)
+    for weight in weights:
+        torch.autograd.graph.increment_version(weight)
+
+
+def _check_options(hyper: Hyper, steps: Sequence[int], seed: int) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        checked_threshold(getattr(hyper, name), name)
+    for beta in hyper.betas:
+        if not 0 <= beta < 1:
+            raise OpError(f"betas are {hyper.betas}, each must be in [0, 1)")
+    if min(steps) < 1:
+        raise OpError(f"step is {min(steps)}, steps count from 1")
+    if not 0 <= seed < 2**64:
+        raise OpError(f"seed is {seed}, must be in 0 .. 2**64 - 1")
+
+
+def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, moments: Moments) -> None:
+    if weight.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {weight.dtype}")
+    if weight.dtype != like.dtype or weight.device != like.device:
+        raise OpError(f"one weight is {weight.dtype} on {weight.device}, another {like.dtype} on {like.device}")
+    for name in ("shape", "dtype", "device"):
+        if getattr(gradient, name) != getattr(weight, name):
+            raise OpError(f"a gradient has {name} {getattr(gradient, name)}, its weight {getattr(weight, name)}")
+    if not weight.is_contiguous():
+        raise OpError(f"weights must be contiguous, one has strides {weight.stride()}: pass w.contiguous()")
+    expected = Moments.zeros(weight.to("meta"), quantised=moments.quantised)
+    for name in ("first", "second", "first_scale", "second_scale"):
+        own, wanted = getattr(moments, name), getattr(expected, name)
+        if wanted is None and own is None:
+            continue
+        if own is None or wanted is None or own.shape != wanted.shape or own.dtype != wanted.dtype:
+            raise OpError(f"moments.{name} does not fit its weight; make it with Moments.zeros(weight)")
+        if not own.is_contiguous() or own.device != weight.device:
+            raise OpError(f"moments.{name} must be contiguous and on {weight.device}")
+
+
+def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | None:
+    if penalty is None:
+        return None
+    checked_kind(penalty.kind)
+    checked_threshold(penalty.strength, "strength")
+    if penalty.prox_step is not None:
+        checked_threshold(penalty.prox_step, "prox_step")
+    if penalty.solver not in ("subgradient", "prox"):
+        raise OpError(f"solver is {penalty.solver!r}, must be 'subgradient' or 'prox'")
+    if not math.isfinite(penalty.offset):
+        raise OpError(f"offset is {penalty.offset}, must be finite")
+    axis = checked_axis(penalty.axis, weight.dim())
+    index = checked_index(penalty.index, weight.shape[axis], weight)
+    # In order, neighbours are found by the kernels and read together.
+    return replace(penalty, axis=axis, index=index.sort().values)
+
+
+def _no_kernel(
+    check: Callable[..., str | None], weights: Sequence[torch.Tensor], penalties: Sequence[Penalty | None]
+) -> str | None:
+    for weight, penalty in zip(weights, penalties, strict=True):
+        if penalty is not None and as_matrix(tuple(weight.shape), penalty.axis) is None:
+            return f"the kernels take the first or the last axis, not one in the middle of {tuple(weight.shape)}"
+    return check(*weights)
+
+
+def _matrix_of(weight: torch.Tensor, penalty: Penalty | None) -> tuple[int, int, bool]:
+    """(rows, cols, groups are rows)."""
+    if penalty is not None:
+        shape = as_matrix(tuple(weight.shape), penalty.axis)
+        if shape is not None:
+            return shape[0], shape[1], shape[2] == 0
+    return 1, weight.numel(), True
+
+
+def _kind(penalty: Penalty | None) -> str:
+    if penalty is None:
+        return "none"
+    if penalty.in_adam_metric:
+        return "l1-adam-prox"
+    return f"{penalty.kind}-{penalty.solver}"
+
+
+def _strength(penalty: Penalty | None, lr: float, dtype: torch.dtype) -> float:
+    if penalty is None:
+        return 0.0
+    return rounded_scalar(penalty.strength if penalty.solver == "subgradient" else penalty.threshold(lr), dtype)
+
+
+def _run_triton(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    moments: Sequence[Moments],
+    hyper: Hyper,
+    penalties: Sequence[Penalty | None],
+    scales: Sequence[float],
+    randoms: Sequence[Randomness],
+    stochastic: bool,
+) -> None:
+    from pyprune.ops.regularised_adamw import triton as kernels
+
+    for i, weight in enumerate(weights):
+        if not weight.numel():
+            continue
+        rows, cols, by_row = _matrix_of(weight, penalties[i])
+        scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
+        strength = _strength(penalties[i], hyper.lr, weight.dtype)
+        kernels.step_tensor(
+            weight.view(rows, cols), gradients[i].view(rows, cols), moments[i], hyper, scalars, penalties[i],
+            _kind(penalties[i]), by_row, strength, randoms[i], stochastic=stochastic,
+        )  # fmt: skip
+
+
+def _run_cpp(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    moments: Sequence[Moments],
+    hyper: Hyper,
+    penalties: Sequence[Penalty | None],
+    scales: Sequence[float],
+    randoms: Sequence[Randomness],
+    stochastic: bool,
+) -> None:
+    module = cast(ModuleType, extension())
+    nothing = tensor_view(torch.zeros(0, dtype=torch.int64))
+    bound = []
+    for i, weight in enumerate(weights):
+        penalty, own = penalties[i], moments[i]
+        rows, cols, by_row = _matrix_of(weight, penalty)
+        scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
+        state = [own.first, own.second, own.first_scale, own.second_scale]
+        bound.append(
+            module.AdamTensor(
+                tensor_view(weight.view(rows, cols)), tensor_view(gradients[i].view(rows, cols)),
+                [tensor_view(t) for t in state if t is not None], [*vars(scalars).values()],
+                randoms[i].step, randoms[i].stream, _kind(penalty),
+                nothing if penalty is None else tensor_view(penalty.index), by_row,
+                _strength(penalty, hyper.lr, weight.dtype), 0.0 if penalty is None else float(penalty.offset),
+            )
+        )  # fmt: skip
+    module.regularised_adamw(bound, randoms[0].seed, stochastic, threads())

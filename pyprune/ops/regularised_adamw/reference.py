@@ -1,0 +1,336 @@
+"""Definition of AdamW with a fused group penalty, stochastic rounding and 8-bit moments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyprune.ops._dispatch import rounded_scalar
+from pyprune.ops.regularised_adamw.philox import BLOCK, random16
+
+PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND, PURPOSE_PROX = range(4)
+FIRST_BITS, SECOND_BITS = 3, 4
+"""Mantissa bits of the stored moments; the first moment needs one bit for its sign."""
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A group penalty on selected slices of one weight, handled inside the optimiser's pass.
+
+    Attributes:
+        index: the selected positions along ``axis``, each at most once; may be empty.
+        axis: the dimension that ``index`` counts along.
+        kind: "l2" (norm of each slice, not squared) or "l1" (sum of absolute values).
+        strength: lambda, >= 0.
+        solver: "subgradient" adds lambda times the penalty's gradient to the loss's gradient; "prox" applies the
+            proximal map after the step.
+        prox_step: step size of the proximal map. None: the learning rate, for l1 in Adam's diagonal metric
+            (threshold ``lambda * lr / (sqrt(v_hat) + eps)``), for l2 in the Euclidean one.
+        offset: what is penalised is ``w + offset`` (1 for norms that multiply by 1 + w).
+    """
+
+    index: Tensor
+    axis: int
+    kind: Literal["l1", "l2"] = "l2"
+    strength: float = 1e-3
+    solver: Literal["subgradient", "prox"] = "subgradient"
+    prox_step: float | None = None
+    offset: float = 0.0
+
+    def threshold(self, lr: float) -> float:
+        """Threshold of the proximal map (before Adam's metric)."""
+        return self.strength * (lr if self.prox_step is None else self.prox_step)
+
+    @property
+    def in_adam_metric(self) -> bool:
+        """Whether the threshold is divided by each element's ``sqrt(v_hat) + eps``."""
+        return self.solver == "prox" and self.kind == "l1" and self.prox_step is None
+
+
+@dataclass
+class Moments:
+    """Adam's running means of the gradient and of its square, for one weight.
+
+    Attributes:
+        first: like the weight, float32 (float64 for a float64 weight); or uint8 codes.
+        second: likewise; the codes hold its square root.
+        first_scale: float32, one for every 128 elements of the flat weight; None unless coded.
+        second_scale: likewise.
+    """
+
+    first: Tensor
+    second: Tensor
+    first_scale: Tensor | None = None
+    second_scale: Tensor | None = None
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the moments are stored in 8 bits."""
+        return self.first_scale is not None
+
+    @staticmethod
+    def zeros(weight: Tensor, *, quantised: bool = False) -> Moments:
+        """The moments before the first step."""
+        if not quantised:
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            first, second = (torch.zeros(weight.shape, dtype=dtype, device=weight.device) for _ in range(2))
+            return Moments(first, second)
+        codes = [torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device) for _ in range(2)]
+        blocks = -(-weight.numel() // BLOCK)
+        scales = [torch.zeros(blocks, dtype=torch.float32, device=weight.device) for _ in range(2)]
+        return Moments(codes[0], codes[1], scales[0], scales[1])
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The optimiser's options.
+
+    Attributes:
+        lr: learning rate, > 0 or 0.
+        betas: decay of the first and the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay per unit learning rate.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What a step multiplies with, rounded to float32 (unless the weight is float64) for every backend alike."""
+
+    decay: float
+    rate1: float
+    beta2: float
+    rate2: float
+    step_size: float
+    root_correction: float
+    eps: float
+    gradient_scale: float
+
+    @staticmethod
+    def of(hyper: Hyper, step: int, gradient_scale: float, dtype: torch.dtype) -> Scalars:
+        """The scalars of step ``step`` (from 1)."""
+        beta1, beta2 = hyper.betas
+        values = (
+            1 - hyper.lr * hyper.weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            hyper.lr / (1 - beta1**step),
+            1 / math.sqrt(1 - beta2**step),
+            hyper.eps,
+            gradient_scale,
+        )
+        return Scalars(*(rounded_scalar(value, dtype) for value in values))
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Where one tensor's random bits of one step come from: the words of the Philox key and counter."""
+
+    seed: int
+    step: int
+    stream: int
+
+    def bits(self, count: int, purpose: int, device: torch.device) -> Tensor:
+        """16 bits for each of ``count`` elements."""
+        return random16(count, self.seed, purpose, self.step, self.stream, device)
+
+
+def step_tensor(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    hyper: Hyper,
+    scalars: Scalars,
+    penalty: Penalty | None,
+    random: Randomness,
+    *,
+    stochastic: bool,
+) -> None:
+    """One step of one weight, in place: gradient (and penalty), moments, decay and step, proximal map.
+
+    Arithmetic in float32 (float64 for float64 weights); the weight is rounded once, and once more by the l2
+    proximal map, which needs the norms of what the step has written.
+    """
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    w, g = weight.detach().to(wide), gradient.detach().to(wide) * scalars.gradient_scale
+    if penalty is not None and penalty.solver == "subgradient":
+        g = g + _penalty_gradient(w, penalty)
+    m, v = read_moments(moments, wide)
+    m = m + (g - m) * scalars.rate1
+    v = v * scalars.beta2 + g * g * scalars.rate2
+    scale = v.sqrt() * scalars.root_correction + scalars.eps
+    w = w * scalars.decay - scalars.step_size * (m / scale)
+    if penalty is not None and penalty.solver == "prox" and penalty.kind == "l1":
+        w = _l1_prox(w, scale, penalty, hyper.lr)
+    write_moments(moments, m, v, random)
+    _store(weight, w, random, PURPOSE_WEIGHT, stochastic=stochastic)
+    if penalty is not None and penalty.solver == "prox" and penalty.kind == "l2":
+        _store(
+            weight, _l2_prox(weight.detach().to(wide), penalty, hyper.lr), random, PURPOSE_PROX, stochastic=stochastic
+        )
+
+
+def _selected(w: Tensor, penalty: Penalty) -> Tensor:
+    """1 on the selected slices and 0 elsewhere, broadcastable to ``w``."""
+    mask = torch.zeros(w.shape[penalty.axis], dtype=w.dtype, device=w.device)
+    mask[penalty.index] = 1
+    shape = [1] * w.dim()
+    shape[penalty.axis] = -1
+    return mask.view(shape)
+
+
+def _norms(value: Tensor, penalty: Penalty) -> Tensor:
+    others = tuple(d for d in range(value.dim()) if d != penalty.axis)
+    if not others:
+        return value.double().abs()
+    norms: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True, dtype=torch.float64)
+    return norms
+
+
+def _penalty_gradient(w: Tensor, penalty: Penalty) -> Tensor:
+    value = w + penalty.offset
+    strength = rounded_scalar(penalty.strength, w.dtype)
+    if penalty.kind == "l1":
+        return value.sign() * (_selected(w, penalty) * strength)
+    norms = _norms(value, penalty)
+    # The subgradient at an all-zero slice is 0, as is that of a slice with an infinity; a NaN reaches its whole slice.
+    factor = (strength / norms).masked_fill(norms == 0, 0.0).to(w.dtype)
+    factor = torch.where(_selected(w, penalty) > 0, factor, 0.0)
+    return torch.where(factor == 0, 0.0, value * factor)
+
+
+def _l1_prox(w: Tensor, scale: Tensor, penalty: Penalty, lr: float) -> Tensor:
+    threshold = _selected(w, penalty) * rounded_scalar(penalty.threshold(lr), w.dtype)
+    limit = threshold / scale if penalty.in_adam_metric else threshold.expand_as(w)
+    value = w + penalty.offset
+    # Written as a difference to the clamped value, so that what is cut is exactly zero.
+    return torch.where(limit > 0, value - torch.clamp(value, -limit, limit) - penalty.offset, w)
+
+
+def _l2_prox(w: Tensor, penalty: Penalty, lr: float) -> Tensor:
+    threshold = rounded_scalar(penalty.threshold(lr), w.dtype)
+    value = w + penalty.offset
+    norms = _norms(value, penalty)
+    factor = (1 - threshold / norms).to(w.dtype)
+    shrunk = (value * factor).masked_fill(norms <= threshold, 0.0) - penalty.offset
+    return torch.where(_selected(w, penalty) > 0, shrunk, w)
+
+
+def _store(weight: Tensor, value: Tensor, random: Randomness, purpose: int, *, stochastic: bool) -> None:
+    if stochastic and weight.dtype == torch.bfloat16:
+        bits = random.bits(weight.numel(), purpose, weight.device).view(weight.shape)
+        value = round_stochastically(value, bits)
+    weight.detach().copy_(value)
+
+
+def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
+    """float32 to the nearest bfloat16 value below or above it, with probabilities that make the mean exact.
+
+    Args:
+        value: float32.
+        bits: 16 random bits for each element, int64.
+    """
+    raw = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    rounded = ((raw + bits) & 0xFFFF0000).to(torch.int32).view(torch.float32)
+    return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
+
+
+def read_moments(moments: Moments, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The two moments as numbers."""
+    if moments.first_scale is None or moments.second_scale is None:
+        return moments.first.to(wide), moments.second.to(wide)
+    root = _decode(moments.second, moments.second_scale, SECOND_BITS, signed=False)
+    return _decode(moments.first, moments.first_scale, FIRST_BITS, signed=True), root * root
+
+
+def write_moments(moments: Moments, first: Tensor, second: Tensor, random: Randomness) -> None:
+    """Store the two moments, rounded stochastically where they are coded."""
+    if moments.first_scale is None or moments.second_scale is None:
+        moments.first.copy_(first)
+        moments.second.copy_(second)
+        return
+    count, device = first.numel(), first.device
+    bits = random.bits(count, PURPOSE_FIRST, device)
+    _encode(first, moments.first, moments.first_scale, FIRST_BITS, bits, signed=True)
+    bits = random.bits(count, PURPOSE_SECOND, device)
+    _encode(second.sqrt(), moments.second, moments.second_scale, SECOND_BITS, bits, signed=False)
+
+
+def _top_code(mantissa: int, *, signed: bool) -> int:
+    return 127 if signed else 255
+
+
+def _first_code_bits(mantissa: int, *, signed: bool) -> int:
+    """Bit pattern of 1.0 shifted to the code's resolution, minus the code of 1.0."""
+    return (127 << mantissa) - _top_code(mantissa, signed=signed)
+
+
+def _decode(codes: Tensor, scales: Tensor, mantissa: int, *, signed: bool) -> Tensor:
+    code = codes.to(torch.int32)
+    magnitude = code & 127 if signed else code
+    value = ((magnitude + _first_code_bits(mantissa, signed=signed)) << (23 - mantissa)).view(torch.float32)
+    value = torch.where(magnitude == 0, 0.0, value)
+    if signed:
+        value = torch.where(code >= 128, -value, value)
+    spread = scales.repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
+    return value * spread
+
+
+def _encode(value: Tensor, codes: Tensor, scales: Tensor, mantissa: int, bits: Tensor, *, signed: bool) -> None:
+    """Codes of a small floating-point format (4 exponent bits) relative to the largest value of each block.
+
+    A block that holds NaN or infinity gets the scale NaN: the loss of its moments stays visible.
+    """
+    flat = value.reshape(-1).float()
+    blocks = scales.numel()
+    padded = torch.zeros(blocks * BLOCK, device=flat.device)
+    padded[: flat.numel()] = flat.abs()
+    largest = padded.view(blocks, BLOCK).amax(dim=1) if blocks else scales.clone()
+    scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
+    spread = largest.repeat_interleave(BLOCK)[: flat.numel()]
+    share = torch.where(spread > 0, flat.abs() / spread, 0.0)
+    first, shift = _first_code_bits(mantissa, signed=signed), 23 - mantissa
+    raw = share.view(torch.int32).to(torch.int64)
+    code = ((raw + (bits << (shift - 16))) >> shift) - first
+    smallest = torch.tensor((first + 1) << shift, dtype=torch.int32).view(torch.float32).item()
+    if signed:
+        # Below the smallest value: 0 or that value, with the right mean.
+        below = (share * 65536 > bits.float() * smallest).to(torch.int64)
+    else:
+        # A second moment that is not 0 must not become 0: the step divides by its root.
+        below = (share > 0).to(torch.int64)
+    code = torch.where(share < smallest, below, code).clamp(0, _top_code(mantissa, signed=signed))
+    code = torch.where(spread.isfinite(), code, _top_code(mantissa, signed=signed))
+    if signed:
+        code = torch.where(flat < 0, code + 128, code)
+    codes.copy_(code.to(torch.uint8).view(codes.shape))
+
+
+def regularised_adamw(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    moments: list[Moments],
+    hyper: Hyper,
+    steps: list[int],
+    penalties: list[Penalty | None],
+    gradient_scales: list[float],
+    randoms: list[Randomness],
+    *,
+    stochastic: bool,
+) -> None:
+    """:func:`step_tensor` for every tensor."""
+    for i, weight in enumerate(weights):
+        scalars = Scalars.of(hyper, steps[i], gradient_scales[i], weight.dtype)
+        step_tensor(
+            weight, gradients[i], moments[i], hyper, scalars, penalties[i], randoms[i], stochastic=stochastic
+        )  # fmt: skip

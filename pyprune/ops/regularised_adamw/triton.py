@@ -1,0 +1,281 @@
+"""Triton kernels of AdamW. ``reference.py`` is the definition, ``philox.py`` that of the random bits.
+
+A program works on a few blocks of 128 elements as ``[blocks, 8 parts, 16 lanes]``, the shape in which one Philox
+counter serves eight elements and in which the 8-bit moments share a scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyprune.ops._triton import to_storage
+from pyprune.ops.regularised_adamw.reference import (
+    PURPOSE_FIRST,
+    PURPOSE_PROX,
+    PURPOSE_SECOND,
+    PURPOSE_WEIGHT,
+    Hyper,
+    Moments,
+    Penalty,
+    Randomness,
+    Scalars,
+)
+
+BLOCKS = 8
+GROUPS = 32
+STEP = 64
+KINDS = {"none": 0, "l1-subgradient": 1, "l2-subgradient": 2, "l1-adam-prox": 3, "l1-prox": 4, "l2-prox": 5}
+
+
+@triton.jit
+def _words(lane, purpose, step, stream, key0, key1):
+    c0 = lane.to(tl.uint32)
+    zero = c0 * 0
+    return tl.philox_impl(
+        c0, zero + purpose.to(tl.uint32), zero + step.to(tl.uint32), zero + stream.to(tl.uint32),
+        zero + key0.to(tl.uint32), zero + key1.to(tl.uint32), 10,
+    )  # fmt: skip
+
+
+@triton.jit
+def _bits(block, lane, part, purpose, step, stream, key0, key1):
+    """16 random bits as uint32; ``block [n,1,1]``, ``part [1,8,1]``, ``lane [1,1,16]``, or all of one shape."""
+    w0, w1, w2, w3 = _words(block * 16 + lane, purpose, step, stream, key0, key1)
+    word = part % 4
+    chosen = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    return tl.where(part < 4, chosen & 0xFFFF, chosen >> 16)
+
+
+@triton.jit
+def _to_weight(value, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        raw = value.to(tl.uint32, bitcast=True)
+        rounded = tl.where(value == value, raw + bits, raw | 0x400000) & 0xFFFF0000
+        return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return to_storage(value, dtype)
+
+
+@triton.jit
+def _decode(code, scale, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    TOP: tl.constexpr = 127 if SIGNED else 255
+    BASE: tl.constexpr = (127 << MANTISSA) - TOP
+    wide = code.to(tl.int32)
+    magnitude = wide & TOP
+    value = ((magnitude + BASE) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude == 0, 0.0, value)
+    return tl.where(wide > TOP, -value, value) * scale
+
+
+@triton.jit
+def _encode(value, bits, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes ``[n,8,16]`` and scales ``[n,1,1]``."""
+    TOP: tl.constexpr = 127 if SIGNED else 255
+    BASE: tl.constexpr = (127 << MANTISSA) - TOP
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    magnitude = tl.abs(value)
+    # Compared as integers: NaN is then larger than infinity, and infinity larger than every number.
+    raw = magnitude.to(tl.int32, bitcast=True)
+    largest_bits = tl.max(tl.max(raw, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    largest = largest_bits.to(tl.float32, bitcast=True)
+    broken = largest_bits >= 0x7F800000
+    usable = (largest_bits > 0) & (largest_bits < 0x7F800000)
+    share = tl.where(usable, tl.div_rn(magnitude, tl.where(usable, largest, 1.0) + magnitude * 0.0), 0.0)
+    smallest = tl.full((1, 1, 1), (BASE + 1) << SHIFT, tl.int32).to(tl.float32, bitcast=True)
+    regular = ((share.to(tl.uint32, bitcast=True) + (bits << (SHIFT - 16))) >> SHIFT).to(tl.int32) - BASE
+    if SIGNED:
+        below = (share * 65536.0 > bits.to(tl.float32) * smallest).to(tl.int32)
+    else:
+        below = (share > 0).to(tl.int32)
+    code = tl.minimum(tl.where(share < smallest, below, regular), TOP)
+    code = tl.where(broken, TOP, code)
+    if SIGNED:
+        code = tl.where(value < 0, code + 128, code)
+    scale = tl.where(broken, float("nan"), largest)
+    return code.to(tl.uint8), scale
+
+
+@triton.jit(do_not_specialize=["count", "step", "stream", "key0", "key1"])
+def _update(
+    weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
+    decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale, offset,
+    step, stream, key0, key1,
+    KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    block = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None, None]
+    part = tl.arange(0, 8)[None, :, None]
+    lane = tl.arange(0, 16)[None, None, :]
+    i = block * 128 + part * 16 + lane
+    inside = i < count
+    has_block = block * 128 < count
+    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * gradient_scale
+    if KIND != 0:
+        group = i // cols if BY_ROW else i % cols
+        coefficient = tl.load(coefficients + group, mask=inside, other=0.0)
+        value = w + offset
+        if KIND == 1:
+            g += tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0)) * coefficient
+        if KIND == 2:
+            g += tl.where(coefficient == 0, 0.0, value * coefficient)
+    if QUANTISED:
+        m = _decode(
+            tl.load(first + i, mask=inside, other=0), tl.load(first_scale + block, mask=has_block, other=0.0), 3, True
+        )
+        r = _decode(
+            tl.load(second + i, mask=inside, other=0),
+            tl.load(second_scale + block, mask=has_block, other=0.0),
+            4,
+            False,
+        )
+        v = r * r
+    else:
+        m = tl.load(first + i, mask=inside, other=0.0)
+        v = tl.load(second + i, mask=inside, other=0.0)
+    m += (g - m) * rate1
+    v = v * beta2 + g * g * rate2
+    root = tl.sqrt_rn(v)
+    scale = root * root_correction + eps
+    w = w * decay - step_size * tl.div_rn(m, scale)
+    if KIND == 3 or KIND == 4:
+        limit = tl.div_rn(coefficient, scale) if KIND == 3 else coefficient
+        value = w + offset
+        clamped = tl.where(value > limit, limit, value)
+        clamped = tl.where(clamped < -limit, -limit, clamped)
+        w = tl.where(limit > 0, value - clamped - offset, w)
+    if QUANTISED:
+        bits = _bits(block, lane, part, tl.full((), FOR_FIRST, tl.int32), step, stream, key0, key1)
+        codes, scales = _encode(tl.where(inside, m, 0.0), bits, 3, True)
+        tl.store(first + i, codes, mask=inside)
+        tl.store(first_scale + block, scales, mask=has_block)
+        bits = _bits(block, lane, part, tl.full((), FOR_SECOND, tl.int32), step, stream, key0, key1)
+        codes, scales = _encode(tl.where(inside, root, 0.0), bits, 4, False)
+        tl.store(second + i, codes, mask=inside)
+        tl.store(second_scale + block, scales, mask=has_block)
+    else:
+        tl.store(first + i, m, mask=inside)
+        tl.store(second + i, v, mask=inside)
+    bits = tl.zeros((1, 1, 1), tl.uint32)
+    if STOCHASTIC:
+        bits = _bits(block, lane, part, tl.full((), FOR_WEIGHT, tl.int32), step, stream, key0, key1)
+    tl.store(weight + i, _to_weight(w, bits, weight.dtype.element_ty, STOCHASTIC), mask=inside)
+
+
+@triton.jit
+def _squares(weight, index, sums, groups, length, group_stride, inner_stride, offset, GROUPS: tl.constexpr,
+             STEP: tl.constexpr):  # fmt: skip
+    """Squared norms of some selected groups, walking along them."""
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    present = position < groups
+    start = tl.load(index + position, mask=present, other=0) * group_stride
+    total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
+    lanes = tl.arange(0, STEP).to(tl.int64)
+    for begin in range(0, length, STEP):
+        inside = present[:, None] & (begin + lanes < length)[None, :]
+        at = start[:, None] + (begin + lanes)[None, :] * inner_stride
+        value = (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset).to(tl.float64)
+        total += tl.where(inside, value * value, 0.0)
+    tl.store(sums + position, tl.sum(total, axis=1), mask=present)
+
+
+@triton.jit(do_not_specialize=["step", "stream", "key0", "key1"])
+def _scale(weight, index, scales, groups, length, group_stride, inner_stride, offset, step, stream, key0, key1,
+           STOCHASTIC: tl.constexpr, FOR_PROX: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """The l2 proximal map: every selected group times its scale."""
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    present = position < groups
+    start = tl.load(index + position, mask=present, other=0) * group_stride
+    scale = tl.load(scales + position, mask=present, other=0.0)[:, None]
+    along = tl.program_id(1).to(tl.int64) * STEP + tl.arange(0, STEP)
+    inside = present[:, None] & (along < length)[None, :]
+    at = start[:, None] + along[None, :] * inner_stride
+    product = (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset) * scale
+    value = tl.where(scale == 0.0, 0.0, product) - offset
+    bits = tl.zeros((1, 1), tl.uint32)
+    if STOCHASTIC:
+        purpose = tl.full((), FOR_PROX, tl.int32)
+        bits = _bits(at // 128, at % 16, at % 128 // 16, purpose, step, stream, key0, key1)
+    tl.store(weight + at, _to_weight(value, bits, weight.dtype.element_ty, STOCHASTIC), mask=inside)
+
+
+def _squared_norms(matrix: torch.Tensor, penalty: Penalty, by_row: bool) -> torch.Tensor:
+    groups = penalty.index.numel()
+    sums = torch.empty(groups, dtype=torch.float64, device=matrix.device)
+    rows, cols = matrix.shape
+    along = (cols, cols, 1) if by_row else (rows, 1, cols)
+    sizes = {"GROUPS": GROUPS, "STEP": STEP}
+    _squares[(triton.cdiv(groups, GROUPS),)](matrix, penalty.index, sums, groups, *along, penalty.offset, **sizes)
+    return sums
+
+
+def _coefficients(matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: str, strength: float) -> torch.Tensor:
+    values = torch.zeros(matrix.shape[0 if by_row else 1], dtype=torch.float32, device=matrix.device)
+    selected: torch.Tensor | float = strength
+    if kind == "l2-subgradient":
+        norms = _squared_norms(matrix, penalty, by_row).sqrt()
+        selected = (strength / norms).masked_fill(norms == 0, 0.0).float()
+    values[penalty.index] = selected
+    return values
+
+
+def step_tensor(
+    matrix: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Moments,
+    hyper: Hyper,
+    scalars: Scalars,
+    penalty: Penalty | None,
+    kind: str,
+    by_row: bool,
+    strength: float,
+    random: Randomness,
+    *,
+    stochastic: bool,
+) -> None:
+    """One step of one weight, in place.
+
+    Args:
+        matrix: the weight as ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        gradient: like ``matrix``.
+        moments: its moments.
+        hyper: the optimiser's options (not used beyond ``scalars``; the signature is the reference's).
+        scalars: of this step.
+        penalty: with its index on the device, or None.
+        kind: solver and norm of the penalty, a key of ``KINDS``.
+        by_row: the penalty's groups are rows of ``matrix``, else columns.
+        strength: lambda, or the threshold of a proximal map.
+        random: seed, step and stream of the random bits.
+        stochastic: round bfloat16 weights stochastically.
+    """
+    count, cols = matrix.numel(), max(1, matrix.shape[1])
+    active = KINDS[kind] if penalty is not None and penalty.index.numel() and kind != "l2-prox" else 0
+    dummy = matrix
+    coefficients = dummy
+    if active and penalty is not None:
+        coefficients = _coefficients(matrix, penalty, by_row, kind, strength)
+    scales = (moments.first_scale, moments.second_scale) if moments.quantised else (dummy, dummy)
+    words = (random.step, random.stream, random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
+    values = (
+        scalars.decay, scalars.rate1, scalars.beta2, scalars.rate2, scalars.step_size, scalars.root_correction,
+        scalars.eps, scalars.gradient_scale,
+    )  # fmt: skip
+    offset = float(penalty.offset) if penalty is not None else 0.0
+    _update[(triton.cdiv(count, BLOCKS * 128),)](
+        matrix, gradient, moments.first, moments.second, *scales, coefficients, count, cols, *values, offset, *words,
+        KIND=active, BY_ROW=by_row, QUANTISED=moments.quantised, STOCHASTIC=stochastic,
+        FOR_WEIGHT=PURPOSE_WEIGHT, FOR_FIRST=PURPOSE_FIRST, FOR_SECOND=PURPOSE_SECOND, N=BLOCKS,
+    )  # fmt: skip
+    if penalty is None or kind != "l2-prox" or not penalty.index.numel():
+        return
+    norms = _squared_norms(matrix, penalty, by_row).sqrt()
+    factors = torch.where(norms <= strength, 0.0, 1 - strength / norms).float()
+    rows = matrix.shape[0]
+    along = (cols, cols, 1) if by_row else (rows, 1, cols)
+    grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
+    _scale[grid](
+        matrix, penalty.index, factors, len(factors), *along, offset, *words,
+        STOCHASTIC=stochastic, FOR_PROX=PURPOSE_PROX, GROUPS=GROUPS, STEP=STEP,
+    )  # fmt: skip

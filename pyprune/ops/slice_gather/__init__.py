@@ -1,0 +1,126 @@
+"""The sliced layer: rows and columns of a weight gathered in one pass, with the compaction's scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import cast
+
+import torch
+
+from pyprune.ops._dispatch import (
+    KERNEL_DTYPES,
+    OpError,
+    choose,
+    extension,
+    no_cpp,
+    no_triton,
+    rounded_scalar,
+    tensor_view,
+    threads,
+)
+from pyprune.ops.slice_gather.reference import slice_gather as reference
+
+OP = "slice_gather"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Positions = torch.Tensor | Sequence[int] | None
+
+
+@torch.no_grad()
+def slice_gather(
+    w: torch.Tensor, rows: Positions, columns: Positions = None, scale: float = 1.0, *, offset: float = 0.0
+) -> torch.Tensor:
+    """``(w[rows][:, columns] + offset) * scale - offset`` in one pass, as a new contiguous tensor without gradient.
+
+    Args:
+        w: a matrix, or a vector (then ``columns`` must be None). Any dtype without a scale: the bits are copied, NaN
+            payloads included. With a scale, float32, bfloat16, float16 or float64, computed in float32 (float64
+            for float64) and rounded once; NaN and infinities propagate.
+        rows: positions along the first dimension, in the order wanted; repeats are allowed; None = all of them.
+        columns: positions along the second.
+        scale: a finite factor. Exactly 1 copies, whatever ``offset`` is.
+        offset: scale ``w + offset`` instead of ``w`` (1 for norms that multiply by 1 + w).
+
+    Raises:
+        OpError: another number of dimensions, a bad position, or a scale that is not finite or does not fit the dtype.
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    if w.dim() not in (1, 2) or (w.dim() == 1 and columns is not None):
+        raise OpError(f"w has shape {tuple(w.shape)}; {OP} takes a matrix, or a vector without columns")
+    if not (math.isfinite(scale) and math.isfinite(offset)):
+        raise OpError(f"scale is {scale} and offset {offset}, both must be finite")
+    scale, offset = rounded_scalar(scale, w.dtype), rounded_scalar(offset, w.dtype)
+    scaled = scale != 1.0
+    if scaled and w.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise OpError(f"a scale of {scale} needs float32, bfloat16, float16 or float64, not {w.dtype}")
+    own_rows = _checked_positions(rows, w.shape[0], w, "rows")
+    own_columns = _checked_positions(columns, w.shape[-1], w, "columns")
+    values = w.detach()
+    backend = choose(
+        OP,
+        {
+            "triton": lambda: _no_bits(values) or no_triton(*_to_check(values, scaled)),
+            "cpp": lambda: _no_bits(values) or no_cpp(*_to_check(values, scaled)),
+        },
+    )
+    if backend == "python":
+        return reference(values, own_rows, own_columns, scale, offset)
+    vector = w.dim() == 1
+    # A vector is one row; what selects its elements selects columns.
+    matrix = values.unsqueeze(0) if vector else values
+    selected = (None, own_rows) if vector else (own_rows, own_columns)
+    matrix = matrix if matrix.stride(-1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
+    counts = [n if s is None else s.numel() for n, s in zip(matrix.shape, selected, strict=True)]
+    out = torch.empty(counts, dtype=w.dtype, device=w.device)
+    if out.numel():
+        source, target = (matrix, out) if scaled else (_bits(matrix), _bits(out))
+        _run(backend, source, target, selected, scale if scaled else None, offset)
+    return out.squeeze(0) if vector else out
+
+
+def _checked_positions(positions: Positions, size: int, like: torch.Tensor, name: str) -> torch.Tensor | None:
+    if positions is None:
+        return None
+    tensor = positions if isinstance(positions, torch.Tensor) else torch.as_tensor(list(positions))
+    if tensor.numel() == 0:
+        return torch.zeros(0, dtype=torch.long, device=like.device)
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+        raise OpError(f"{name} must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if tensor.device.type == "cpu":
+        low, high = int(tensor.min()), int(tensor.max())
+        if low < 0 or high >= size:
+            raise OpError(f"{name} runs from {low} to {high}, allowed are 0 to {size - 1}")
+    return tensor.to(device=like.device, dtype=torch.long).contiguous()
+
+
+def _no_bits(w: torch.Tensor) -> str | None:
+    return None if w.element_size() in _BITS else f"elements of {w.element_size()} bytes are not handled"
+
+
+def _to_check(w: torch.Tensor, scaled: bool) -> list[torch.Tensor]:
+    """What the backend must be able to take: with a scale the dtype counts, without one only the device."""
+    return [w] if scaled else [torch.empty(0, dtype=torch.float32, device=w.device)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _run(
+    backend: str,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    selected: tuple[torch.Tensor | None, torch.Tensor | None],
+    scale: float | None,
+    offset: float,
+) -> None:
+    if backend == "triton":
+        from pyprune.ops.slice_gather import triton as kernels
+
+        kernels.slice_gather(w, out, *selected, scale, offset)
+        return
+    module = cast(ModuleType, extension())
+    views = [None if s is None else tensor_view(s) for s in selected]
+    module.slice_gather(tensor_view(w), tensor_view(out), *views, scale, offset, threads())
