@@ -43,12 +43,6 @@ struct Stepped {
   }
 };
 
-// The comparison is written so that a NaN norm gives a NaN scale, and so spreads over its group.
-inline float shrink_scale(double squared_norm, double threshold) {
-  const double norm = __builtin_sqrt(squared_norm);
-  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
-}
-
 // Half of the next row is fetched by each of the two passes over this one (see kPrefetchBytes).
 template <bool kPrefetch, class Source>
 double squared_norm(Source source, std::int64_t count, Source next) {

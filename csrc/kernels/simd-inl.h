@@ -183,6 +183,57 @@ inline void store_up_to(T* out, Floats lanes, std::int64_t count) {
   }
 }
 
+// The factor of a group in the group soft-threshold, 0 for a group that goes. The comparison is written so that a NaN
+// norm gives a NaN factor, and so spreads over its group.
+inline float shrink_scale(double squared_norm, double threshold) {
+  const double norm = __builtin_sqrt(squared_norm);
+  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
+}
+
+// Two registers that hold 2 * kWidth neighbours, in the order that is cheapest for the storage type: lane_of() says
+// where an element is. For bfloat16 the even elements come first, so that a word of two of them splits with one
+// operation each and needs no shuffle.
+struct Pair {
+  Floats first;
+  Floats second;
+};
+
+constexpr int kPair = 2 * kWidth;
+
+template <class T>
+constexpr int lane_of(int element) {
+  return element;
+}
+
+template <>
+constexpr int lane_of<BFloat16>(int element) {
+  return element / 2 + (element % 2) * kWidth;
+}
+
+template <class T>
+inline Pair load_pair(const T* x) {
+  return {load_lanes(x), load_lanes(x + kWidth)};
+}
+
+inline Pair load_pair(const BFloat16* x) {
+  Words words;
+  std::memcpy(&words, x, sizeof words);
+  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+}
+
+template <class T>
+inline void store_pair(T* out, Pair lanes) {
+  store_lanes(out, lanes.first);
+  store_lanes(out + kWidth, lanes.second);
+}
+
+// For numbers, infinities, and NaN as it comes from bfloat16 or is made by arithmetic: its lower half is 0, so that
+// rounding cannot turn it into anything else. Unchanged values keep their bits.
+inline void store_pair(BFloat16* out, Pair lanes) {
+  const Words words = (number_to_bfloat16(lanes.first) >> 16) | (number_to_bfloat16(lanes.second) & 0xffff0000u);
+  std::memcpy(out, &words, sizeof words);
+}
+
 }  // namespace
 }  // namespace PYPRUNE_TARGET_NAMESPACE
 }  // namespace pyprune
