@@ -33,6 +33,7 @@ Answers = list[dict[str, Any]]
 NEW_TOKENS, TOP = 6, 4
 TOLERANCE = 1e-5
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ def _per_layer(plan: PrunePlan) -> PrunePlan:
     return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
 
 
+def _opt_per_layer(plan: PrunePlan) -> PrunePlan:
+    """The same without groups: every query head has a KV head of its own. The last layer has the widths of no other."""
+    plan = plan.drop_layers([3]).keep_hidden(range(4, 108)).with_layer(0, query_heads=[0, 2], kv_heads=[0, 2])
+    return plan.with_layer(1, ffn=range(24)).with_layer(2, query_heads=[3], kv_heads=[3], ffn=range(8, 40))
+
+
 def _skipping(plan: PrunePlan) -> PrunePlan:
     """Layer 0 without attention, layer 1 without MLP."""
     return plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, ffn=[])
@@ -68,6 +75,8 @@ CASES = {
     "mistral-per-layer": Case("mistral", _per_layer, "PrunedMistralForCausalLM"),
     "qwen2-per-layer": Case("qwen2", _per_layer, "PrunedQwen2ForCausalLM"),
     "qwen3-per-layer": Case("qwen3", _per_layer, "PrunedQwen3ForCausalLM"),
+    "opt-per-layer": Case("opt", _opt_per_layer, "PrunedOPTForCausalLM"),
+    "opt-skipped-blocks": Case("opt-untied", _skipping, "PrunedOPTForCausalLM"),
 }
 PROCESSES_CASE = Case("llama-mha-bias", _per_layer, "PrunedLlamaForCausalLM")
 """Served with the engine and its worker in processes of their own, as `vllm serve` does: the plugin is loaded in each
@@ -81,7 +90,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _export(case: Case, out: Path) -> None:
-    model = tiny_model(case.model, **SIZES)
+    model = tiny_model(case.model, **(OPT_SIZES if case.model.startswith("opt") else SIZES))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
