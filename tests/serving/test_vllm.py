@@ -1,4 +1,4 @@
-"""Exported checkpoints served by real vLLM in float32 give Transformers' log probabilities; damaged ones are refused."""
+"""Exported checkpoints give Transformers' log probabilities in real vLLM in float32; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _write_opt_350m(out: Path) -> None:
 
 
 def _run_vllm(models: list[Path], damaged: list[Path]) -> dict[str, Any]:
-    """What vLLM makes of the prompts, and how it refuses: one engine after the other, in a process that is not this one.
+    """What vLLM makes of the prompts, and how it refuses: one engine after the other, in another process than this.
 
     Engine and worker live in that process too, and model classes are imported there: starting processes is what costs
     the time. tests/serving/test_server.py has them all apart, and the configuration pickled.
@@ -124,7 +124,9 @@ def test_served_log_probabilities_are_transformers(name: str, root: Path, served
 
 
 @pytest.mark.parametrize(("name", "kind"), DAMAGED)
-def test_damaged_checkpoint_is_refused(name: str, kind: str, root: Path, tmp_path: Path, served: dict[str, Any]) -> None:
+def test_damaged_checkpoint_is_refused(
+    name: str, kind: str, root: Path, tmp_path: Path, served: dict[str, Any]
+) -> None:
     file = DAMAGE[kind](Path(shutil.copytree(root / name, tmp_path / "again")))
     message = served[str(root / f"{name}-{kind}")]
     assert message.startswith(f"CheckpointError: {root / f'{name}-{kind}' / file} ")
