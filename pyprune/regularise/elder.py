@@ -42,6 +42,7 @@ from pyprune.train import (
     micro_batch_for,
     train,
 )
+from pyprune.tokens import Tokens
 
 UNMOVED_STEPS = 5
 """An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
@@ -346,7 +347,7 @@ class ElderObjective(Objective):
             for index in self.removed:
                 self.hooks.skip(index)
 
-    def micro_loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
         """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4)."""
         # Gradient checkpointing runs the hooks once more in the backward pass; what they leave is dropped here.
         self.norms.clear()
