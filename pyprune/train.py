@@ -797,4 +797,3 @@ def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[s
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-

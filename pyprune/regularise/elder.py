@@ -33,6 +33,7 @@ from pyprune.ops import residual_diff_norm
 from pyprune.plan import PrunePlan
 from pyprune.regularise._layers import LayerHooks
 from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.tokens import Tokens
 from pyprune.train import (
     LossTerms,
     Objective,
@@ -42,7 +43,6 @@ from pyprune.train import (
     micro_batch_for,
     train,
 )
-from pyprune.tokens import Tokens
 
 UNMOVED_STEPS = 5
 """An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
