@@ -105,7 +105,8 @@ class ExampleStream(TokenStream):
         for example in distinct.values():
             places.append((start, start + example.response, start + len(example.ids)))
             start += len(example.ids)
-        stream = TokenStream.of(source, np.concatenate([e.ids for e in distinct.values()] or [np.zeros(0, dtype=np.int64)]))
+        nothing = np.zeros(0, dtype=np.int64)
+        stream = TokenStream.of(source, np.concatenate([nothing, *(e.ids for e in distinct.values())]))
         return cls(stream.source, stream.tokens, stream.identity, tuple(places))
 
 
