@@ -13,9 +13,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from pyprune.config import PruneConfig, ScoreAxis, ScoreConfig
 from pyprune.decide import Shapes, decide_hidden_count, share_of_parameters
@@ -114,8 +114,9 @@ class Ranking:
         values = scores.group_scores(layer, axis).clone()
         values[list(self._removed(before, layer, axis))] = -math.inf
         order = torch.argsort(values, stable=True).tolist()
-        bundles = self._bundles(order, values, axis)
-        sums = tuple(float(values[list(bundle)].sum()) for bundle in bundles)
+        bundles = self._bundles(order, axis)
+        numbers = values.tolist()
+        sums = tuple(math.fsum(numbers[i] for i in bundle) for bundle in bundles)
         keep = 0 if self.score.allow_empty and axis != "hidden" else 1
         return Order(layer, axis, bundles, sums, max(0, len(bundles) - keep))
 
@@ -130,7 +131,7 @@ class Ranking:
     def _unit_count(self, axis: ScoreAxis) -> int:
         return self.scope.units("kv_heads" if axis == "heads" and self.scope.whole_groups else axis)
 
-    def _bundles(self, order: Sequence[int], values: Tensor, axis: ScoreAxis) -> tuple[tuple[int, ...], ...]:
+    def _bundles(self, order: Sequence[int], axis: ScoreAxis) -> tuple[tuple[int, ...], ...]:
         if axis == "heads" and not self.scope.whole_groups:
             return self._query_bundles(order)
         size = {"heads": 1, "ffn": self.score.ffn_multiple, "hidden": self.config.hidden_multiple}[axis]
@@ -157,7 +158,7 @@ class Ranking:
         """How many bundles stay when ``counts`` says how many heads or channels do."""
         wanted = self.score.counts[order.axis]
         sizes = [len(bundle) * self._heads_in(order.axis) for bundle in order.bundles]
-        legal = [sum(sizes[i:]) for i in range(len(sizes))]
+        legal = list(accumulate(reversed(sizes)))[::-1]
         if wanted not in legal:
             shown = ", ".join(map(str, legal[:8])) + (", ..." if len(legal) > 8 else "")
             raise ConfigError(f"score.{order.axis} is {wanted}; this model allows {shown}.")

@@ -67,7 +67,9 @@ class Scope:
         unknown = [i for i in layers if not 0 <= i < total]
         if unknown:
             raise ConfigError(f"score.layers names {unknown}; the model has layers 0 to {total - 1}.")
-        return cls(dense, config.axes, tuple(layers), config.heads_unit == "kv_group")
+        # Without grouped queries a query head is a whole group.
+        whole = config.heads_unit == "kv_group" or dense.group_size == 1
+        return cls(dense, config.axes, tuple(layers), whole)
 
     def dims(self, row: Row, layer: int | None) -> tuple[tuple[int, Place], ...]:
         """The open dimensions of a parameter and the structures that each of them counts."""
