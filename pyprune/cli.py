@@ -124,8 +124,9 @@ def prune(
     method: Annotated[
         str | None,
         typer.Option(
-            help="elder or trsp (remove layers), dress (remove hidden channels), none (only apply --plan). "
-            "Default: elder, or none with --plan alone."
+            help="elder or trsp (remove layers), dress (remove hidden channels), moreau, moreau_gs, smoothgrad, "
+            "taylor, magnitude or random (remove the heads and FFN channels of the smallest score), none (only apply "
+            "--plan). Default: elder, or none with --plan alone."
         ),
     ] = None,
     ratio: Annotated[
@@ -145,7 +146,8 @@ def prune(
         typer.Option(
             metavar="NAME",
             help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
-            "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal.",
+            "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal, moreau, moreau_gs, "
+            "smoothgrad, taylor; also magnitude, random, moreau-converged.",
         ),
     ] = None,
     set_: Annotated[
@@ -162,6 +164,14 @@ def prune(
             "model as teacher as well). Default: the preset's own.",
         ),
     ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform",
+            help="Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers are "
+            "open). Default: each layer its own.",
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plan (JSON, or a pruned checkpoint) to apply instead of deciding one."),
@@ -206,6 +216,7 @@ def prune(
             "method": method,
             "ratio": ratio,
             "ratio_of": ratio_of,
+            "score.uniform": uniform or None,
             "plan": str(plan) if plan is not None else None,
             "data.source": calibration,
             "data.samples": samples,

@@ -339,7 +339,12 @@ def _act(
     run = _run(work, name)
     report: Any
     if action == "regularise":
-        report = get_method(config.method).regularise(model, samples.ids, result.plan, config, run)
+        regularise = get_method(config.method).regularise
+        if regularise is None:
+            raise ConfigError(
+                f"method {config.method!r} has nothing to regularise with; take regularise out of stages."
+            )
+        report = regularise(model, samples.ids, result.plan, config, run)
     elif action == "recover":
         report = recover(
             model,
@@ -484,7 +489,9 @@ def _tokens(samples: TokenSamples | Tensor) -> Tokens:
 
 
 def _trains(config: PruneConfig) -> bool:
-    return bool(config.stages.before or config.stages.after) or config.plan is None
+    """Whether text shapes the result: it trains the model, or a method reads it to decide."""
+    decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
+    return bool(config.stages.before or config.stages.after) or decides
 
 
 def _target_ratio(config: PruneConfig) -> float | None:

@@ -20,6 +20,7 @@ from pyprune.errors import ConfigError
 from pyprune.load import annotate_checkpoint, read_pruning_json, save_checkpoint
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
+from pyprune.registry import method_modules
 from pyprune.regularise.presets import PRESETS
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -127,6 +128,12 @@ def test_help_names_units_defaults_and_allowed_values(command: str, phrases: lis
 def test_help_names_every_preset() -> None:
     output = run("prune", "--help").output
     assert [name for name in PRESETS if name not in output] == []
+
+
+def test_help_names_every_method() -> None:
+    output = run("prune", "--help").output
+    method = output[output.rindex("--method") : output.rindex("--ratio ")]
+    assert [name for name in method_modules() if name not in method] == []
 
 
 # --- errors ---
