@@ -256,6 +256,91 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
     return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
 
 
+def teacher_dtype(config: RecoverConfig) -> str:
+    """The dtype that the teacher's weights are loaded in: as asked for, else the training dtype."""
+    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
+
+
+def recover_checkpoint(
+    pruned: str | Path,
+    config: RecoverRunConfig,
+    *,
+    out: str | Path,
+    teacher: str | Path | None = None,
+    teacher_gguf_file: str | None = None,
+    teacher_revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> TrainReport:
+    """Recover a checkpoint that is cut already, and write another one with the same plan.
+
+    The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
+    joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
+    training checkpoints in a hidden folder beside ``out``.
+
+    Args:
+        pruned: checkpoint folder (or hub id) of the model to recover.
+        config: every option.
+        out: the folder to create.
+        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
+        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
+        teacher_revision: hub revision of the teacher.
+        trust_remote_code: run the repositories' own code.
+        resume: continue an interrupted run of the same options.
+        overwrite: replace an existing ``out``.
+
+    Raises:
+        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
+        PypruneError: whatever stops a stage; nothing is left at ``out``.
+    """
+    out = Path(out)
+    config.validate()
+    if (teacher is None) != (config.recover.distill is None):
+        raise ConfigError(
+            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
+            if teacher is None
+            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
+            "recover.distill.alpha=0.5), or leave the teacher out."
+        )
+    refuse_existing(out, overwrite=overwrite)
+    record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
+    plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
+    reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
+    model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
+    if tokenizer is None:
+        raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
+    check_sequence_length(model.config, config.data.sequence_length)
+    samples = sample_sequences(tokenizer, config.data)
+    work = _WorkFolder(out, {"model": str(pruned), "teacher": str(teacher)}, config, resume=resume)
+    dense = None
+    if teacher is not None:
+        options = {"gguf_file": teacher_gguf_file, "revision": teacher_revision, **reading}
+        dense = load_model(teacher, dtype=teacher_dtype(config.recover), **options)[0]
+    report = recover(
+        model,
+        samples.tokens,
+        config.recover,
+        teacher=dense,
+        plan=plan,
+        checkpoint_dir=work.path / "recover",
+        resume=resume,
+    )
+    report.warnings += _trained_before(known, samples)
+    earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+    entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
+    entry |= {"report": report.to_dict(), "measured_before": earlier}
+    provenance = {
+        **known,
+        "recoveries": [*known.get("recoveries", []), entry],
+        "training_marks": training_marks([samples], known.get("training_marks", "")),
+    }
+    dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
+    save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
+    work.remove()
+    return report
+
+
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
     """Draw the text of every stage; text of different stages is disjoint.
 
@@ -385,91 +470,6 @@ def _check_stages(config: PruneConfig, before: Tokens, after: Tokens, teacher: T
             "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw theirs "
             "with layout 'stream'."
         )
-
-
-def teacher_dtype(config: RecoverConfig) -> str:
-    """The dtype that the teacher's weights are loaded in: as asked for, else the training dtype."""
-    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
-
-
-def recover_checkpoint(
-    pruned: str | Path,
-    config: RecoverRunConfig,
-    *,
-    out: str | Path,
-    teacher: str | Path | None = None,
-    teacher_gguf_file: str | None = None,
-    teacher_revision: str | None = None,
-    trust_remote_code: bool = False,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> TrainReport:
-    """Recover a checkpoint that is cut already, and write another one with the same plan.
-
-    The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
-    joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
-    training checkpoints in a hidden folder beside ``out``.
-
-    Args:
-        pruned: checkpoint folder (or hub id) of the model to recover.
-        config: every option.
-        out: the folder to create.
-        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
-        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
-        teacher_revision: hub revision of the teacher.
-        trust_remote_code: run the repositories' own code.
-        resume: continue an interrupted run of the same options.
-        overwrite: replace an existing ``out``.
-
-    Raises:
-        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
-        PypruneError: whatever stops a stage; nothing is left at ``out``.
-    """
-    out = Path(out)
-    config.validate()
-    if (teacher is None) != (config.recover.distill is None):
-        raise ConfigError(
-            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
-            if teacher is None
-            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
-            "recover.distill.alpha=0.5), or leave the teacher out."
-        )
-    refuse_existing(out, overwrite=overwrite)
-    record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
-    plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
-    reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
-    model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
-    if tokenizer is None:
-        raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
-    check_sequence_length(model.config, config.data.sequence_length)
-    samples = sample_sequences(tokenizer, config.data)
-    work = _WorkFolder(out, {"model": str(pruned), "teacher": str(teacher)}, config, resume=resume)
-    dense = None
-    if teacher is not None:
-        options = {"gguf_file": teacher_gguf_file, "revision": teacher_revision, **reading}
-        dense = load_model(teacher, dtype=teacher_dtype(config.recover), **options)[0]
-    report = recover(
-        model,
-        samples.tokens,
-        config.recover,
-        teacher=dense,
-        plan=plan,
-        checkpoint_dir=work.path / "recover",
-        resume=resume,
-    )
-    report.warnings += _trained_before(known, samples)
-    earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
-    entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
-    entry |= {"report": report.to_dict(), "measured_before": earlier}
-    provenance = {
-        **known,
-        "recoveries": [*known.get("recoveries", []), entry],
-        "training_marks": training_marks([samples], known.get("training_marks", "")),
-    }
-    dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
-    save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
-    work.remove()
-    return report
 
 
 def _trained_before(known: Mapping[str, Any], samples: TokenSamples) -> list[str]:
