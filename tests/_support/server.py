@@ -116,6 +116,13 @@ class Server:
                     found.append(int(folder.name))
         return found
 
+    def left_over(self, patience: float = 30) -> list[int]:
+        """The processes that are still there this many seconds after the server ended (helpers end a moment later)."""
+        deadline = time.monotonic() + patience
+        while (found := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
     def text(self) -> str:
         """Everything that the server printed so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")

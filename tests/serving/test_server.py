@@ -68,7 +68,7 @@ def test_stopping_leaves_no_process(unequal: Server) -> None:
     """Last of this server's tests: it ends it."""
     assert len(unequal.processes()) > 1
     assert unequal.stop() == 0
-    assert unequal.processes() == []
+    assert unequal.left_over() == []
 
 
 def test_opt_with_a_sliced_hidden_size_and_ctrl_c(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_opt_with_a_sliced_hidden_size_and_ctrl_c(tmp_path: Path) -> None:
         server.wait_until_healthy()
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
         server.stop(signal.SIGINT)
-        assert server.processes() == []
+        assert server.left_over() == []
 
 
 def test_stock_export_needs_no_plugin(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_damaged_checkpoint_is_refused_at_load(tmp_path: Path) -> None:
     damaged = folder / flip_a_weight_bit(folder)
     with Server([VLLM, "serve", str(folder)], folder, tmp_path / "log") as server:
         assert server.wait_until_it_ends() != 0
-        assert server.processes() == []
+        assert server.left_over() == []
         assert f"CheckpointError: {damaged} differs from what was written" in server.text()
