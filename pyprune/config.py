@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self
 from typing_extensions import override
 
 from pyprune.errors import ConfigError, did_you_mean
-from pyprune.registry import method_modules
+from pyprune.registry import is_scoring, method_modules
 
 CONFIG_VERSION = 1
 
@@ -26,6 +26,7 @@ Solver = Literal["subgradient", "prox"]
 Schedule = Literal["published", "anneal"]
 RatioOf = Literal["layers", "hidden", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
+ScoreAxis = Literal["heads", "ffn", "hidden"]
 
 
 class Config:
@@ -165,9 +166,13 @@ class DataConfig(Config):
             .txt/.jsonl file (optionally .gz).
         split: train, validation or test (ignored for a local file).
         samples: number of sequences to draw.
-        sequence_length: tokens in a sequence.
+        sequence_length: tokens in a sequence; for instructions the cutoff, to which shorter ones are padded.
         field: the jsonl field that holds the text; None picks "text" or an instruction layout by itself.
-        chat_template: wrap each document as one user turn of the tokenizer's chat template.
+        chat_template: wrap each document as one user turn of the tokenizer's chat template (an instruction record
+            as a question and its answer).
+        layout: stream cuts the documents, laid end to end, into windows of which every token is predicted;
+            instructions makes each record (instruction, input, output) a sequence of its own.
+        mask_prompt: with layout instructions, predict the response and the end-of-sequence token only.
         seed: of the sampling.
     """
 
@@ -177,6 +182,8 @@ class DataConfig(Config):
     sequence_length: int = 2048
     field: str | None = None
     chat_template: bool = False
+    layout: Literal["stream", "instructions"] = "stream"
+    mask_prompt: bool = True
     seed: int = 0
 
     @override
@@ -186,6 +193,11 @@ class DataConfig(Config):
         _require(
             self.sequence_length > 1,
             f"sequence_length is {self.sequence_length}; it must be at least 2 tokens.",
+            found,
+        )
+        _require(
+            self.mask_prompt or self.layout == "instructions",
+            "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway.",
             found,
         )
         return found
@@ -395,19 +407,220 @@ class ElderConfig(Config):
 
 
 @dataclass(frozen=True)
-class RecoverConfig(Config):
-    """Recovery of a pruned model: LoRA through PEFT, merged before export.
+class ScoreConfig(Config):
+    """What every scoring method shares: which structures are open, how scores become a plan.
+
+    The goal is ``ratio`` (share of ALL parameters to remove), or the counts ``heads``, ``ffn`` and ``hidden``, which
+    win over it.
 
     Attributes:
+        axes: the axes whose structures may go.
+        aggregation: how the structures of a group (one per matrix) become the group's score.
+        ranking: global (one order over all open layers) or local (the same count in every open layer).
+        normalise: what a global order compares: none (the scores as they are, the papers' way), size (score per
+            removed parameter) or standard (distance from the mean of the layer and axis, in standard deviations).
+        heads_unit: kv_group (a KV head with all its query heads) or query_head (as many query heads of every KV
+            group of a layer; KV heads stay).
+        heads: query heads that stay in every open layer; None = by the ratio.
+        ffn: FFN channels that stay in every open layer; None = by the ratio.
+        hidden: hidden channels that stay; None = by the ratio.
+        first_layer: first open layer; layers before it keep their heads and FFN.
+        last_layer: last open layer, inclusive; negative counts from the end (-1 is the last).
+        layers: the open layers, listed (instead of first_layer and last_layer).
+        uniform: give every layer the same widths, so that a stock architecture fits: all layers are open and ranking
+            is local, whatever the options above say.
+        iterations: rounds; each removes its share of the goal and scores the masked model anew.
+        ffn_multiple: FFN widths that result are multiples of this; channels go in bundles.
+        allow_empty: a layer may lose its last unit of an axis, and the sub-block is skipped.
+        magnitude: of the method magnitude: l1 = sum of |w|, l2 = sum of w^2.
+        taylor: of the method taylor: vectorize |sum S|, param_first sum |S| with S = w g; param_second and param_mix
+            use the second-order term.
+        batch_size: sequences in one forward and backward pass; None = all samples at once. More than one pass a step
+            holds the mean gradient of all open parameters.
+        layerwise: take gradients one layer at a time (False holds those of all open parameters at once).
+        seed: of the method random.
+    """
+
+    axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
+    aggregation: Literal["sum", "mean", "max", "prod"] = "sum"
+    ranking: Literal["local", "global"] = "global"
+    normalise: Literal["none", "size", "standard"] = "none"
+    heads_unit: Literal["kv_group", "query_head"] = "kv_group"
+    heads: int | None = None
+    ffn: int | None = None
+    hidden: int | None = None
+    first_layer: int = 0
+    last_layer: int = -1
+    layers: tuple[int, ...] = ()
+    uniform: bool = False
+    iterations: int = 1
+    ffn_multiple: int = 1
+    allow_empty: bool = False
+    magnitude: Norm = "l1"
+    taylor: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
+    batch_size: int | None = None
+    layerwise: bool = True
+    seed: int = 0
+
+    @property
+    def counts(self) -> dict[ScoreAxis, int]:
+        """The counts that were given, by axis."""
+        given: dict[ScoreAxis, int | None] = {"heads": self.heads, "ffn": self.ffn, "hidden": self.hidden}
+        return {axis: count for axis, count in given.items() if count is not None}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every open layer loses the same count."""
+        return self.ranking == "local" or self.uniform
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(bool(self.axes), "axes is empty; name at least one of heads, ffn, hidden.", found)
+        _require(len(set(self.axes)) == len(self.axes), f"axes names one twice: {list(self.axes)}.", found)
+        for name in ("iterations", "ffn_multiple", "batch_size", "heads", "ffn", "hidden"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1.", found)
+        _require(self.seed >= 0, f"seed is {self.seed}; it must be >= 0.", found)
+        found += self._goal_problems()
+        _require(
+            not self.layers or (self.first_layer, self.last_layer) == (0, -1),
+            "layers is given together with first_layer or last_layer; use one way of naming the open layers.",
+            found,
+        )
+        return found
+
+    def _goal_problems(self) -> list[str]:
+        found: list[str] = []
+        counts, axes = set(self.counts), set(self.axes)
+        if counts and counts != axes:
+            found.append(
+                f"counts are given for {sorted(counts)} and axes is {sorted(axes)}; give one count for every axis, and "
+                "leave the other axes out."
+            )
+        _require(
+            not counts or self.is_local,
+            "counts say what stays in every open layer, which is a local ranking; set ranking to local.",
+            found,
+        )
+        _require(
+            self.is_local or "hidden" not in axes or len(axes) == 1,
+            "a global ranking cannot compare hidden channels, which all layers share, with heads or ffn; "
+            "set ranking to local, or use axes [hidden] alone.",
+            found,
+        )
+        _require(
+            self.normalise == "none" or self.ranking == "global",
+            f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class MoreauConfig(Config):
+    """MoreauPruner, MoreauPruner-GS and SmoothGrad (Wang et al., "MoreauPruner", Algorithm 1).
+
+    Attributes:
+        steps: T, gradient steps on the Moreau envelope; with a tolerance, the most steps. SmoothGrad has none.
+        rho: strength of the proximal term.
+        gamma: step size.
+        eta: weight of the group norm; 0 for moreau, > 0 for moreau_gs.
+        sigma: standard deviation of the noise, relative to each weight.
+        draws: m, noise draws averaged in one step (the passes of SmoothGrad).
+        redraw: new noise at every step; False repeats the first step's, which a converging run needs.
+        tolerance: stop once a step changes the displacement by less than this share of its norm; None = all steps.
+        seed: of the noise.
+    """
+
+    steps: int = 10
+    rho: float = 0.05
+    gamma: float = 1e-3
+    eta: float = 0.0
+    sigma: float = 0.05
+    draws: int = 1
+    redraw: bool = True
+    tolerance: float | None = None
+    seed: int = 0
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        for name in ("steps", "draws"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.", found)
+        for name in ("rho", "gamma"):
+            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be > 0.", found)
+        for name in ("eta", "sigma", "seed"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0.", found)
+        _require(
+            self.gamma <= self.rho, f"gamma is {self.gamma} and rho is {self.rho}; gamma must not exceed rho.", found
+        )
+        _require(
+            self.tolerance is None or 0 < self.tolerance < 1,
+            f"tolerance is {self.tolerance}; it must be in (0, 1), or null for all steps.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class DistillConfig(Config):
+    """Knowledge distillation from the dense model; every term is a mean over the predicted tokens:
+
+        loss = (1 - alpha) CE + alpha temperature^2 KL(teacher || student) + hidden D
+
+    CE is the language-model loss in nats, KL (nats) compares softmax(logits / temperature) of both (Hinton et al.
+    2015, section 2, whose factor temperature^2 keeps the gradient's size when the temperature changes), and D is the
+    squared difference of the residual streams relative to the teacher's, mean over the kept layers
+    (:mod:`pyprune.distill`).
+
+    Attributes:
+        alpha: share of the teacher's distribution, in [0, 1], no unit; 0 leaves the text's own tokens alone.
+        temperature: softens both distributions, > 0, no unit.
+        hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
+        chunk: tokens whose logits are held at once.
+        teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
+    """
+
+    alpha: float = 0.5
+    temperature: float = 1.0
+    hidden: float = 0.0
+    chunk: int = 256
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(0 <= self.alpha <= 1, f"alpha is {self.alpha}; it must be in [0, 1].", found)
+        _require(self.temperature > 0, f"temperature is {self.temperature}; it must be > 0.", found)
+        _require(self.hidden >= 0, f"hidden is {self.hidden}; it must be >= 0.", found)
+        _require(self.chunk >= 1, f"chunk is {self.chunk}; it must be at least 1 token.", found)
+        _require(
+            self.alpha > 0 or self.hidden > 0,
+            "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class RecoverConfig(Config):
+    """Recovery of a pruned model: what is trained (adapters or all weights) and on which loss.
+
+    Attributes:
+        adapters: lora trains low-rank adapters through PEFT, merged before export; none trains all weights.
         rank: LoRA rank.
         alpha: LoRA scale numerator (scale = alpha / rank).
         dropout: LoRA dropout probability.
+        distill: learn from the dense model as well; None = the language-model loss alone.
         train: the training loop's options.
     """
 
+    adapters: Literal["lora", "none"] = "lora"
     rank: int = 32
     alpha: float = 10.0
     dropout: float = 0.0
+    distill: DistillConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @override
@@ -420,13 +633,33 @@ class RecoverConfig(Config):
 
 
 @dataclass(frozen=True)
+class RecoverRunConfig(Config):
+    """Everything `pyprune recover` does to a checkpoint that is cut already.
+
+    Attributes:
+        dtype: dtype of the weights while working.
+        device: where the model is trained: auto (cuda when there is one), cpu, cuda or cuda:N.
+        export_dtype: dtype of the written checkpoint; None = the pruned checkpoint's.
+        data: recovery text.
+        recover: what is trained, and on which loss.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+
+@dataclass(frozen=True)
 class StageConfig(Config):
     """What happens with the weights before or after the cut.
 
     Attributes:
         before: actions before the cut, in order (regularise, finetune).
-        after: actions after the cut, in order (recover = LoRA, finetune = all weights, regularise = the
-            method's own penalty once more where it still applies, as in the DReSS eight-case ablation).
+        after: actions after the cut, in order (recover = as the options of recover say, finetune = the plain control,
+            all weights; regularise = the method's own penalty once more where it still applies, as in the DReSS
+            eight-case ablation).
         prune: False keeps the dense shapes (the N in R&N&N).
     """
 
@@ -440,7 +673,8 @@ class PruneConfig(Config):
     """Everything `pyprune prune` does.
 
     Attributes:
-        method: dress, elder, trsp or none (direct removal of what the plan names).
+        method: dress, elder, trsp, a scoring method (magnitude, random, taylor, moreau, moreau_gs, smoothgrad) or none
+            (direct removal of what the plan names).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
@@ -456,7 +690,9 @@ class PruneConfig(Config):
             (holds one more copy of the weights meanwhile).
         dress: options of DReSS.
         elder: options of ELDeR/TRSP.
-        recover: options of LoRA recovery.
+        score: options that all scoring methods share.
+        moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
+        recover: options of recovery.
         finetune: options of the plain fine-tuning control.
         seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
     """
@@ -476,6 +712,8 @@ class PruneConfig(Config):
     verify: bool = False
     dress: DressConfig = field(default_factory=DressConfig)
     elder: ElderConfig = field(default_factory=ElderConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    moreau: MoreauConfig = field(default_factory=MoreauConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = 0
@@ -494,6 +732,11 @@ class PruneConfig(Config):
             "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",
             found,
         )
+        _require(
+            self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery_data; calibration and regularisation read 'stream'.",
+            found,
+        )
         if self.method == "none":
             _require(self.plan is not None, "method is 'none', which decides nothing; give a plan to apply.", found)
             _require(
@@ -504,4 +747,11 @@ class PruneConfig(Config):
             )
         elif self.method not in method_modules():
             found.append(did_you_mean(self.method, method_modules(), "method"))
+        elif is_scoring(self.method):
+            _require(
+                "regularise" not in (*self.stages.before, *self.stages.after),
+                f"method is {self.method!r}, which scores and regularises nothing; take regularise out of "
+                "stages.before and stages.after.",
+                found,
+            )
         return found

@@ -43,6 +43,11 @@ def method_modules() -> dict[str, str]:
     return found
 
 
+def is_scoring(name: str) -> bool:
+    """Whether a known method scores structures (it lies under score/ and has no regulariser)."""
+    return method_modules()[name].startswith("pyprune.score.")
+
+
 def get_method(name: str) -> Method:
     """The method of this name.
 

@@ -22,10 +22,7 @@ inline Floats select(Words mask, Floats yes, Floats no) {
 }
 
 inline Pair both(float value) { return {spread(value), spread(value)}; }
-inline Pair operator+(Pair a, Pair b) { return {a.first + b.first, a.second + b.second}; }
-inline Pair operator-(Pair a, Pair b) { return {a.first - b.first, a.second - b.second}; }
 inline Pair absolute(Pair value) { return {absolute(value.first), absolute(value.second)}; }
-inline Pair operator*(Pair a, Pair b) { return {a.first * b.first, a.second * b.second}; }
 
 // How to reach the elements of a pair: all of them, or the first `count`. Weights come with the unit offset of norms
 // that multiply by 1 + w; weights beyond the count are 0.
@@ -43,7 +40,7 @@ struct Whole {
   }
   template <class T>
   void store(T* out, Pair value) const {
-    store_pair(out, value);
+    store_numbers(out, value);
   }
 };
 
@@ -52,9 +49,7 @@ struct Part {
   bool empty() const { return count <= 0; }
   template <class T>
   Pair load(const T* x) const {
-    T padded[kPair] = {};
-    for (std::int64_t i = 0; i < count; ++i) padded[i] = x[i];
-    return load_pair(padded);
+    return load_pair_up_to(x, count);
   }
   template <class T>
   Pair weights(const T* w, float offset) const {
@@ -65,7 +60,7 @@ struct Part {
   template <class T>
   void store(T* out, Pair value) const {
     T padded[kPair];
-    store_pair(padded, value);
+    store_numbers(padded, value);
     for (std::int64_t i = 0; i < count; ++i) out[i] = padded[i];
   }
 };
@@ -307,10 +302,8 @@ double row_sum(Terms terms, std::int64_t start, std::int64_t count, Also also) {
   add_stretch(terms, start, i, [=](std::int64_t at) { return Part{count - at < kPair ? count - at : kPair}; }, sums,
               also);
   double unordered[kLanes], lanes[kLanes];
-  std::memcpy(unordered, sums, sizeof lanes);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    lanes[lane] = unordered[lane / kPair * kPair + lane_of<typename Terms::Storage>(lane % kPair)];
-  }
+  std::memcpy(unordered, sums, sizeof unordered);
+  in_order<typename Terms::Storage>(unordered, lanes, kLanes);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }

@@ -1,4 +1,4 @@
-"""What a regularising method is: it decides a plan and trains the model towards it."""
+"""What a method is: it decides a plan and, where it regularises, trains the model towards it."""
 
 from __future__ import annotations
 
@@ -103,15 +103,17 @@ class Method:
         axis: the axis it removes from (also the default unit of the ratio).
         summary: one line for people.
         decide: (model, samples [N, T], config, run) -> PlanDecision.
-        regularise: (model, samples [N, T], plan, config, run) -> report. The plan is of the dense model; on a
-            model that was already cut to it nothing is left to penalise and the stage trains the language model
-            alone, with the same options.
+        regularise: (model, samples [N, T], plan, config, run) -> report; None for a method that only scores. The
+            plan is of the dense model; on a model that was already cut to it nothing is left to penalise and the stage
+            trains the language model alone, with the same options.
         default_preset: the preset that ``pyprune prune --method`` starts from.
+        reads_text: whether ``decide`` looks at the samples.
     """
 
     name: str
-    axis: Literal["hidden", "layers"]
+    axis: Literal["hidden", "layers", "structures"]
     summary: str
     decide: Decide
-    regularise: Regularise
+    regularise: Regularise | None
     default_preset: str
+    reads_text: bool = True

@@ -1,5 +1,7 @@
 """Presets: complete options by name. Plain data; importing this file imports no torch.
 
+Those of the scoring methods are in ``pyprune/score/presets.py`` and belong to the same list.
+
 The papers name neither optimiser nor number of steps nor epochs; those constants are ours and marked so. Every
 other constant of dress, dress-opt, elder and trsp is the papers'.
 """
@@ -20,6 +22,7 @@ from pyprune.config import (
     TrainConfig,
 )
 from pyprune.errors import ConfigError, did_you_mean
+from pyprune.score.presets import SCORE_PRESETS
 
 
 def preset(name: str) -> PruneConfig:
@@ -209,5 +212,6 @@ PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "elder-recommended": _elder_recommended,
     "trsp": _trsp,
     "trsp-recommended": _trsp_recommended,
+    **SCORE_PRESETS,
 }
 """Preset name -> function that builds its options (whose docstring describes it)."""

@@ -49,9 +49,9 @@ def _penalty(w, grad, index, strength, partial, groups, length, cols, offset, ch
     tl.store(partial + tl.program_id(1).to(tl.int64) * groups + position, sums, mask=position < groups)
     if GRADIENT and not L1:
         scale = factor.to(tl.float64) / tl.sqrt(tl.where(sums == 0.0, 1.0, sums))
-        limited = tl.minimum(tl.maximum(scale, -LARGEST), LARGEST)
-        # False for NaN and infinities, which stay.
-        scale = tl.where((tl.abs(scale) > LARGEST) & (tl.abs(factor) <= LARGEST), limited, scale)
+        # Both comparisons are false for NaN; an infinite strength stays.
+        limited = tl.where(tl.abs(scale) > LARGEST, tl.where(scale < 0, -LARGEST, LARGEST), scale)
+        scale = tl.where(tl.abs(factor) <= LARGEST, limited, scale)
         scale = of_groups(tl.where(sums == 0.0, 0.0, scale).to(tl.float32), BY_ROW)
         for begin in range(first, end, STEP):
             at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)

@@ -1,0 +1,276 @@
+"""From group scores to a plan: bundles in ascending order, and how many of each layer and axis go.
+
+Within one layer and axis the units with the smallest scores go first, ties by the smaller index. So a plan is one
+count for every (layer, axis), and both rankings only choose these counts: local removes the same count in every open
+layer, global merges all orders into one (ties by layer, then heads before ffn) and takes a prefix. Counts are exact:
+the largest number whose share of ALL parameters does not exceed the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+
+import torch
+
+from pyprune.config import PruneConfig, ScoreAxis, ScoreConfig
+from pyprune.decide import Shapes, decide_hidden_count, share_of_parameters
+from pyprune.errors import ConfigError
+from pyprune.families import Family
+from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
+from pyprune.score._structures import Place, Scope, StructureScores, opened_places
+
+
+@dataclass(frozen=True)
+class Order:
+    """The units of one layer and axis, the first to go first.
+
+    Attributes:
+        layer: dense layer index; None for the hidden axis.
+        axis: heads, ffn or hidden.
+        bundles: dense indices that go together (KV heads, query heads, FFN or hidden channels).
+        scores: of the bundles, ascending; -inf for those that earlier rounds removed.
+        removable: how many bundles may go.
+    """
+
+    layer: int | None
+    axis: ScoreAxis
+    bundles: tuple[tuple[int, ...], ...]
+    scores: tuple[float, ...]
+    removable: int
+
+
+Counts = dict[Place, int]
+"""Bundles that go, by (layer, axis)."""
+
+
+class Ranking:
+    """One model's goal and the plans that reach it.
+
+    Args:
+        family: of the model.
+        shapes: parameter name -> shape, tied parameters once.
+        identity: the plan that removes nothing.
+        scope: what is open.
+        config: every option.
+    """
+
+    def __init__(self, family: Family, shapes: Shapes, identity: PrunePlan, scope: Scope, config: PruneConfig) -> None:
+        self.family = family
+        self.shapes = shapes
+        self.identity = identity
+        self.scope = scope
+        self.config = config
+        self.score: ScoreConfig = config.score
+
+    def plan(self, scores: StructureScores, before: PrunePlan, done: Fraction) -> PrunePlan:
+        """The plan after a round.
+
+        Args:
+            scores: of every open structure.
+            before: the plan of the earlier rounds; what it removed stays removed.
+            done: share of the goal to reach with this round, in (0, 1].
+
+        Raises:
+            ConfigError: the goal removes nothing, cannot be reached, or is not legal.
+        """
+        orders = [self._order(scores, before, layer, axis) for layer, axis in opened_places(self.scope)]
+        if self.score.counts:
+            counts = self._by_counts(orders, done)
+        elif self.scope.axes == ("hidden",):
+            counts = self._hidden_by_ratio(orders, done)
+        else:
+            self._check_unit()
+            goal = self.config.ratio * float(done)
+            counts = self._local(orders, goal) if self.score.is_local else self._global(orders, goal)
+        if done == 1 and not any(counts.values()):
+            self._refuse_nothing(orders)
+        return self._remove(orders, counts)
+
+    def _refuse_nothing(self, orders: Sequence[Order]) -> None:
+        if self.score.counts:
+            raise ConfigError(
+                "The counts of score.heads, score.ffn and score.hidden keep everything; lower one of them."
+            )
+        places = orders if self.score.is_local else [min(orders, key=self._parameters_of_first)]
+        plan = self._remove(orders, {(o.layer, o.axis): 1 for o in places if o.axis == places[-1].axis})
+        smallest = share_of_parameters(self.family, self.shapes, plan)
+        raise ConfigError(
+            f"ratio {self.config.ratio} of the parameters removes nothing; the smallest step is {smallest:.4g}."
+        )
+
+    def _check_unit(self) -> None:
+        if self.config.ratio_of not in (None, "parameters"):
+            raise ConfigError(
+                f"ratio_of is {self.config.ratio_of!r}, but {self.config.method} removes {list(self.scope.axes)}; "
+                "use parameters, or give counts (score.heads, score.ffn)."
+            )
+
+    def _order(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> Order:
+        values = scores.group_scores(layer, axis).clone()
+        values[list(self._removed(before, layer, axis))] = -math.inf
+        order = torch.argsort(values, stable=True).tolist()
+        bundles = self._bundles(order, axis)
+        numbers = values.tolist()
+        sums = tuple(math.fsum(numbers[i] for i in bundle) for bundle in bundles)
+        keep = 0 if self.score.allow_empty and axis != "hidden" else 1
+        return Order(layer, axis, bundles, sums, max(0, len(bundles) - keep))
+
+    def _removed(self, plan: PrunePlan, layer: int | None, axis: ScoreAxis) -> tuple[int, ...]:
+        if axis == "hidden":
+            return plan.removed_hidden
+        found = [x for x in plan.layers if x.index == layer]
+        kept = LayerPlan(-1, (), (), ()) if not found else found[0]
+        units = {"heads": kept.kv_heads if self.scope.whole_groups else kept.query_heads, "ffn": kept.ffn}[axis]
+        return tuple(sorted(set(range(self._unit_count(axis))) - set(units)))
+
+    def _unit_count(self, axis: ScoreAxis) -> int:
+        return self.scope.units("kv_heads" if axis == "heads" and self.scope.whole_groups else axis)
+
+    def _bundles(self, order: Sequence[int], axis: ScoreAxis) -> tuple[tuple[int, ...], ...]:
+        if axis == "heads" and not self.scope.whole_groups:
+            return self._query_bundles(order)
+        size = {"heads": 1, "ffn": self.score.ffn_multiple, "hidden": self.config.hidden_multiple}[axis]
+        # What is left of a dense width that is no multiple goes with the first bundle, so that every rest is legal.
+        first = len(order) % size or size
+        return (tuple(order[:first]), *(tuple(order[i : i + size]) for i in range(first, len(order), size)))
+
+    def _query_bundles(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Bundle j holds the j-th weakest query head of every KV group."""
+        dense = self.scope.dense
+        groups: list[list[int]] = [[] for _ in range(dense.num_key_value_heads)]
+        for head in order:
+            groups[kv_head_of(head, dense)].append(head)
+        return tuple(zip(*groups, strict=True))
+
+    def _by_counts(self, orders: Sequence[Order], done: Fraction) -> Counts:
+        counts: Counts = {}
+        for order in orders:
+            kept = self._kept_bundles(order)
+            counts[order.layer, order.axis] = math.floor(done * (len(order.bundles) - kept))
+        return counts
+
+    def _kept_bundles(self, order: Order) -> int:
+        """How many bundles stay when ``counts`` says how many heads or channels do."""
+        wanted = self.score.counts[order.axis]
+        sizes = [len(bundle) * self._heads_in(order.axis) for bundle in order.bundles]
+        legal = list(accumulate(reversed(sizes)))[::-1]
+        if wanted not in legal:
+            shown = ", ".join(map(str, legal[:8])) + (", ..." if len(legal) > 8 else "")
+            raise ConfigError(f"score.{order.axis} is {wanted}; this model allows {shown}.")
+        return len(sizes) - legal.index(wanted)
+
+    def _heads_in(self, axis: ScoreAxis) -> int:
+        return self.scope.dense.group_size if axis == "heads" and self.scope.whole_groups else 1
+
+    def _hidden_by_ratio(self, orders: Sequence[Order], done: Fraction) -> Counts:
+        (order,) = orders
+        config = self.config
+        decision = decide_hidden_count(
+            self.family,
+            self.shapes,
+            self.identity,
+            config.ratio,
+            config.ratio_of or "parameters",
+            config.hidden_multiple,
+        )
+        gone = [sum(len(b) for b in order.bundles[:n]) for n in range(len(order.bundles))]
+        return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
+
+    def _local(self, orders: Sequence[Order], goal: float) -> Counts:
+        """The largest share p, with floor(p * units) bundles of every layer and axis, that stays within the goal."""
+        sizes = {len(order.bundles) for order in orders}
+        shares = sorted({Fraction(k, n) for n in sizes for k in range(n + 1)})
+
+        def counts_at(step: int) -> Counts:
+            share = shares[step]
+            return {(o.layer, o.axis): min(o.removable, math.floor(share * len(o.bundles))) for o in orders}
+
+        return self._largest(orders, goal, len(shares) - 1, counts_at)
+
+    def _global(self, orders: Sequence[Order], goal: float) -> Counts:
+        """The longest prefix of the one order over all open layers that stays within the goal."""
+        compared = self._normalised(orders)
+        merged = sorted(
+            (value, place, position)
+            for place, (order, values) in enumerate(zip(orders, compared, strict=True))
+            for position, value in enumerate(values[: order.removable])
+        )
+        places = [place for _, place, _ in merged]
+
+        def counts_at(step: int) -> Counts:
+            counts: Counts = {(o.layer, o.axis): 0 for o in orders}
+            for place in places[:step]:
+                counts[orders[place].layer, orders[place].axis] += 1
+            return counts
+
+        return self._largest(orders, goal, len(places), counts_at)
+
+    def _normalised(self, orders: Sequence[Order]) -> list[tuple[float, ...]]:
+        """Scores that may be compared across layers and axes; each order stays ascending."""
+        how = self.score.normalise
+        if how == "none":
+            return [order.scores for order in orders]
+        if how == "standard":
+            return [_standard(order.scores) for order in orders]
+        sizes: dict[str, int] = {}
+        for order in orders:
+            if order.axis not in sizes:
+                sizes[order.axis] = self._parameters_of_first(order)
+        return [tuple(score / sizes[order.axis] for score in order.scores) for order in orders]
+
+    def _parameters_of_first(self, order: Order) -> int:
+        plan = self._remove([order], {(order.layer, order.axis): 1})
+        total = sum(math.prod(shape) for shape in self.shapes.values())
+        return round(share_of_parameters(self.family, self.shapes, plan) * total)
+
+    def _largest(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> Counts:
+        """The counts of the last step whose share of parameters is within the goal (shares grow with the steps)."""
+
+        def share(step: int) -> float:
+            plan = self._remove(orders, counts_at(step))
+            return share_of_parameters(self.family, self.shapes, plan)
+
+        # bisect_right finds the first step beyond the goal; rounding of the share itself must not decide.
+        beyond = bisect_right(range(steps + 1), goal + 1e-12, key=share)
+        if beyond == steps + 1 and share(steps) < goal - 1e-12:
+            raise ConfigError(
+                f"ratio {self.config.ratio} cannot be reached: all that may go of axes {list(self.scope.axes)} in "
+                f"layers {self.scope.layers[0]} to {self.scope.layers[-1]} is {share(steps):.2%} of the parameters. "
+                "Open more layers or axes, or lower the ratio."
+            )
+        return counts_at(beyond - 1)
+
+    def _remove(self, orders: Sequence[Order], counts: Mapping[Place, int]) -> PrunePlan:
+        gone: dict[Place, set[int]] = {}
+        for order in orders:
+            count = counts.get((order.layer, order.axis), 0)
+            gone[order.layer, order.axis] = {i for bundle in order.bundles[:count] for i in bundle}
+        layers = (self._layer(layer, gone) for layer in self.identity.layers)
+        hidden = gone.get((None, "hidden"), set())
+        return replace(
+            self.identity,
+            hidden=tuple(i for i in self.identity.hidden if i not in hidden),
+            layers=tuple(layer for layer in layers if layer.query_heads or layer.ffn),
+        )
+
+    def _layer(self, layer: LayerPlan, gone: Mapping[Place, set[int]]) -> LayerPlan:
+        heads, ffn = gone.get((layer.index, "heads"), set()), gone.get((layer.index, "ffn"), set())
+        if self.scope.whole_groups:
+            kv_heads = tuple(kv for kv in layer.kv_heads if kv not in heads)
+            queries = tuple(q for q in layer.query_heads if kv_head_of(q, self.scope.dense) not in heads)
+        else:
+            queries = tuple(q for q in layer.query_heads if q not in heads)
+            kv_heads = layer.kv_heads if queries else ()
+        return LayerPlan(layer.index, queries, kv_heads, tuple(i for i in layer.ffn if i not in ffn))
+
+
+def _standard(scores: Sequence[float]) -> tuple[float, ...]:
+    values = torch.tensor(scores, dtype=torch.float64)
+    known = values[torch.isfinite(values)]
+    spread = known.std(unbiased=False)
+    return tuple(((values - known.mean()) / (spread if spread > 0 else 1.0)).tolist())

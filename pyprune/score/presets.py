@@ -1,0 +1,74 @@
+"""Presets of the scoring methods. Plain data; importing this file imports no torch.
+
+Calibration is the papers' 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
+ours; every other constant is MoreauPruner's. Recipes hold the papers' protocols for their models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pyprune.config import DataConfig, MoreauConfig, PruneConfig, ScoreConfig, StageConfig
+
+
+def scoring(method: str) -> PruneConfig:
+    """What all scoring methods start from: 20 % of the parameters, ranked globally, one shot, no recovery."""
+    return PruneConfig(
+        method=method,
+        ratio=0.2,
+        ratio_of="parameters",
+        data=DataConfig("wikitext2", "train", samples=10, sequence_length=128),
+        stages=StageConfig(before=(), after=()),
+        score=ScoreConfig(),
+    )
+
+
+def _magnitude() -> PruneConfig:
+    """Magnitude: heads and FFN channels with the smallest sum of |w|."""
+    return scoring("magnitude")
+
+
+def _random() -> PruneConfig:
+    """Random heads and FFN channels: the control."""
+    return scoring("random")
+
+
+def _taylor() -> PruneConfig:
+    """LLM-Pruner's Taylor score, sum |w g|."""
+    return scoring("taylor")
+
+
+def _moreau() -> PruneConfig:
+    """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
+    moreau = MoreauConfig(steps=10, rho=0.05, gamma=1e-3, eta=0.0, sigma=0.05, draws=1)
+    return replace(scoring("moreau"), moreau=moreau)
+
+
+def _moreau_gs() -> PruneConfig:
+    """MoreauPruner-GS with the paper's constants: T 10, rho 0.2, gamma 2e-4, eta 5e-6, sigma 0.05."""
+    moreau = MoreauConfig(steps=10, rho=0.2, gamma=2e-4, eta=5e-6, sigma=0.05, draws=1)
+    return replace(scoring("moreau_gs"), moreau=moreau)
+
+
+def _moreau_converged() -> PruneConfig:
+    """MoreauPruner run until a step changes the displacement by less than 1 %, at most 400 steps of fixed noise."""
+    moreau = MoreauConfig(steps=400, rho=0.05, gamma=1e-3, eta=0.0, sigma=0.05, redraw=False, tolerance=0.01)
+    return replace(scoring("moreau"), moreau=moreau)
+
+
+def _smoothgrad() -> PruneConfig:
+    """SmoothGrad with the paper's constants: 100 noisy passes, sigma 0.05."""
+    return replace(scoring("smoothgrad"), moreau=MoreauConfig(sigma=0.05, draws=100))
+
+
+SCORE_PRESETS: dict[str, Callable[[], PruneConfig]] = {
+    "magnitude": _magnitude,
+    "random": _random,
+    "taylor": _taylor,
+    "moreau": _moreau,
+    "moreau-converged": _moreau_converged,
+    "moreau_gs": _moreau_gs,
+    "smoothgrad": _smoothgrad,
+}
+"""Preset name -> function that builds its options (whose docstring describes it)."""

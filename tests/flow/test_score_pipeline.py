@@ -1,0 +1,147 @@
+"""Scoring methods through the whole flow: command line or prune() to a checkpoint that loads and means the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pyprune.cli import ERROR_CODE, app
+from pyprune.config import PruneConfig
+from pyprune.errors import ConfigError
+from pyprune.load import load_model, read_pruning_json
+from pyprune.mask import masked
+from pyprune.pipeline import prune, prune_
+from pyprune.recipe import build_config
+from tests._support.compare import assert_same_logits
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.text import write_model, write_text
+
+METHODS = ("magnitude", "random", "taylor", "moreau", "moreau_gs", "smoothgrad")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def config(method: str, text: Path | None, ratio: float = 0.2, **score: Any) -> PruneConfig:
+    base = build_config(options={"method": method, "ratio": ratio})
+    few = replace(base.moreau, draws=2) if method == "smoothgrad" else replace(base.moreau, steps=2)
+    data = replace(base.data, source=str(text), samples=4, sequence_length=32)
+    return replace(base, data=data, moreau=few, score=replace(base.score, **score))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "phi", "gemma3"])
+def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text: Path, tmp_path: Path) -> None:
+    dense = tiny_model(name)
+    folder = write_model(dense, tmp_path / "dense")
+    result = prune(folder, config("moreau", text, normalise="size"), out=tmp_path / "out")
+    widths = {layer.widths for layer in result.plan.layers}
+    assert len(widths) > 1, "the plan of this test must have unequal widths"
+    assert len({w[0] for w in widths}) > 1 or len({w[2] for w in widths}) > 1
+    assert result.compact is not None
+    assert not result.compact.stock
+    assert 0.15 < result.compact.removed_share <= 0.2
+    record = read_pruning_json(tmp_path / "out", verify_files=True)
+    assert record.plan == result.plan
+    memory = record.provenance["report"]["decision"]["scores"]["memory"]
+    assert memory["peak_bytes"] > memory["model_bytes"] > memory["layer_bytes"]
+    assert any("peak memory" in note for note in result.notes)
+    loaded, _ = load_model(tmp_path / "out")
+    batch = tiny_batch() % 200 + 3
+    with torch.no_grad(), masked(dense, result.plan):
+        expected = dense(batch).logits
+    with torch.no_grad():
+        assert_same_logits(loaded(batch).logits, expected)
+        alone = loaded(batch).logits - dense(batch).logits
+    assert alone.abs().max() > 1e-2, "the cut must show"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_from_the_command_line(method: str, text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    few = ["--set", "moreau.draws=2", "--set", "moreau.steps=2"]
+    arguments = [
+        "prune", str(folder), "--method", method, "--ratio", "0.2", "--out", str(tmp_path / "out"),
+        "--calibration", str(text), "--samples", "4", "--sequence-length", "64", *few,
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    record = read_pruning_json(tmp_path / "out", verify_files=True)
+    assert record.provenance["method"] == method
+    assert record.provenance["report"]["stages"] == []
+    assert 0.15 < 1 - record.provenance["parameters"] / record.provenance["dense_parameters"] <= 0.2
+    # What reads no text marks none.
+    assert bool(record.provenance["training_marks"]) == (method not in ("magnitude", "random"))
+
+
+@pytest.mark.parametrize("method", ["magnitude", "moreau"])
+def test_uniform_gives_a_stock_architecture(method: str, text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    arguments = [
+        "prune", str(folder), "--method", method, "--uniform", "--out", str(tmp_path / "out"), "--calibration",
+        str(text), "--samples", "4", "--sequence-length", "32", "--set", "moreau.steps=2",
+        "--set", "score.first_layer=1",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert "uniform" in result.output
+
+
+def test_dry_run_prints_the_plan(tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    result = CliRunner().invoke(app, ["prune", str(folder), "--method", "magnitude", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["model_type"] == "llama"
+
+
+def test_the_cut_is_what_the_masked_model_was_and_recovery_follows(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    base = config("taylor", text, normalise="size")
+    train = replace(base.recover.train, steps=3, batch_size=2, micro_batch_size=1, learning_rate=1e-3)
+    changed = replace(
+        base, verify=True, stages=replace(base.stages, after=("recover",)), recover=replace(base.recover, train=train)
+    )
+    result = prune(folder, changed, out=tmp_path / "out")
+    assert result.verified is not None
+    assert result.verified["compacted_perplexity"] == pytest.approx(result.verified["masked_perplexity"], rel=1e-4)
+    assert [stage["action"] for stage in result.stages] == ["recover"]
+
+
+def test_a_plan_is_found_again_from_the_same_seeds(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    plans = [prune(folder, config("moreau", text), out=tmp_path / f"out{i}").plan for i in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_a_method_without_a_regulariser_refuses_that_stage() -> None:
+    wrong = config("magnitude", None)
+    wrong = replace(wrong, stages=replace(wrong.stages, after=("regularise",)))
+    with pytest.raises(ConfigError, match="regularise"):
+        prune_(tiny_model("llama"), {}, wrong)
+
+
+def test_the_command_line_refuses_it_too(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    result = CliRunner().invoke(
+        app,
+        [
+            "prune",
+            str(folder),
+            "--method",
+            "moreau",
+            "--out",
+            str(tmp_path / "o"),
+            "--set",
+            "stages.before=[regularise]",
+        ],
+    )
+    assert result.exit_code == ERROR_CODE
+    assert "regularises nothing" in result.stderr
