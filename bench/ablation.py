@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -299,6 +299,15 @@ class Bench:
         model: PreTrainedModel = copied.to(resolve_device(self.config.device))
         return model
 
+    def _teacher(self, config: PruneConfig) -> PreTrainedModel:
+        """The dense model once more, for a cell that distils."""
+        from pyprune.load import DTYPES
+        from pyprune.pipeline import teacher_dtype
+
+        teacher: Any = self._copy()
+        dense: PreTrainedModel = teacher.to(DTYPES[teacher_dtype(config.recover)])
+        return dense
+
     def _perplexities(self, model: PreTrainedModel) -> dict[str, float]:
         from pyprune.evaluate import evaluate_perplexity
 
@@ -360,7 +369,7 @@ class Bench:
         model = self._copy()
         parameters = count_parameters(model)
         started = time.monotonic()
-        result = _prune(model, data, config, plan)
+        result = _prune(model, data, config, plan, lambda: self._teacher(config))
         seconds = time.monotonic() - started
         effects = result.effects
         return {
@@ -413,16 +422,21 @@ def decides(config: PruneConfig) -> Json:
 
 
 def _prune(
-    model: PreTrainedModel, data: Mapping[str, TokenSamples], config: PruneConfig, plan: Json | None
+    model: PreTrainedModel,
+    data: Mapping[str, TokenSamples],
+    config: PruneConfig,
+    plan: Json | None,
+    dense: Callable[[], PreTrainedModel],
 ) -> PruneResult:
     from pyprune.pipeline import prune_
 
+    teacher = dense if config.recover.distill else None
     if plan is None:
-        return prune_(model, data, config)
+        return prune_(model, data, config, teacher=teacher)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(plan), encoding="utf-8")
-        result = prune_(model, data, replace(config, plan=str(path)))
+        result = prune_(model, data, replace(config, plan=str(path)), teacher=teacher)
     result.notes = [note for note in result.notes if str(path) not in note]
     return result
 

@@ -3,7 +3,8 @@
 A source is tokenised into one stream (documents in order, separated as its layout asks), and samples are
 non-overlapping windows of that stream, at seeded random places (the papers draw random 2048-token windows).
 Regularisation, recovery and test text must not share a token; :func:`split_disjoint` draws them so, and
-:func:`assert_disjoint` checks it by content, whatever the sources are called.
+:func:`assert_disjoint` checks it by content, whatever the sources are called. Instruction records may instead be
+drawn whole, one a row, with the prompt masked (:class:`ExampleStream`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pyprune.config import DataConfig
 from pyprune.errors import ConfigError, DataError
+from pyprune.instructions import Example, encode_examples
 from pyprune.progress import track
 from pyprune.sources import (
     HUB_SOURCES,
@@ -33,11 +35,12 @@ from pyprune.sources import (
     read_documents,
     write_demo_data,
 )
+from pyprune.tokens import IGNORED, Tokens
 
 __all__ = [
     "HUB_SOURCES", "Corpus", "DemoData", "Document", "packaged_text", "read_corpus", "read_documents",
     "write_demo_data",
-    "SpanSet", "TokenSamples", "TokenStream",
+    "ExampleStream", "SpanSet", "TokenSamples", "TokenStream",
     "assert_disjoint", "check_sequence_length", "sample_sequences", "shingle_hashes",
     "split_disjoint", "token_stream",
 ]  # fmt: skip
@@ -52,7 +55,7 @@ STREAM_TOKENS = 2**24
 SHINGLE = 64
 """Tokens in a row that two streams must share before the text counts as the same."""
 
-_BOILERPLATE = 4
+BOILERPLATE = 4
 """A shingle found more often than this in one stream (a prompt header, a licence) identifies no passage."""
 
 _DISTINCT = SHINGLE // 4
@@ -80,6 +83,31 @@ class TokenStream:
         """Build a stream from token ids [N]."""
         ids = np.ascontiguousarray(np.asarray(tokens, dtype=np.int64).reshape(-1))
         return cls(source, ids, hashlib.sha256(ids.tobytes()).hexdigest())
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleStream(TokenStream):
+    """Instruction records laid end to end, each as it is fed (:mod:`pyprune.instructions`), none of them twice.
+
+    Attributes:
+        examples: (start, response, end) of each record: its tokens are ``tokens[start:end]``, those to be predicted
+            ``tokens[response:end]``.
+    """
+
+    examples: tuple[tuple[int, int, int], ...] = field(repr=False, default=())
+
+    @classmethod
+    def join(cls, source: str, examples: Iterable[Example]) -> ExampleStream:
+        """Lay examples end to end, leaving out those whose tokens came before."""
+        distinct = {example.ids.tobytes(): example for example in examples}
+        places: list[tuple[int, int, int]] = []
+        start = 0
+        for example in distinct.values():
+            places.append((start, start + example.response, start + len(example.ids)))
+            start += len(example.ids)
+        nothing = np.zeros(0, dtype=np.int64)
+        stream = TokenStream.of(source, np.concatenate([nothing, *(e.ids for e in distinct.values())]))
+        return cls(stream.source, stream.tokens, stream.identity, tuple(places))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,34 +151,62 @@ class SpanSet:
 
 @dataclass(frozen=True, eq=False)
 class TokenSamples:
-    """Windows of equal length drawn from one stream.
+    """Windows of equal length, or whole instruction records padded to it, drawn from one stream.
 
     Attributes:
-        input_ids: int64 [samples, sequence_length].
+        input_ids: int64 [samples, sequence_length]; ``IGNORED`` marks right padding.
         spans: where each window lies in its stream, in the order of the rows.
-        fingerprints: SHA-256 of each window.
+        fingerprints: SHA-256 of each window, without padding.
+        labels: int64 [samples, sequence_length], ``IGNORED`` where nothing is to be predicted; None = every token
+            counts.
     """
 
     input_ids: Tensor = field(repr=False)
     spans: SpanSet
     fingerprints: tuple[str, ...] = field(repr=False)
+    labels: Tensor | None = field(repr=False, default=None)
 
     def __len__(self) -> int:
         return len(self.spans.spans)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What the training loop takes."""
+        return Tokens(self.input_ids, self.input_ids if self.labels is None else self.labels)
 
     @classmethod
     def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
         """Cut windows of equal length out of a stream."""
         rows = np.stack([stream.tokens[start:end] for start, end in spans])
-        prints = tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
-        return cls(torch.from_numpy(rows), SpanSet(stream, tuple(spans)), prints)
+        return cls(torch.from_numpy(rows), SpanSet(stream, tuple(spans)), _fingerprints(rows))
+
+    @classmethod
+    def pad(
+        cls, stream: ExampleStream, chosen: Sequence[int], sequence_length: int, *, mask_prompt: bool
+    ) -> TokenSamples:
+        """Take whole examples, one a row, padded on the right."""
+        ids = np.full((len(chosen), sequence_length), IGNORED, dtype=np.int64)
+        labels = ids.copy()
+        places = [stream.examples[i] for i in chosen]
+        for row, (start, response, end) in enumerate(places):
+            ids[row, : end - start] = stream.tokens[start:end]
+            predicted = response if mask_prompt else start
+            labels[row, predicted - start : end - start] = stream.tokens[predicted:end]
+        spans = SpanSet(stream, tuple((start, end) for start, _, end in places))
+        prints = _fingerprints(stream.tokens[start:end] for start, _, end in places)
+        return cls(torch.from_numpy(ids), spans, prints, torch.from_numpy(labels))
+
+
+def _fingerprints(rows: Iterable[Ids]) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None) -> TokenStream:
     """Read and tokenise a source, without special tokens except those of its layout.
 
     Documents are separated by their layout's joiner; instruction records end with the eos token, and
-    chat-templated documents carry their own marks. Instruction records are packed, not padded.
+    chat-templated documents carry their own marks. With layout "stream" instruction records are packed: a window may
+    begin inside one, and all of its tokens are predicted. Layout "instructions" gives an :class:`ExampleStream`.
 
     Args:
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
@@ -159,6 +215,10 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
         DataError: see :func:`pyprune.sources.read_corpus`; or a chat template is asked for and there is none.
     """
     corpus = read_corpus(config.source, config.split, config.field)
+    if config.chat_template:
+        _check_chat_template(tokenizer, corpus)
+    if config.layout == "instructions":
+        return _example_stream(tokenizer, corpus, config)
     texts = _layout(tokenizer, corpus, config.chat_template)
     limit = max(STREAM_TOKENS, needed or 0)
     chunks = [texts[i : i + _DOCUMENTS_AT_ONCE] for i in range(0, len(texts), _DOCUMENTS_AT_ONCE)]
@@ -179,15 +239,29 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
 def _layout(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, chat_template: bool) -> list[str]:
     """Return the text of each document followed by its separator."""
     if chat_template:
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"chat_template is on for {corpus.name!r}, but the tokenizer has no chat template. "
-                "Turn the option off, or use a model whose tokenizer has one."
-            )
         return [_chat(tokenizer, document) for document in corpus.documents if document.text.strip()]
     eos = tokenizer.eos_token if corpus.instructions else None
     end = eos if isinstance(eos, str) else corpus.joiner
     return [document.text + end for document in corpus.documents]
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            f"chat_template is on for {corpus.name!r}, but the tokenizer has no chat template. "
+            "Turn the option off, or use a model whose tokenizer has one."
+        )
+
+
+def _example_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, config: DataConfig) -> ExampleStream:
+    examples = encode_examples(tokenizer, corpus, cutoff=config.sequence_length, chat_template=config.chat_template)
+    stream = ExampleStream.join(config.source, examples)
+    if not stream.examples:
+        raise DataError(
+            f"No record of {config.source!r} leaves a response to predict in {config.sequence_length} tokens (the "
+            "cutoff); raise sequence_length."
+        )
+    return stream
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
@@ -207,7 +281,7 @@ def sample_sequences(
     *,
     exclude: SpanSet | Sequence[SpanSet] = (),
 ) -> TokenSamples:
-    """Draw ``config.samples`` non-overlapping windows of ``config.sequence_length`` tokens, seeded.
+    """Draw ``config.samples`` non-overlapping windows of ``config.sequence_length`` tokens, or whole records, seeded.
 
     Args:
         exclude: text already in use; no drawn token is a copy of it.
@@ -223,11 +297,26 @@ def sample_sequences(
 
 def _draw(stream: TokenStream, config: DataConfig, exclude: Sequence[SpanSet]) -> TokenSamples:
     free = _free(stream, exclude)
+    if isinstance(stream, ExampleStream):
+        return _draw_examples(stream, config, free)
     lengths = [config.sequence_length] * config.samples
     placed = _place(free, lengths, _rng(config.seed))
     if placed is None:
         raise DataError(_too_small(stream, free, [config]))
     return TokenSamples.cut(stream, placed)
+
+
+def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> TokenSamples:
+    usable = [i for i, (start, _, end) in enumerate(stream.examples) if free[start:end].all()]
+    if len(usable) < config.samples:
+        total = len(stream.examples)
+        taken = "" if len(usable) == total else f", of which {len(usable)} are not used by another split"
+        raise DataError(
+            f"{stream.source!r} is too small: it has {total} distinct instruction records{taken}; "
+            f"{config.samples} are asked for. Lower samples, or give more records."
+        )
+    chosen = _rng(config.seed).permutation(usable)[: config.samples]
+    return TokenSamples.pad(stream, chosen.tolist(), config.sequence_length, mask_prompt=config.mask_prompt)
 
 
 def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
@@ -323,7 +412,8 @@ def split_disjoint(
 
 
 def _key(config: DataConfig) -> tuple[Any, ...]:
-    return (config.source, config.split, config.field, config.chat_template)
+    cutoff = config.sequence_length if config.layout == "instructions" else None
+    return (config.source, config.split, config.field, config.chat_template, config.layout, cutoff)
 
 
 def _streams(tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, DataConfig]) -> dict[str, TokenStream]:
@@ -360,6 +450,11 @@ def _draw_together(
     drawn: dict[str, TokenSamples] = {}
     for names in groups.values():
         stream, members = streams[names[0]], [configs[name] for name in names]
+        if isinstance(stream, ExampleStream):  # whole records waste nothing, so drawing in turn is the best there is
+            for name in names:
+                drawn[name] = _draw(stream, configs[name], taken)
+                taken.append(drawn[name].spans)
+            continue
         free = _free(stream, taken)
         lengths = [c.sequence_length for c in members for _ in range(c.samples)]
         placed = _place(free, lengths, _rng(*(c.seed for c in members)))
@@ -476,11 +571,11 @@ def _common(at: Ids, count: Ids, size: int, length: int) -> Mask:
     The end of a prompt header with the first tokens of what follows is rare as a shingle, and says no more than
     the header does; so a shingle needs some tokens that no frequent shingle covers.
     """
-    frequent = at[count > _BOILERPLATE]
+    frequent = at[count > BOILERPLATE]
     steps = np.bincount(frequent, minlength=length + 1) - np.bincount(frequent + size, minlength=length + 1)
     own = np.concatenate(([0], np.cumsum(np.cumsum(steps[:length]) == 0)))
     few: Mask = own[at + size] - own[at] < min(_DISTINCT, size)
-    return few | (count > _BOILERPLATE)
+    return few | (count > BOILERPLATE)
 
 
 def check_sequence_length(model_config: Any, length: int) -> None:

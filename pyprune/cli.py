@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyprune.evaluate import PerplexityResult
     from pyprune.pipeline import PruneResult
     from pyprune.report import Cell
+    from pyprune.train import TrainReport
 
 ERROR_CODE = 2
 INTERRUPTED_CODE = 130
@@ -155,6 +156,14 @@ def prune(
             "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. elder.train.steps=20. Repeatable."
         ),
     ] = None,
+    recovery: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What follows the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill (the dense "
+            "model as teacher as well). Default: the preset's own.",
+        ),
+    ] = None,
     uniform: Annotated[
         bool,
         typer.Option(
@@ -201,6 +210,7 @@ def prune(
 
     options = build_config(
         preset=preset,
+        recovery=recovery,
         recipe=config,
         options={
             "method": method,
@@ -227,6 +237,113 @@ def prune(
         print(found.to_json())
     elif out is not None:
         _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
+
+
+@app.command()
+@_guarded
+def recover(
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint.")],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DENSE",
+            help="The model that PRUNED was cut from, to learn from (logits, and hidden states if asked for). "
+            "Default: none, the text alone.",
+        ),
+    ] = None,
+    teacher_gguf_file: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside DENSE. Default: safetensors.")
+    ] = None,
+    teacher_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of DENSE from the hub. Default: its main branch.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a teacher).",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option by its dotted name, e.g. recover.distill.hidden=0.1 or recover.adapters=none. Repeatable.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to train on: alpaca, wikitext2, ptb, c4, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. "
+            "Default: the preset's, else wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
+    ] = None,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
+    ] = False,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> None:
+    """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
+
+    Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
+    """
+    from pyprune.recipe import build_recovery
+
+    options = build_recovery(
+        preset=preset,
+        recipe=config,
+        options={
+            "data.source": data,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+            "recover.distill": {} if teacher is not None else None,  # a teacher alone means the default weights
+        },
+        settings=set_ or (),
+    )
+    from pyprune.pipeline import recover_checkpoint
+
+    report = recover_checkpoint(
+        pruned,
+        options,
+        out=out,
+        teacher=teacher,
+        teacher_gguf_file=teacher_gguf_file,
+        teacher_revision=teacher_revision,
+        trust_remote_code=trust_remote_code,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    _print_recovered(report, out)
+
+
+def _print_recovered(report: TrainReport, out: Path) -> None:
+    from pyprune.report import Table, print_table
+
+    first, last = report.history[0], report.history[-1]
+    rows: list[tuple[str, Cell]] = [
+        ("objective", report.objective),
+        ("steps", report.steps),
+        ("tokens", report.tokens),
+        ("language-model loss, first and last step", f"{first.lm_loss:.4f}, {last.lm_loss:.4f}"),
+    ]
+    rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
+    print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
+    for warning in report.warnings:
+        _say(f"Warning: {warning}", "yellow")
+    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
 
 
 def _print_pruned(result: PruneResult) -> None:

@@ -308,10 +308,7 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
 
     See METHODS "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
     """
-    virtual_norm = family.norm == "layer" and (tied or not family.gauge)
-    if virtual_norm or len(plan.hidden) == plan.dense.hidden_size:
-        return 1.0
-    s = math.sqrt(len(plan.hidden) / plan.dense.hidden_size)
+    s = stream_scale(family, plan, tied=tied)
     # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.
     head_scale = s if tied and not family.scaled_embedding else 1.0
     match row.role:
@@ -325,6 +322,18 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
             return (1.0 if row.is_bias else 1 / s) / head_scale
         case _:
             return 1.0
+
+
+def stream_scale(family: Family, plan: PrunePlan, *, tied: bool) -> float:
+    """What the cut multiplies the residual stream by: s = sqrt(d'/d), or 1 where a virtual LayerNorm spares it.
+
+    Args:
+        family: of the dense model.
+        plan: what stays.
+        tied: the head shares the embedding's tensor.
+    """
+    virtual_norm = family.norm == "layer" and (tied or not family.gauge)
+    return 1.0 if virtual_norm else math.sqrt(len(plan.hidden) / plan.dense.hidden_size)
 
 
 def _compact_state(

@@ -166,9 +166,13 @@ class DataConfig(Config):
             .txt/.jsonl file (optionally .gz).
         split: train, validation or test (ignored for a local file).
         samples: number of sequences to draw.
-        sequence_length: tokens in a sequence.
+        sequence_length: tokens in a sequence; for instructions the cutoff, to which shorter ones are padded.
         field: the jsonl field that holds the text; None picks "text" or an instruction layout by itself.
-        chat_template: wrap each document as one user turn of the tokenizer's chat template.
+        chat_template: wrap each document as one user turn of the tokenizer's chat template (an instruction record
+            as a question and its answer).
+        layout: stream cuts the documents, laid end to end, into windows of which every token is predicted;
+            instructions makes each record (instruction, input, output) a sequence of its own.
+        mask_prompt: with layout instructions, predict the response and the end-of-sequence token only.
         seed: of the sampling.
     """
 
@@ -178,6 +182,8 @@ class DataConfig(Config):
     sequence_length: int = 2048
     field: str | None = None
     chat_template: bool = False
+    layout: Literal["stream", "instructions"] = "stream"
+    mask_prompt: bool = True
     seed: int = 0
 
     @override
@@ -187,6 +193,11 @@ class DataConfig(Config):
         _require(
             self.sequence_length > 1,
             f"sequence_length is {self.sequence_length}; it must be at least 2 tokens.",
+            found,
+        )
+        _require(
+            self.mask_prompt or self.layout == "instructions",
+            "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway.",
             found,
         )
         return found
@@ -554,19 +565,63 @@ class MoreauConfig(Config):
 
 
 @dataclass(frozen=True)
-class RecoverConfig(Config):
-    """Recovery of a pruned model: LoRA through PEFT, merged before export.
+class DistillConfig(Config):
+    """Knowledge distillation from the dense model; every term is a mean over the predicted tokens:
+
+        loss = (1 - alpha) CE + alpha temperature^2 KL(teacher || student) + hidden D
+
+    CE is the language-model loss in nats, KL (nats) compares softmax(logits / temperature) of both (Hinton et al.
+    2015, section 2, whose factor temperature^2 keeps the gradient's size when the temperature changes), and D is the
+    squared difference of the residual streams relative to the teacher's, mean over the kept layers
+    (:mod:`pyprune.distill`).
 
     Attributes:
+        alpha: share of the teacher's distribution, in [0, 1], no unit; 0 leaves the text's own tokens alone.
+        temperature: softens both distributions, > 0, no unit.
+        hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
+        chunk: tokens whose logits are held at once.
+        teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
+    """
+
+    alpha: float = 0.5
+    temperature: float = 1.0
+    hidden: float = 0.0
+    chunk: int = 256
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(0 <= self.alpha <= 1, f"alpha is {self.alpha}; it must be in [0, 1].", found)
+        _require(self.temperature > 0, f"temperature is {self.temperature}; it must be > 0.", found)
+        _require(self.hidden >= 0, f"hidden is {self.hidden}; it must be >= 0.", found)
+        _require(self.chunk >= 1, f"chunk is {self.chunk}; it must be at least 1 token.", found)
+        _require(
+            self.alpha > 0 or self.hidden > 0,
+            "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class RecoverConfig(Config):
+    """Recovery of a pruned model: what is trained (adapters or all weights) and on which loss.
+
+    Attributes:
+        adapters: lora trains low-rank adapters through PEFT, merged before export; none trains all weights.
         rank: LoRA rank.
         alpha: LoRA scale numerator (scale = alpha / rank).
         dropout: LoRA dropout probability.
+        distill: learn from the dense model as well; None = the language-model loss alone.
         train: the training loop's options.
     """
 
+    adapters: Literal["lora", "none"] = "lora"
     rank: int = 32
     alpha: float = 10.0
     dropout: float = 0.0
+    distill: DistillConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @override
@@ -579,13 +634,33 @@ class RecoverConfig(Config):
 
 
 @dataclass(frozen=True)
+class RecoverRunConfig(Config):
+    """Everything `pyprune recover` does to a checkpoint that is cut already.
+
+    Attributes:
+        dtype: dtype of the weights while working.
+        device: where the model is trained: auto (cuda when there is one), cpu, cuda or cuda:N.
+        export_dtype: dtype of the written checkpoint; None = the pruned checkpoint's.
+        data: recovery text.
+        recover: what is trained, and on which loss.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+
+@dataclass(frozen=True)
 class StageConfig(Config):
     """What happens with the weights before or after the cut.
 
     Attributes:
         before: actions before the cut, in order (regularise, finetune).
-        after: actions after the cut, in order (recover = LoRA, finetune = all weights, regularise = the
-            method's own penalty once more where it still applies, as in the DReSS eight-case ablation).
+        after: actions after the cut, in order (recover = as the options of recover say, finetune = the plain control,
+            all weights; regularise = the method's own penalty once more where it still applies, as in the DReSS
+            eight-case ablation).
         prune: False keeps the dense shapes (the N in R&N&N).
     """
 
@@ -618,7 +693,7 @@ class PruneConfig(Config):
         elder: options of ELDeR/TRSP.
         score: options that all scoring methods share.
         moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
-        recover: options of LoRA recovery.
+        recover: options of recovery.
         finetune: options of the plain fine-tuning control.
         seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
     """
@@ -656,6 +731,11 @@ class PruneConfig(Config):
         _require(
             self.stages.prune or not self.verify,
             "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",
+            found,
+        )
+        _require(
+            self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery_data; calibration and regularisation read 'stream'.",
             found,
         )
         if self.method == "none":

@@ -457,6 +457,9 @@ def model_card(record: PruningRecord) -> str:
     for key in ("source", "method", "architecture", "dtype", "dense_parameters", "parameters"):
         if key in facts:
             lines.append(f"| {key.replace('_', ' ')} | {facts[key]} |")
+    for entry in facts.get("recoveries", ()):
+        done = entry["report"]
+        lines.append(f"| recovered | {done['objective']}, {done['steps']} steps, {done['tokens']:,} tokens |")
     if record.plan is not None:
         lines.append(f"| plan | {record.plan.summary()} |")
     for section in ("quality", "speed"):

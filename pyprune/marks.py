@@ -2,6 +2,7 @@
 
 A mark is a 64-bit hash of :data:`pyprune.calibrate.SHINGLE` tokens of a training window; the marks of a
 window tile it. A test text that shares twice as many tokens in a row with a window holds one of its marks.
+Of instruction records only whole marks count, and none that many records begin with (the prompt's header).
 """
 
 from __future__ import annotations
@@ -14,16 +15,41 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from pyprune.calibrate import SHINGLE, TokenSamples, shingle_hashes
+from pyprune.calibrate import BOILERPLATE, SHINGLE, Hashes, TokenSamples, shingle_hashes
 from pyprune.errors import CheckpointError, DataError
 from pyprune.load import RECORD_NAME, read_pruning_json
 
 
-def training_marks(samples: Iterable[TokenSamples]) -> str:
-    """Marks of every window: base64 of sorted little-endian uint64, 8 bytes per 64 training tokens."""
-    found = [shingle_hashes(s.input_ids.numpy(), SHINGLE)[:, ::SHINGLE].ravel() for s in samples if _long(s)]
-    marks = np.unique(np.concatenate(found)) if found else np.zeros(0, dtype=np.uint64)
+def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
+    """Marks of every window: base64 of sorted little-endian uint64, 8 bytes per 64 training tokens.
+
+    Args:
+        samples: what a model was trained on.
+        earlier: marks of its training before that, which are kept.
+
+    Raises:
+        CheckpointError: the earlier marks are damaged.
+    """
+    found = [_marks(s) for s in samples if _long(s)]
+    marks = np.unique(np.concatenate([_read(earlier), *found]))
     return base64.b64encode(marks.astype("<u8").tobytes()).decode()
+
+
+def _marks(samples: TokenSamples) -> Hashes:
+    ids = samples.input_ids.numpy()
+    hashes = shingle_hashes(ids, SHINGLE)[:, ::SHINGLE]
+    if samples.labels is None:
+        return hashes.ravel()
+    whole = ids[:, SHINGLE - 1 :: SHINGLE] >= 0  # padding is on the right, so the last token decides
+    found, counts = np.unique(hashes[whole], return_counts=True)
+    return found[counts <= BOILERPLATE]
+
+
+def _read(marks: str) -> Hashes:
+    try:
+        return np.frombuffer(base64.b64decode(marks, validate=True), dtype="<u8")
+    except (binascii.Error, ValueError) as error:
+        raise CheckpointError(f"The training marks in {RECORD_NAME} are damaged: {error}.") from error
 
 
 def _long(samples: TokenSamples) -> bool:
@@ -40,10 +66,7 @@ def marked_passages(marks: str, tokens: Tensor) -> int:
     Raises:
         CheckpointError: the marks are damaged.
     """
-    try:
-        known = np.frombuffer(base64.b64decode(marks, validate=True), dtype="<u8")
-    except (binascii.Error, ValueError) as error:
-        raise CheckpointError(f"The training marks in {RECORD_NAME} are damaged: {error}.") from error
+    known = _read(marks)
     ids = tokens.reshape(-1).numpy()
     if len(known) == 0 or len(ids) < SHINGLE:
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,39 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.calibrate import TokenSamples, check_sequence_length, split_disjoint
+from pyprune.calibrate import TokenSamples, check_sequence_length, sample_sequences, split_disjoint
 from pyprune.compact import CompactReport, choose_target, compact_
-from pyprune.config import DataConfig, PruneConfig, StageAction
+from pyprune.config import Config, DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import CheckpointError, ConfigError, PlanError
 from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.load import disk_errors, load_model, read_pruning_json, refuse_existing, save_checkpoint, stored_dtype
-from pyprune.marks import training_marks
+from pyprune.load import (
+    RECORD_NAME,
+    disk_errors,
+    load_model,
+    read_pruning_json,
+    refuse_existing,
+    save_checkpoint,
+    stored_dtype,
+)
+from pyprune.marks import marked_passages, training_marks
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
 from pyprune.recover import finetune, recover
 from pyprune.registry import get_method
 from pyprune.regularise.base import PlanDecision, RunOptions
+from pyprune.tokens import Tokens
+from pyprune.train import TrainReport
 
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
 
 NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
+
+Teacher = PreTrainedModel | Callable[[], PreTrainedModel]
+"""The dense model for distillation, or what makes it at the moment it is needed (and is dropped after that stage)."""
 
 
 @dataclass
@@ -89,7 +102,9 @@ def prune(
     """Prune a model from a folder or hub id and write a checkpoint folder.
 
     An interrupted run keeps its plan and training checkpoints in a hidden folder beside ``out``; ``resume``
-    continues from there to the same result.
+    continues from there to the same result. For distillation the dense model is read again from ``model_id`` after
+    the cut, in the training dtype, and dropped when the stage ends: a copy held from the start would cost the memory
+    of the dense weights during scoring and regularisation as well.
 
     Args:
         model_id: folder or hub id of a dense model.
@@ -108,18 +123,21 @@ def prune(
     out = Path(out)
     config.validate()
     refuse_existing(out, overwrite=overwrite)
-    model, tokenizer = load_model(
-        model_id,
-        dtype=config.dtype,
-        device=config.device,
-        gguf_file=gguf_file,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    reading: dict[str, Any] = {
+        "device": config.device,
+        "gguf_file": gguf_file,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    model, tokenizer = load_model(model_id, dtype=config.dtype, **reading)
     data = draw_samples(model, tokenizer, config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     work = _WorkFolder(out, source, config, resume=resume)
-    result = prune_(model, data, config, work=work)
+
+    def dense() -> PreTrainedModel:
+        return load_model(model_id, dtype=teacher_dtype(config.recover), **reading)[0]
+
+    result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
     provenance = {
         "method": config.method,
         "source": str(model_id),
@@ -152,6 +170,7 @@ def prune_(
     config: PruneConfig,
     *,
     work: _WorkFolder | None = None,
+    teacher: Teacher | None = None,
 ) -> PruneResult:
     """Decide, regularise, cut and recover a model in memory, in place.
 
@@ -161,9 +180,14 @@ def prune_(
             when a saved plan is only applied.
         config: every option.
         work: where an interrupted run is kept; None keeps nothing.
+        teacher: for distillation, the dense model once more (or what makes it): ``model`` itself is cut in place.
+
+    Raises:
+        ConfigError: distillation without a teacher, or instruction records where every token has to count.
     """
     samples = _ids(data.get("regularise", NO_SAMPLES))
-    after_samples = _ids(data.get("recover", samples))
+    after_samples = _tokens(data.get("recover", samples))
+    _check_stages(config, _tokens(data.get("regularise", NO_SAMPLES)), after_samples, teacher)
     decision = _decide(model, samples, config, work)
     result = PruneResult(
         decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
@@ -173,7 +197,7 @@ def prune_(
     probe = samples[:PROBE_SAMPLES]
     untouched = snapshot(model, decision.plan, probe) if "regularise" in config.stages.before else None
     for number, action in enumerate(config.stages.before):
-        _act(model, samples, config, action, f"before-{number}-{action}", result, work)
+        _act(model, Tokens.of(samples), config, action, f"before-{number}-{action}", result, work, teacher)
     if untouched is not None:
         result.effects = compare(
             untouched, snapshot(model, decision.plan, probe), target_preserved_ratio=_target_ratio(config)
@@ -182,7 +206,7 @@ def prune_(
     if config.stages.prune:
         _cut(model, config, result, probe)
     for number, action in enumerate(config.stages.after):
-        _act(model, after_samples, config, action, f"after-{number}-{action}", result, work)
+        _act(model, after_samples, config, action, f"after-{number}-{action}", result, work, teacher)
     # The regulariser and the comparison of effects may say the same about a preserved ratio.
     result.warnings = list(dict.fromkeys(result.warnings))
     for warning in result.warnings:
@@ -230,6 +254,91 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
     config.validate()
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
+
+
+def teacher_dtype(config: RecoverConfig) -> str:
+    """The dtype that the teacher's weights are loaded in: as asked for, else the training dtype."""
+    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
+
+
+def recover_checkpoint(
+    pruned: str | Path,
+    config: RecoverRunConfig,
+    *,
+    out: str | Path,
+    teacher: str | Path | None = None,
+    teacher_gguf_file: str | None = None,
+    teacher_revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> TrainReport:
+    """Recover a checkpoint that is cut already, and write another one with the same plan.
+
+    The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
+    joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
+    training checkpoints in a hidden folder beside ``out``.
+
+    Args:
+        pruned: checkpoint folder (or hub id) of the model to recover.
+        config: every option.
+        out: the folder to create.
+        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
+        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
+        teacher_revision: hub revision of the teacher.
+        trust_remote_code: run the repositories' own code.
+        resume: continue an interrupted run of the same options.
+        overwrite: replace an existing ``out``.
+
+    Raises:
+        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
+        PypruneError: whatever stops a stage; nothing is left at ``out``.
+    """
+    out = Path(out)
+    config.validate()
+    if (teacher is None) != (config.recover.distill is None):
+        raise ConfigError(
+            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
+            if teacher is None
+            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
+            "recover.distill.alpha=0.5), or leave the teacher out."
+        )
+    refuse_existing(out, overwrite=overwrite)
+    record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
+    plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
+    reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
+    model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
+    if tokenizer is None:
+        raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
+    check_sequence_length(model.config, config.data.sequence_length)
+    samples = sample_sequences(tokenizer, config.data)
+    work = _WorkFolder(out, {"model": str(pruned), "teacher": str(teacher)}, config, resume=resume)
+    dense = None
+    if teacher is not None:
+        options = {"gguf_file": teacher_gguf_file, "revision": teacher_revision, **reading}
+        dense = load_model(teacher, dtype=teacher_dtype(config.recover), **options)[0]
+    report = recover(
+        model,
+        samples.tokens,
+        config.recover,
+        teacher=dense,
+        plan=plan,
+        checkpoint_dir=work.path / "recover",
+        resume=resume,
+    )
+    report.warnings += _trained_before(known, samples)
+    earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+    entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
+    entry |= {"report": report.to_dict(), "measured_before": earlier}
+    provenance = {
+        **known,
+        "recoveries": [*known.get("recoveries", []), entry],
+        "training_marks": training_marks([samples], known.get("training_marks", "")),
+    }
+    dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
+    save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
+    work.remove()
+    return report
 
 
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
@@ -304,12 +413,13 @@ def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) 
 
 def _act(
     model: PreTrainedModel,
-    samples: Tensor,
+    samples: Tokens,
     config: PruneConfig,
     action: StageAction,
     name: str,
     result: PruneResult,
     work: _WorkFolder | None,
+    teacher: Teacher | None,
 ) -> None:
     run = _run(work, name)
     report: Any
@@ -319,9 +429,17 @@ def _act(
             raise ConfigError(
                 f"method {config.method!r} has nothing to regularise with; take regularise out of stages."
             )
-        report = regularise(model, samples, result.plan, config, run)
+        report = regularise(model, samples.ids, result.plan, config, run)
     elif action == "recover":
-        report = recover(model, samples, config.recover, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
+        report = recover(
+            model,
+            samples,
+            config.recover,
+            teacher=teacher if teacher is None or isinstance(teacher, PreTrainedModel) else teacher(),
+            plan=result.plan if result.compact else None,
+            checkpoint_dir=run.checkpoint_dir,
+            resume=run.resume,
+        )
     else:
         report = finetune(model, samples, config.finetune, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
     result.stages.append({"action": action, "name": name, **report.to_dict()})
@@ -334,8 +452,40 @@ def _run(work: _WorkFolder | None, name: str) -> RunOptions:
     return RunOptions(checkpoint_dir=work.path / name, resume=work.resume)
 
 
+def _check_stages(config: PruneConfig, before: Tokens, after: Tokens, teacher: Teacher | None) -> None:
+    """Find out before anything is computed that a stage lacks what it needs.
+
+    Raises:
+        ConfigError: distillation without a teacher, or instruction records where every token has to count.
+    """
+    stages = (*config.stages.before, *config.stages.after)
+    if "recover" in stages and config.recover.distill is not None and teacher is None:
+        raise ConfigError(
+            "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
+            "second copy (copy.deepcopy(model)), or a function that loads one when it is needed."
+        )
+    regularises_after = "regularise" in config.stages.after and after.labels is not after.ids
+    if before.labels is not before.ids or regularises_after:
+        raise ConfigError(
+            "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw theirs "
+            "with layout 'stream'."
+        )
+
+
+def _trained_before(known: Mapping[str, Any], samples: TokenSamples) -> list[str]:
+    ids = samples.input_ids
+    again = marked_passages(known.get("training_marks", ""), ids[ids >= 0])
+    if not again:
+        return []
+    return [f"{again} passages of the recovery text were training text of this checkpoint already; use other text."]
+
+
 def _ids(samples: TokenSamples | Tensor) -> Tensor:
     return samples if isinstance(samples, Tensor) else samples.input_ids
+
+
+def _tokens(samples: TokenSamples | Tensor) -> Tokens:
+    return Tokens.of(samples) if isinstance(samples, Tensor) else samples.tokens
 
 
 def _trains(config: PruneConfig) -> bool:
@@ -357,7 +507,7 @@ class _WorkFolder:
         OutputError: the folder cannot be written.
     """
 
-    def __init__(self, out: Path, source: Mapping[str, Any], config: PruneConfig, *, resume: bool) -> None:
+    def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool) -> None:
         self.path = out.absolute().with_name(f".{out.name}.work")
         self.resume = resume
         identity = {**source, "config": config.to_dict()}

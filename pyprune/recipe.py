@@ -1,8 +1,9 @@
 """From a preset, a recipe file and single settings to one validated PruneConfig.
 
-Later sources win: preset, then recipe, then options by name, then ``key.path=value`` settings. A recipe is YAML or
-JSON with the layout of :class:`pyprune.config.PruneConfig`, plus an optional ``preset`` key. Without a recipe and
-without a preset, the method's own default preset is the start; a recipe without one starts from the plain defaults.
+Later sources win: preset, then recovery, then recipe, then options by name, then ``key.path=value`` settings. A recipe
+is YAML or JSON with the layout of :class:`pyprune.config.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
+Without a recipe and without a preset, the method's own default preset is the start; a recipe without one starts from
+the plain defaults. `pyprune recover` reads :class:`pyprune.config.RecoverRunConfig` in the same way.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyprune.config import PruneConfig
+from pyprune.config import PruneConfig, RecoverRunConfig
 from pyprune.errors import ConfigError
 
 
 def build_config(
     *,
     preset: str | None = None,
+    recovery: str | None = None,
     recipe: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     settings: Sequence[str] = (),
@@ -26,6 +28,7 @@ def build_config(
 
     Args:
         preset: name of a preset; it wins over the recipe's own ``preset`` key.
+        recovery: name of a recovery to follow the cut; it wins over the recipe's own ``recovery`` key.
         recipe: path of a YAML or JSON file.
         options: dotted name -> value, for example {"ratio": 0.25, "data.samples": 128}; None values are left out.
         settings: "dotted.name=value" texts; the value is read as YAML.
@@ -34,20 +37,58 @@ def build_config(
         ConfigError: an unreadable recipe, an unknown preset or option, or values that are not allowed.
     """
     data = read_recipe(recipe) if recipe is not None else {}
-    named = data.pop("preset", None)
+    named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
+    chosen = _chosen(options, settings)
+    if preset or named:
+        start = preset_options(preset or str(named))
+    else:
+        start = {} if recipe is not None else default_options(chosen)
+    if recovery or recovers:
+        from pyprune.recovery_presets import prune_options
+
+        start = merge(start, prune_options(recovery or str(recovers)))
+    return PruneConfig.from_dict(merge(merge(start, data), chosen))
+
+
+def build_recovery(
+    *,
+    preset: str | None = None,
+    recipe: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    settings: Sequence[str] = (),
+) -> RecoverRunConfig:
+    """Compose the options of ``pyprune recover``; arguments as in :func:`build_config`, ``preset`` names a recovery.
+
+    Raises:
+        ConfigError: as :func:`build_config`.
+    """
+    data = read_recipe(recipe) if recipe is not None else {}
+    named = preset or _name_in(data, "preset", recipe)
+    start: dict[str, Any] = {}
+    if named:
+        from pyprune.recovery_presets import recovery
+
+        start = recovery(named).to_dict()
+    return RecoverRunConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
+
+
+def _name_in(data: dict[str, Any], key: str, recipe: str | Path | None) -> str | None:
+    """Take the name of a preset out of a recipe's data."""
+    named = data.pop(key, None)
     if named is not None and not isinstance(named, str):
-        raise ConfigError(f"preset is {named!r} in {recipe}; expected the name of a preset.")
+        raise ConfigError(f"{key} is {named!r} in {recipe}; expected the name of a {key}.")
+    return named
+
+
+def _chosen(options: Mapping[str, Any] | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Options by name, then settings, as nested plain data."""
     chosen: dict[str, Any] = {}
     for name, value in (options or {}).items():
         if value is not None:
             chosen = merge(chosen, nested(name, value))
     for setting in settings:
         chosen = merge(chosen, parse_setting(setting))
-    if preset or named:
-        start = preset_options(preset or str(named))
-    else:
-        start = {} if recipe is not None else default_options(chosen)
-    return PruneConfig.from_dict(merge(merge(start, data), chosen))
+    return chosen
 
 
 def preset_options(name: str) -> dict[str, Any]:

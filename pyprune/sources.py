@@ -48,10 +48,12 @@ class Document:
     Attributes:
         text: the plain text (an instruction record in the Alpaca prompt layout).
         turns: (role, content) pairs for a chat template; one user turn unless the record is an instruction.
+        prompt: of an instruction record, what ``text`` begins with and a response follows; else empty.
     """
 
     text: str
     turns: tuple[tuple[str, str], ...]
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -303,8 +305,8 @@ def _instruction_document(where: str, record: Mapping[str, Any]) -> Document:
     extra = str(record.get("input") or "").strip()
     template = _ALPACA_WITH_INPUT if extra else _ALPACA_WITHOUT_INPUT
     question = f"{instruction}{PARAGRAPH}{extra}" if extra else instruction
-    text = template.format(instruction=instruction, input=extra) + output
-    return Document(text, (("user", question), ("assistant", output)))
+    prompt = template.format(instruction=instruction, input=extra)
+    return Document(prompt + output, (("user", question), ("assistant", output)), prompt)
 
 
 def _read_named(name: str, split: str, field: str | None) -> Corpus:

@@ -13,7 +13,6 @@ number of threads.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import signal
@@ -34,9 +33,8 @@ from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError,
 from pyprune.optimizer import RegularisedAdamW
 from pyprune.progress import console
 from pyprune.resume import TrainState, check_same_run, latest_state, load_state, save_state
-
-IGNORED = -100
-"""Value of a sample's position that is fed as padding and never predicted (right padding only)."""
+from pyprune.tokens import IGNORED as IGNORED
+from pyprune.tokens import Tokens as Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -49,10 +47,20 @@ class LossTerms:
         lm: scalar, mean of -log p over the micro batch's predicted tokens, nats.
         penalty: scalar mean over the micro batch's tokens of an activation penalty (already times its
             strength), or None.
+        total: scalar mean over the predicted tokens that is minimised in place of ``lm``, which is then only
+            reported; None = ``lm`` itself.
+        parts: what ``total`` is made of, for the report: name -> scalar mean over the predicted tokens.
     """
 
     lm: Tensor
     penalty: Tensor | None = None
+    total: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def minimised(self) -> Tensor:
+        """The scalar mean over the predicted tokens that is minimised beside the penalty."""
+        return self.lm if self.total is None else self.total
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,12 @@ class Objective:
         A resumed run that has to validate the checkpoint's step first calls it with that step.
         """
 
-    def micro_loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
         """Loss of one micro batch.
 
         Args:
             model: the model, in training or evaluation mode.
-            batch: token ids, int64 [B, T]; :data:`IGNORED` marks padding.
+            batch: B sequences of T tokens, on the model's device.
         """
         return LossTerms(causal_loss(model, batch))
 
@@ -149,13 +157,14 @@ class Objective:
 
 @dataclass
 class StepRecord:
-    """One optimiser step: language-model loss (nats a token), penalty, learning rate, gradient norm."""
+    """One optimiser step: language-model loss (nats a token), penalty, learning rate, gradient norm, other terms."""
 
     step: int
     lm_loss: float
     penalty: float
     learning_rate: float
     grad_norm: float
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -196,24 +205,21 @@ class TrainReport:
         return asdict(self)
 
 
-def causal_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in float32 (scalar, nats a token).
+def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
+    """Mean next-token cross-entropy over the predicted tokens, in float32 (scalar, nats a token).
 
     Args:
         model: a causal LM whose output has ``logits`` [B, T, V].
-        batch: token ids, int64 [B, T]; :data:`IGNORED` marks right padding.
+        batch: sequences on the model's device; plain token ids, int64 [B, T], predict every token
+            (:data:`IGNORED` marks right padding).
     """
-    logits = model(input_ids=batch.clamp(min=0), use_cache=False).logits[:, :-1]
-    targets = batch[:, 1:].to(logits.device)
+    tokens = Tokens.of(batch)
+    logits = model(input_ids=tokens.inputs, use_cache=False).logits[:, :-1]
+    targets = tokens.targets.to(logits.device)
     total = functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
-    return total / predicted_tokens(batch).clamp(min=1)
-
-
-def predicted_tokens(batch: Tensor) -> Tensor:
-    """Number of tokens of ``batch`` [B, T] that are predicted (int64 scalar)."""
-    return (batch[:, 1:] >= 0).sum()
+    return total / tokens.predicted.sum().clamp(min=1)
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -234,11 +240,11 @@ def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 204
 
 def train(
     model: nn.Module,
-    samples: Tensor,
+    samples: Tensor | Tokens,
     config: TrainConfig,
     objective: Objective | None = None,
     *,
-    validation: Tensor | None = None,
+    validation: Tensor | Tokens | None = None,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
     keep_last_good: bool = True,
@@ -253,10 +259,11 @@ def train(
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device.
-        samples: token ids, int64 [N, T]; :data:`IGNORED` marks right padding.
+        samples: token ids, int64 [N, T], :data:`IGNORED` marking right padding; or :class:`Tokens`, whose labels
+            leave out what is not to be predicted (the prompt of an instruction).
         config: the loop's options.
         objective: what is minimised; None = plain fine-tuning.
-        validation: token ids, int64 [M, T'], never trained on.
+        validation: token ids, int64 [M, T'], or :class:`Tokens`, never trained on.
         checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and on
             Ctrl-C or any other exception.
         resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
@@ -273,15 +280,16 @@ def train(
         OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.
     """
     config.validate()
-    check_samples(model, samples, "samples")
+    tokens, held_out = Tokens.of(samples), None if validation is None else Tokens.of(validation)
+    check_samples(model, tokens, "samples")
     held_out_note = ""
-    if config.early_stop_patience is not None and validation is None:
-        samples, validation, held_out_note = _hold_out(samples)
-    if validation is not None:
-        check_samples(model, validation, "validation")
+    if config.early_stop_patience is not None and held_out is None:
+        tokens, held_out, held_out_note = _hold_out(tokens)
+    if held_out is not None:
+        check_samples(model, held_out, "validation")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
-    run = _Run(model, samples, validation, config, objective or Objective(), checkpoint_dir, keep_last_good)
+    run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     with _prepared(model, config, run.device):
         try:
@@ -296,8 +304,8 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        samples: Tensor,
-        validation: Tensor | None,
+        samples: Tokens,
+        validation: Tokens | None,
         config: TrainConfig,
         objective: Objective,
         checkpoint_dir: Path | None,
@@ -363,7 +371,7 @@ class _Run:
             group["lr"] = peak * factor
         self.objective.before_step(self.model, step)
         batch = self.samples[batch_indices(len(self.samples), config.batch_size, step, config.seed)]
-        lm, penalty = self._backward(batch.to(self.device), step)
+        lm, penalty, parts = self._backward(batch, step)
         norm = self._finite_gradient_norm(step)
         if self.keep_last_good:
             self._remember_last_good(step)
@@ -372,33 +380,36 @@ class _Run:
             self.optimizer.zero_grad(set_to_none=True)
             with torch.no_grad():
                 self.objective.after_optimizer_step(self.model, self.optimizer, step, config.learning_rate * factor)
-            self.report.history.append(StepRecord(step, lm, penalty, config.learning_rate * factor, norm))
+            self.report.history.append(StepRecord(step, lm, penalty, config.learning_rate * factor, norm, parts))
             self.report.steps = step
-            self.report.tokens += int((batch >= 0).sum())
+            self.report.tokens += batch.fed()
 
-    def _backward(self, batch: Tensor, step: int) -> tuple[float, float]:
-        """Accumulate the gradient of the whole step; returns (LM loss, penalty)."""
+    def _backward(self, batch: Tokens, step: int) -> tuple[float, float, dict[str, float]]:
+        """Accumulate the gradient of the whole step; returns (LM loss, penalty, other terms)."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = int(predicted_tokens(batch))
+        total = int(batch.predicted.sum())
         lm_sum, penalty_sum = 0.0, 0.0
-        for micro in batch.split(self.config.micro_batch_size):
+        parts: dict[str, float] = {}
+        for micro in batch.micro_batches(self.config.micro_batch_size):
             with self._autocast():
-                terms = self.objective.micro_loss(self.model, micro)
-            lm = terms.lm * (int(predicted_tokens(micro)) / max(1, total))
-            loss = lm
+                terms = self.objective.micro_loss(self.model, micro.to(self.device))
+            weight = int(micro.predicted.sum()) / max(1, total)
+            loss = terms.minimised * weight
             if terms.penalty is not None:
                 share = terms.penalty * (len(micro) / len(batch))
                 loss = loss + share
                 penalty_sum += float(share.detach())
-            lm_sum += float(lm.detach())
-            self._check_finite(lm_sum + penalty_sum, "loss", step)
+            lm_sum += float(terms.lm.detach()) * weight
+            for name, part in terms.parts.items():
+                parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight
+            self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
             loss.backward()
         penalty = self.objective.step_penalty(self.model)
         if penalty is not None:
             penalty_sum += float(penalty.detach())
             self._check_finite(penalty_sum, "penalty", step)
             penalty.backward()
-        return lm_sum, penalty_sum
+        return lm_sum, penalty_sum, parts
 
     def _finite_gradient_norm(self, step: int) -> float:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -475,7 +486,7 @@ class _Run:
         if self.validation is not None and (step == config.steps or step % config.validation_interval == 0):
             self._validate(step, self.validation)
 
-    def _validate(self, step: int, samples: Tensor) -> None:
+    def _validate(self, step: int, samples: Tokens) -> None:
         loss = self._validation_loss(samples)
         self.report.validation.append((step, loss))
         patience = self.config.early_stop_patience
@@ -490,15 +501,15 @@ class _Run:
         self.done = self.bad_validations >= patience
 
     @torch.no_grad()
-    def _validation_loss(self, samples: Tensor) -> float:
+    def _validation_loss(self, samples: Tokens) -> float:
         was_training = self.model.training
         self.model.eval()
-        total = int(predicted_tokens(samples))
+        total = int(samples.predicted.sum())
         loss = self.objective.validation_penalty(self.model)
-        for micro in samples.split(self.config.micro_batch_size):
+        for micro in samples.micro_batches(self.config.micro_batch_size):
             with self._autocast():
                 terms = self.objective.micro_loss(self.model, micro.to(self.device))
-            loss += float(terms.lm) * int(predicted_tokens(micro)) / max(1, total)
+            loss += float(terms.minimised) * int(micro.predicted.sum()) / max(1, total)
             if terms.penalty is not None:
                 loss += float(terms.penalty) * len(micro) / len(samples)
         self.model.train(was_training)
@@ -550,8 +561,8 @@ class _Run:
             "objective": self.objective.name,
             **{f"objective.{k}": v for k, v in self.objective.identity().items()},
             **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
-            "samples_sha256": _tensor_digest(self.samples),
-            "validation_sha256": None if self.validation is None else _tensor_digest(self.validation),
+            "samples_sha256": self.samples.digest(),
+            "validation_sha256": None if self.validation is None else self.validation.digest(),
             "parameters": sum(p.numel() for p in self.parameters.values()),
         }
 
@@ -623,32 +634,43 @@ def batch_indices(count: int, batch_size: int, step: int, seed: int) -> Tensor:
     return torch.stack([orders[p // count][p % count] for p in positions])
 
 
-def check_samples(model: nn.Module, samples: Tensor, what: str) -> None:
+def check_samples(model: nn.Module, samples: Tensor | Tokens, what: str) -> None:
     """Refuse samples that the model cannot be trained on.
 
     Raises:
-        DataError: wrong shape or type, an id outside the vocabulary, or a length beyond the model's.
+        DataError: wrong shape or type, an id outside the vocabulary, a length beyond the model's, padding that is
+            not on the right or has a label, or nothing to predict.
     """
-    if samples.ndim != 2 or samples.dtype != torch.int64 or len(samples) == 0 or samples.shape[1] < 2:
+    tokens = Tokens.of(samples)
+    ids, labels = tokens.ids, tokens.labels
+    if ids.ndim != 2 or ids.dtype != torch.int64 or len(ids) == 0 or ids.shape[1] < 2:
         raise DataError(
-            f"{what} has shape {tuple(samples.shape)} and type {samples.dtype}; expected token ids, int64 [N, T] "
+            f"{what} has shape {tuple(ids.shape)} and type {ids.dtype}; expected token ids, int64 [N, T] "
             "with N >= 1 and T >= 2."
+        )
+    if labels.shape != ids.shape or labels.dtype != torch.int64:
+        raise DataError(
+            f"{what} has labels of shape {tuple(labels.shape)} and type {labels.dtype}; expected int64 "
+            f"{list(ids.shape)}, one for each token id."
         )
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and samples.shape[1] > limit:
+    if limit is not None and ids.shape[1] > limit:
         raise DataError(
-            f"{what} has sequences of {samples.shape[1]} tokens, but the model allows {limit}. "
+            f"{what} has sequences of {ids.shape[1]} tokens, but the model allows {limit}. "
             "Use a shorter sequence_length."
         )
-    vocab = getattr(config, "vocab_size", None)
-    if vocab is not None and int(samples.max()) >= vocab:
+    vocab, largest = getattr(config, "vocab_size", None), max(int(ids.max()), int(labels.max()))
+    if vocab is not None and largest >= vocab:
         raise DataError(
-            f"{what} holds the token id {int(samples.max())}, but the model's vocabulary ends at {vocab - 1}. "
+            f"{what} holds the token id {largest}, but the model's vocabulary ends at {vocab - 1}. "
             "Tokenise with the model's own tokenizer."
         )
-    if int(predicted_tokens(samples)) == 0:
-        raise DataError(f"{what} holds nothing but padding; there is nothing to predict.")
+    padding = ids < 0
+    if bool((padding[:, :-1] & ~padding[:, 1:]).any()) or bool((padding & (labels >= 0)).any()):
+        raise DataError(f"{what} has padding before a token or a label on padding; pad on the right, with {IGNORED}.")
+    if not bool(tokens.predicted.any()):
+        raise DataError(f"{what} holds nothing but padding and masked tokens; there is nothing to predict.")
 
 
 def check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -667,7 +689,7 @@ def check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _hold_out(samples: Tensor) -> tuple[Tensor, Tensor, str]:
+def _hold_out(samples: Tokens) -> tuple[Tokens, Tokens, str]:
     if len(samples) < 2:
         raise ConfigError(
             "early_stop_patience needs validation samples, and one training sample cannot be split. "
@@ -745,6 +767,7 @@ class _StepProgress:
     def update(self, step: int, record: StepRecord) -> None:
         """Show that ``step`` is done."""
         text = f"loss {record.lm_loss:.4f}" + (f" + {record.penalty:.4g}" if record.penalty else "")
+        text += "".join(f", {name} {value:.4g}" for name, value in record.parts.items())
         if self.bar is not None:
             self.bar.update(self.task, completed=step, loss=text)
             return
@@ -774,7 +797,3 @@ def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[s
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _tensor_digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().cpu().numpy().tobytes()).hexdigest()

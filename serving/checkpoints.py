@@ -65,6 +65,20 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     return Checkpoint(folder, config, sum(counts.values()), sum(f.stat().st_size for f in files))
 
 
+def verify_checkpoint(source: str | Path) -> None:
+    """Compare a local checkpoint with the SHA-256 that its pruning.json holds of every file.
+
+    A folder without pruning.json (another program wrote it) and a hub id have nothing to be compared with.
+
+    Raises:
+        CheckpointError: a file, or pruning.json itself, is missing, truncated or changed; the message names it.
+    """
+    from pyprune.load import RECORD_NAME, read_pruning_json
+
+    if (Path(source) / RECORD_NAME).is_file():
+        read_pruning_json(source, verify_files=True)
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files that are loaded: hub repositories may hold the same weights in another layout beside them."""
     index = folder / "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
-from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import ARCHITECTURES
 
@@ -209,10 +209,7 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
     checkpoint = read_checkpoint(folder)
-    if (checkpoint.folder / "pruning.json").is_file():
-        from pyprune.load import read_pruning_json
-
-        read_pruning_json(checkpoint.folder, verify_files=True)
+    verify_checkpoint(checkpoint.folder)
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "

@@ -1,12 +1,26 @@
-"""What vLLM's ``vllm.general_plugins`` entry point calls in each of its processes."""
+"""What vLLM's entry points call in each of its processes."""
 
 from __future__ import annotations
 
+from pyprune.serving.launch import answer_for_variants
+
+MODULES = {"vllm_model": ("Llama", "Mistral", "Qwen2", "Qwen3"), "vllm_opt": ("OPT",)}
+
 ARCHITECTURES = {
-    f"Pruned{name}ForCausalLM": f"pyprune.serving.vllm_model:Pruned{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    f"Pruned{name}ForCausalLM": f"pyprune.serving.{module}:Pruned{name}ForCausalLM"
+    for module, names in MODULES.items()
+    for name in names
 }
 """Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint asks for it."""
+
+
+def look_for_platform() -> None:
+    """Bring no platform, but use the moment: vLLM asks its ``vllm.platform_plugins`` before it reads its own version.
+
+    With the CPU builds on PyPI the plain ``vllm serve`` dies of that question (:mod:`pyprune.serving.launch`), long
+    before it loads the general plugins.
+    """
+    answer_for_variants()
 
 
 def register() -> None:

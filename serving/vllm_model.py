@@ -14,6 +14,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
+from pyprune.serving.checkpoints import verify_checkpoint
+
 
 class NoAttention(nn.Module):
     """Stands in while a layer without attention is built: no weights, and no key-value cache is registered."""
@@ -99,11 +101,16 @@ class NormedDecoderLayer(PrunedDecoderLayer):
 
 
 class PrunedLlamaForCausalLM(LlamaForCausalLM):
-    """LLaMA with per-layer sizes."""
+    """LLaMA with per-layer sizes.
+
+    Raises:
+        CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
+    """
 
     layer_class: type[PrunedDecoderLayer] = PrunedDecoderLayer
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        verify_checkpoint(vllm_config.model_config.model)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=self.layer_class)
 
 

@@ -1,6 +1,7 @@
 #include "kernels/group_step.h"
 
 #include <cstdint>
+#include <type_traits>
 
 #include "dispatch.h"
 #include "kernels/parallel.h"

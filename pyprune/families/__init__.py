@@ -21,6 +21,7 @@ from pyprune.families.base import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "all_families",
     "check_plan",
     "count_parameters",
+    "decoder_layers",
     "family_for",
     "named_axes",
     "parameter_shapes",
@@ -79,6 +81,18 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     if reason:
         raise UnsupportedModelError(f"This {model_type!r} variant is not supported: {reason}")
     return family
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a model, dense or cut; each maps hidden states [B, T, H] to hidden states [B, T, H].
+
+    Raises:
+        UnsupportedModelError: an unknown model type.
+    """
+    model_type = str(model.config.model_type).removeprefix("pruned_")
+    if model_type not in all_families():
+        raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))
+    return all_families()[model_type].layers(model)
 
 
 def named_axes(model: PreTrainedModel) -> list[NamedParam]:

@@ -33,6 +33,7 @@ from pyprune.ops import residual_diff_norm
 from pyprune.plan import PrunePlan
 from pyprune.regularise._layers import LayerHooks
 from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.tokens import Tokens
 from pyprune.train import (
     LossTerms,
     Objective,
@@ -346,7 +347,7 @@ class ElderObjective(Objective):
             for index in self.removed:
                 self.hooks.skip(index)
 
-    def micro_loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
         """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4)."""
         # Gradient checkpointing runs the hooks once more in the backward pass; what they leave is dropped here.
         self.norms.clear()

@@ -333,11 +333,11 @@ class TestEightBitMoments:
             for step in range(1, 81):
                 noise = 0.1 * torch.randn(700, generator=torch.Generator().manual_seed(step))
                 gradient = curvature * (weight - target) + noise
-                regularised_adamw([weight], [gradient], [moments], Hyper(2e-2, (0.9, 0.99)), steps=step)
+                regularised_adamw([weight], [gradient], [moments], Hyper(5e-2, (0.9, 0.99)), steps=step)
             losses.append((curvature * (weight - target).square()).sum().item())
         begin = (curvature * (start - target).square()).sum().item()
-        assert losses[0] < 0.05 * begin
-        assert losses[1] < 0.07 * begin
+        assert losses[0] < 0.01 * begin
+        assert losses[1] < 1.1 * losses[0]
 
 
 def test_nan_and_infinity_stay_where_they_are(backend: str) -> None:

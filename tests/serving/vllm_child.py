@@ -1,7 +1,8 @@
 """Run by test_vllm.py as a program: greedy generation by real vLLM in float32, log probabilities as JSON on stdout.
 
-stdin: {"models": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k, "eager": bool}
-stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}
+stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
+stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
+a damaged folder the error instead: {folder: "Type: message"}, or null when there was none
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job = json.load(sys.stdin)
-    if job["eager"]:
-        _load_classes(job["models"])
-    json.dump({model: _answers(model, job) for model in job["models"]}, replies)
+    _load_classes(job["models"])
+    answers: dict[str, Any] = {model: _answers(model, job) for model in job["models"]}
+    json.dump(answers | {model: _refusal(model, job) for model in job["damaged"]}, replies)
     replies.close()
 
 
@@ -32,6 +33,18 @@ def _load_classes(models: list[str]) -> None:
     for folder in models:
         [name] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _refusal(model: str, job: dict[str, Any]) -> str | None:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        _answers(model, job)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        cleanup_dist_env_and_memory()
+    return None
 
 
 def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:

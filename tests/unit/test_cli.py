@@ -20,12 +20,13 @@ from pyprune.errors import ConfigError
 from pyprune.load import annotate_checkpoint, read_pruning_json, save_checkpoint
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
+from pyprune.recovery_presets import RECOVERIES
 from pyprune.registry import method_modules
 from pyprune.regularise.presets import PRESETS
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
-COMMANDS = ("prune", "eval", "export", "serve", "bench", "inspect", "env")
+COMMANDS = ("prune", "recover", "eval", "export", "serve", "bench", "inspect", "env")
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
 
 
@@ -114,6 +115,7 @@ def test_every_option_is_explained(command: str) -> None:
     ("command", "phrases"),
     [
         ("prune", ["layers, hidden or parameters", "Default: 0.25", "between 0 and 1", "Replace --out", "--resume"]),
+        ("recover", ["that PRUNED was cut from", "Default: the preset's", "recover.adapters=none", "--resume"]),
         ("eval", ["ppl-2048", "ppl-128", "lm-eval tasks"]),
         ("export", ["float32, bfloat16 or float16", "auto (a stock architecture"]),
         ("bench", ["auto (vLLM if installed", "default: 64", "default: 128", "default: 2048"]),
@@ -128,6 +130,9 @@ def test_help_names_units_defaults_and_allowed_values(command: str, phrases: lis
 def test_help_names_every_preset() -> None:
     output = run("prune", "--help").output
     assert [name for name in PRESETS if name not in output] == []
+    for command in ("prune", "recover"):
+        output = run(command, "--help").output
+        assert [name for name in RECOVERIES if name not in output] == []
 
 
 def test_help_names_every_method() -> None:

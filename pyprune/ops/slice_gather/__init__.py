@@ -30,9 +30,15 @@ Positions = torch.Tensor | Sequence[int] | None
 
 @torch.no_grad()
 def slice_gather(
-    w: torch.Tensor, rows: Positions, columns: Positions = None, scale: float = 1.0, *, offset: float = 0.0
+    w: torch.Tensor,
+    rows: Positions,
+    columns: Positions = None,
+    scale: float = 1.0,
+    *,
+    offset: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``(w[rows][:, columns] + offset) * scale - offset`` in one pass, as a new contiguous tensor without gradient.
+    """``(w[rows][:, columns] + offset) * scale - offset`` in one pass, as a contiguous tensor without gradient.
 
     Args:
         w: a matrix, or a vector (then ``columns`` must be None). Any dtype without a scale: the bits are copied, NaN
@@ -42,9 +48,12 @@ def slice_gather(
         columns: positions along the second.
         scale: a finite factor. Exactly 1 copies, whatever ``offset`` is.
         offset: scale ``w + offset`` instead of ``w`` (1 for norms that multiply by 1 + w).
+        out: where to write, contiguous, of the result's shape and ``w``'s dtype and device, sharing no memory with
+            ``w``; None makes a new tensor.
 
     Raises:
-        OpError: another number of dimensions, a bad position, or a scale that is not finite or does not fit the dtype.
+        OpError: another number of dimensions, a bad position, a scale that is not finite or does not fit the dtype, or
+            an ``out`` that does not fit.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
     if w.dim() not in (1, 2) or (w.dim() == 1 and columns is not None):
@@ -58,6 +67,8 @@ def slice_gather(
     own_rows = _checked_positions(rows, w.shape[0], w, "rows")
     own_columns = _checked_positions(columns, w.shape[-1], w, "columns")
     values = w.detach()
+    counts = [n if s is None else s.numel() for n, s in zip(w.shape, (own_rows, own_columns), strict=False)]
+    _check_out(w, out, counts)
     backend = choose(
         OP,
         {
@@ -66,18 +77,31 @@ def slice_gather(
         },
     )
     if backend == "python":
-        return reference(values, own_rows, own_columns, scale, offset)
+        result = reference(values, own_rows, own_columns, scale, offset)
+        return result if out is None else out.copy_(result)
+    result = torch.empty(counts, dtype=w.dtype, device=w.device) if out is None else out
     vector = w.dim() == 1
     # A vector is one row; what selects its elements selects columns.
     matrix = values.unsqueeze(0) if vector else values
     selected = (None, own_rows) if vector else (own_rows, own_columns)
     matrix = matrix if matrix.stride(-1) == 1 and matrix.stride(0) >= 0 else matrix.contiguous()
-    counts = [n if s is None else s.numel() for n, s in zip(matrix.shape, selected, strict=True)]
-    out = torch.empty(counts, dtype=w.dtype, device=w.device)
-    if out.numel():
-        source, target = (matrix, out) if scaled else (_bits(matrix), _bits(out))
+    if result.numel():
+        filled = result.detach().unsqueeze(0) if vector else result.detach()
+        source, target = (matrix, filled) if scaled else (_bits(matrix), _bits(filled))
         _run(backend, source, target, selected, scale if scaled else None, offset)
-    return out.squeeze(0) if vector else out
+    return result
+
+
+def _check_out(w: torch.Tensor, out: torch.Tensor | None, counts: list[int]) -> None:
+    if out is None:
+        return
+    if list(out.shape) != counts or out.dtype != w.dtype or out.device != w.device or not out.is_contiguous():
+        raise OpError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; it must be contiguous {w.dtype} of shape "
+            f"{tuple(counts)} on {w.device}"
+        )
+    if out.numel() and out.untyped_storage().data_ptr() == w.untyped_storage().data_ptr():
+        raise OpError("out shares memory with w: pass a separate tensor")
 
 
 def _checked_positions(positions: Positions, size: int, like: torch.Tensor, name: str) -> torch.Tensor | None:

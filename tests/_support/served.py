@@ -1,0 +1,147 @@
+"""Tiny checkpoints to serve, and the comparison of what a server answered with Transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyprune.compact import compact_
+from pyprune.families import family_for
+from pyprune.load import load_model
+from pyprune.plan import PrunePlan
+from pyprune.serving.export import export
+from tests._support.models import VOCAB, tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+
+Answer = dict[str, Any]
+"""{"tokens": [generated], "prompt": [log probability of prompt[1:]], "top": [{token: log probability}]}"""
+
+NEW_TOKENS, TOP = 6, 4
+TOLERANCE = 1e-5
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny dense model, what is cut from it, and the architecture that must come out."""
+
+    model: str
+    cut: Callable[[PrunePlan], PrunePlan]
+    architecture: str
+
+
+def uniform(hidden: int) -> Callable[[PrunePlan], PrunePlan]:
+    """One layer less and a narrower stream: equal sizes in every layer."""
+    return lambda plan: plan.drop_layers([1]).keep_hidden(range(hidden))
+
+
+def per_layer(plan: PrunePlan) -> PrunePlan:
+    """Fewer query heads here, a KV group less there, narrower FFNs, and a hidden size that heads do not divide."""
+    plan = plan.drop_layers([3]).keep_hidden(range(104)).with_layer(0, query_heads=[0, 2], ffn=range(24))
+    return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
+
+
+def opt_per_layer(plan: PrunePlan) -> PrunePlan:
+    """The same without groups: every query head has a KV head of its own."""
+    plan = plan.drop_layers([3]).keep_hidden(range(4, 108)).with_layer(0, query_heads=[0, 2], kv_heads=[0, 2])
+    return plan.with_layer(1, ffn=range(24)).with_layer(2, query_heads=[3], kv_heads=[3], ffn=range(8, 40))
+
+
+def skipping(plan: PrunePlan) -> PrunePlan:
+    """Layer 0 without attention, layer 1 without MLP."""
+    return plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, ffn=[])
+
+
+def everything(plan: PrunePlan) -> PrunePlan:
+    """Four layers: no attention, other query heads and FFN, a KV group less, no MLP; and a narrower stream."""
+    plan = plan.keep_hidden(range(104)).with_layer(0, query_heads=[], kv_heads=[])
+    plan = plan.with_layer(1, query_heads=[1, 3], ffn=range(24)).with_layer(3, ffn=[])
+    return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
+
+
+def write_case(case: Case, out: Path) -> None:
+    """Cut the case's model and export it to ``out``."""
+    model = tiny_model(case.model, **(OPT_SIZES if case.model.startswith("opt") else SIZES))
+    damp_(model)
+    plan = case.cut(family_for(model).plan(model.config))
+    compact_(model, plan)
+    report = export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
+    assert report.architecture == case.architecture
+    assert [w for w in report.warnings if "head_dim" in w] == []
+
+
+@torch.no_grad()
+def damp_(model: Any) -> None:
+    """Halve the matrices. The shared models are harsh on purpose: over 150 tokens Transformers' own float32 logits are
+    2e-5 away from float64. Damped, rounding stays far below the tolerance and a wrong rule does not.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(0.5)
+
+
+def prompts(lengths: Sequence[int] = (2, 9, 40, 150)) -> list[list[int]]:
+    """Random token ids; by default one prompt is longer than a block of vLLM's cache."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def compare(folder: Path, asked: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    """Prompt tokens, the most likely tokens of every generated position, and the greedy choice itself."""
+    model, _ = load_model(folder)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert len(answer["tokens"]) == len(answer["top"]) == NEW_TOKENS
+        with torch.no_grad():
+            expected = model(torch.tensor([[*prompt, *answer["tokens"]]])).logits[0].log_softmax(-1)
+        own = expected[range(len(prompt) - 1), list(prompt[1:])]
+        torch.testing.assert_close(torch.tensor(answer["prompt"]), own, rtol=0, atol=TOLERANCE)
+        for step, top in enumerate(answer["top"]):
+            row = expected[len(prompt) - 1 + step]
+            ids = [int(token) for token in top]
+            assert len(ids) >= TOP
+            torch.testing.assert_close(torch.tensor(list(top.values())), row[ids], rtol=0, atol=TOLERANCE)
+            assert row[answer["tokens"][step]] >= row.max() - TOLERANCE
+
+
+def flip_a_weight_bit(folder: Path) -> str:
+    """Damage one weight by one bit; the file keeps its length and its header."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    return path.name
+
+
+def truncate_weights(folder: Path) -> str:
+    """Cut the end of the weights off."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return path.name
+
+
+def edit_the_record(folder: Path) -> str:
+    """Change pruning.json, which carries a checksum of itself."""
+    path = folder / "pruning.json"
+    path.write_text(path.read_text().replace("by hand", "by foot"))
+    return path.name
+
+
+def edit_the_config(folder: Path) -> str:
+    """Change config.json in a way that every reader accepts."""
+    path = folder / "config.json"
+    path.write_text(path.read_text() + "\n")
+    return path.name
+
+
+DAMAGE: dict[str, Callable[[Path], str]] = {
+    "flipped-bit": flip_a_weight_bit,
+    "truncated": truncate_weights,
+    "edited-record": edit_the_record,
+    "edited-config": edit_the_config,
+}
+"""What can happen to a checkpoint folder; each returns the name of the file that a message must give."""

@@ -1,0 +1,139 @@
+"""The real server as a process of its own on loopback: started, asked over HTTP, stopped, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pyprune.serving.engines import engine_environment
+from tests._support.served import NEW_TOKENS, TOP, Answer
+
+START_S, STOP_S, ANSWER_S = 240.0, 60.0, 120.0
+OPTIONS = ("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256")
+
+
+class Server:
+    """Runs ``command`` until the block ends.
+
+    Args:
+        command: everything up to vLLM's options, such as ``["vllm", "serve", folder]``.
+        model: the name that requests give, which is the folder.
+        log: file for everything that the server prints.
+        environment: added to the engine's usual variables.
+    """
+
+    def __init__(
+        self, command: Sequence[str], model: Path, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.model, self.log = str(model), log
+        self.port = _free_port()
+        variables = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *OPTIONS, "--port", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=engine_environment() | variables,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The session was made for this server alone: nothing else can be reached through it.
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait_until_healthy(self) -> Self:
+        """Return when /health answers; fail with the log's end when the server dies or takes too long."""
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                self._get("/health")
+                return self
+            time.sleep(0.25)
+        raise AssertionError(f"no healthy server (exit status {self.process.poll()}):\n{self.text()[-3000:]}")
+
+    def wait_until_it_ends(self) -> int:
+        """Return the exit status of a server that ends by itself."""
+        return self.process.wait(timeout=START_S)
+
+    def complete(self, prompt: Sequence[int]) -> Answer:
+        """One greedy completion of token ids, with log probabilities of the prompt and of every new token."""
+        reply = self._post(
+            "/v1/completions",
+            model=self.model,
+            prompt=list(prompt),
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=TOP,
+            prompt_logprobs=0,
+            return_tokens_as_token_ids=True,
+            return_token_ids=True,
+        )
+        [choice] = reply["choices"]
+        asked = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+        return {
+            "tokens": choice["token_ids"],
+            "prompt": [entry[str(token)]["logprob"] for token, entry in asked],
+            "top": [
+                {name.removeprefix("token_id:"): value for name, value in step.items()}
+                for step in choice["logprobs"]["top_logprobs"]
+            ],
+        }
+
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
+        """Ask the server to stop, as a supervisor or Ctrl-C does; return its exit status."""
+        self.process.send_signal(by)
+        status = self.process.wait(timeout=STOP_S)
+        end = time.monotonic() + STOP_S
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.1)
+        return status
+
+    def processes(self) -> list[int]:
+        """The living processes of the server's session (ended ones that nobody has collected yet do not count)."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == self.process.pid and state != "Z":
+                    found.append(int(folder.name))
+        return found
+
+    def text(self) -> str:
+        """Everything that the server printed so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _get(self, path: str) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5):
+            pass
+
+    def _post(self, path: str, **body: Any) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+            answer: dict[str, Any] = json.load(reply)
+        return answer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
