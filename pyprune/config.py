@@ -529,7 +529,8 @@ class MoreauConfig(Config):
         sigma: standard deviation of the noise, relative to each weight.
         draws: m, noise draws averaged in one step (the passes of SmoothGrad).
         redraw: new noise at every step; False repeats the first step's, which a converging run needs.
-        tolerance: stop once a step changes the displacement by less than this share of its norm; None = all steps.
+        tolerance: stop once the envelope's optimality condition, delta = -rho g, is missed by less than this share of
+            the displacement's norm; None = all steps.
         seed: of the noise.
     """
 

@@ -81,14 +81,16 @@ class Descent:
     Attributes:
         deltas: parameter name -> displacement.
         losses: mean loss at the noisy weights of each step.
-        changes: of each step, norm of the change of all displacements over their norm.
+        residuals: after each step, rho/gamma |step| / |delta| over all parameters together. Without the group norm
+            the step is -gamma/rho (delta + rho g), so that this is how far delta = -rho g, the minimiser of the
+            envelope, is missed relative to delta, whatever the step size.
     """
 
     config: MoreauConfig
     noise: Noise
     deltas: dict[str, Tensor]
     losses: list[float] = field(default_factory=list)
-    changes: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
 
     @classmethod
     def start(cls, run: Scoring) -> Descent:
@@ -123,14 +125,14 @@ class Descent:
                 "use a smaller moreau.gamma or moreau.sigma, or dtype float32."
             )
         self.losses.append(report.loss)
-        self.changes.append(math.sqrt(moved / size) if size else 0.0)
+        self.residuals.append(config.rho / config.gamma * math.sqrt(moved / size) if size else 0.0)
         return report
 
     @property
     def converged(self) -> bool:
         """Whether the last step was within the tolerance."""
         tolerance = self.config.tolerance
-        return tolerance is not None and bool(self.changes) and self.changes[-1] < tolerance
+        return tolerance is not None and bool(self.residuals) and self.residuals[-1] < tolerance
 
 
 def score_by_descent(run: Scoring) -> None:
@@ -145,11 +147,11 @@ def score_by_descent(run: Scoring) -> None:
                 break
     for param in run.opened:
         run.add(param, descent.deltas.pop(param.name) / config.rho)
-    run.details |= {"losses": descent.losses, "changes": descent.changes, "steps": len(descent.changes)}
+    run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
     if config.tolerance is not None and not descent.converged:
         run.warn(
-            f"THE DISPLACEMENT DID NOT CONVERGE: after {config.steps} steps a step still changes it by "
-            f"{descent.changes[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). Use more moreau.steps or a "
+            f"THE DISPLACEMENT DID NOT CONVERGE: after {config.steps} steps the optimality condition is still off by "
+            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). Use more moreau.steps or a "
             "larger moreau.gamma" + ("." if not config.redraw else ", and redraw: false: new noise never settles.")
         )
 

@@ -100,17 +100,19 @@ class Scope:
         }[axis]
 
 
-def channel_sums(elements: Tensor, dim: int, *, signed: bool) -> Tensor:
-    """Sum |element| (or, signed, the absolute value of the sum) over every dimension but ``dim``.
+def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: bool) -> Tensor:
+    """Sum |factor * weight| (or, signed, take |sum of factor * weight|) over every dimension but ``dim``.
 
     Args:
-        elements: any shape, floating point.
+        factor: any shape, floating point.
+        weight: of that shape; None is 1.
         dim: the dimension that counts the channels.
-        signed: |sum of elements| instead of the sum of |element|.
+        signed: |sum of the elements| instead of the sum of their absolute values.
 
     Returns:
-        float64 ``[elements.shape[dim]]``; accumulated in float64, so that neither order nor size matters.
+        float64 ``[shape[dim]]``; accumulated in float64, so that neither order nor size matters.
     """
+    elements = factor if weight is None else factor * weight.to(factor.dtype)
     others = [d for d in range(elements.dim()) if d != dim]
     values = elements if signed else elements.abs()
     if others:
@@ -132,16 +134,19 @@ class StructureScores:
         self.aggregation = aggregation
         self.sums: dict[Place, dict[str, Tensor]] = {}
 
-    def add_elements(self, param: NamedParam, elements: Tensor, *, signed: bool = False) -> None:
-        """Reduce the element scores of one parameter into its structures.
+    def add_elements(
+        self, param: NamedParam, factor: Tensor, weight: Tensor | None = None, *, signed: bool = False
+    ) -> None:
+        """Reduce the element scores ``factor * weight`` of one parameter into its structures.
 
         Args:
             param: a parameter with open structures.
-            elements: scores of the parameter's shape.
+            factor: of the parameter's shape.
+            weight: of the parameter's shape; None is 1.
             signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
         """
         for dim, (layer, axis) in self.scope.dims(param.row, param.layer):
-            values = channel_sums(elements, dim, signed=signed)
+            values = channel_sums(factor, weight, dim, signed=signed)
             if axis in ("heads", "kv_heads"):
                 values = values.view(-1, self.scope.dense.head_dim).sum(1)
             self.add_structures(layer, axis, param.name.rpartition(".")[0], values)

@@ -96,10 +96,10 @@ class Scoring:
 
         Args:
             param: one of ``opened``.
-            factor: of the parameter's shape, or broadcast to it.
+            factor: of the parameter's shape.
             signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
         """
-        self.add_elements(param, factor * self.weight(param).to(factor.dtype), signed=signed)
+        self.scores.add_elements(param, factor, self.weight(param), signed=signed)
 
     @torch.no_grad()
     def add_elements(self, param: NamedParam, elements: Tensor, *, signed: bool = False) -> None:

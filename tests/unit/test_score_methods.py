@@ -135,8 +135,8 @@ def test_the_paper_s_constants_are_nearly_smoothgrad_and_the_report_says_how_far
     model = tiny_model("llama")
     run = scored(model, options("moreau"))
     assert run.details["steps"] == 10
-    assert len(run.details["changes"]) == 10
-    assert run.details["changes"][-1] > 0.05
+    assert len(run.details["residuals"]) == 10
+    assert run.details["residuals"][-1] > 1.0, "ten steps at gamma/rho = 0.02 are far from the minimiser"
     assert run.details["losses"][0] > 0
 
 
@@ -175,13 +175,13 @@ def test_the_group_norm_zeroes_rows_and_more_of_them_with_a_larger_eta() -> None
 def test_a_converged_run_is_at_the_proximal_point() -> None:
     """At the minimiser of the envelope delta = -rho grad f(w0 + delta)."""
     model = tiny_model("llama").double()
-    constants = {"sigma": 0.0, "rho": 0.01, "gamma": 2e-3, "steps": 300, "tolerance": 1e-7, "redraw": False}
+    constants = {"sigma": 0.0, "rho": 0.01, "gamma": 2e-3, "steps": 300, "tolerance": 1e-6, "redraw": False}
     config = options("moreau", constants, layers=(1,))
     run = Scoring.of(model, SAMPLES, config)
     descent = Descent.start(run)
     while not descent.converged:
-        descent.step(run, len(descent.changes))
-        assert len(descent.changes) < 300
+        descent.step(run, len(descent.residuals))
+        assert len(descent.residuals) < 300
     moved = {p.name: p.parameter.detach() + descent.deltas[p.name] for p in run.opened}
     for name, grad in gradients_at(model, moved).items():
         delta = descent.deltas[name]

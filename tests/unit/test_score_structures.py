@@ -166,13 +166,13 @@ def test_shares_of_one_module_add_up_before_aggregation() -> None:
 def test_channel_sums_are_exact_in_float32_and_signed_ones_cancel() -> None:
     elements = torch.full((3, 200_001), 0.1)
     elements[1, ::2] = -0.1
-    plain = channel_sums(elements, 0, signed=False)
+    plain = channel_sums(elements, None, 0, signed=False)
     exact = elements[0, 0].double() * 200_001
     torch.testing.assert_close(plain, exact.expand(3), rtol=1e-12, atol=0)
-    signed = channel_sums(elements, 0, signed=True)
+    signed = channel_sums(elements, None, 0, signed=True)
     assert signed[1] == pytest.approx(0.1, rel=1e-3)
     assert signed[0] == plain[0]
-    assert channel_sums(torch.tensor([-1.0, 2.0]), 0, signed=False).tolist() == [1.0, 2.0]
+    assert channel_sums(torch.tensor([-1.0, 2.0]), torch.ones(2), 0, signed=False).tolist() == [1.0, 2.0]
 
 
 def test_scores_that_are_no_numbers_or_of_the_wrong_size_are_refused() -> None:
@@ -190,7 +190,7 @@ def test_scores_that_are_no_numbers_or_of_the_wrong_size_are_refused() -> None:
 def test_a_scorer_that_says_nothing_is_reported() -> None:
     def flat(run: Scoring) -> None:
         for param in run.opened:
-            run.add(param, torch.zeros(()))
+            run.add(param, torch.zeros_like(param.parameter))
 
     decision = decide_by_scores(flat, tiny_model("llama"), tiny_batch(), options("magnitude"))
     assert any("SCORES SAY NOTHING" in w for w in decision.warnings)
