@@ -8,7 +8,6 @@ namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
 constexpr int kAdamLanes = 16;
-constexpr int kNormLanes = 32;
 
 enum Purpose : std::uint32_t { kForWeight = 0, kForFirst = 1, kForSecond = 2, kForProx = 3 };
 
@@ -255,76 +254,35 @@ void adam_update(const AdamTensor& t, const float* coefficients, const AdamOptio
   }
 }
 
-// Squared norms of the selected groups of some pieces. The lanes are those of a fixed summation order.
-template <class T>
-void adam_squares(const AdamTensor& t, const GroupPiece* pieces, std::int64_t count, double* sums) {
-  const T* weight = static_cast<const T*>(t.weight);
-  if (t.by_row) {
-    for (std::int64_t p = 0; p < count; ++p) {
-      const T* row = weight + pieces[p].first * t.cols;
-      double lanes[kNormLanes] = {};
-      std::int64_t i = 0;
-      for (; i + kNormLanes <= t.cols; i += kNormLanes) {
-        for (int lane = 0; lane < kNormLanes; ++lane) {
-          const double value = load(row[i + lane]) + t.offset;
-          lanes[lane] += value * value;
-        }
-      }
-      for (int lane = 0; i < t.cols; ++i, ++lane) {
-        const double value = load(row[i]) + t.offset;
-        lanes[lane] += value * value;
-      }
-      for (int width = kNormLanes / 2; width > 0; width /= 2) {
-        for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-      }
-      sums[pieces[p].position] = lanes[0];
-    }
-    return;
-  }
-  for (std::int64_t row = 0; row < t.rows; ++row) {
-    for (std::int64_t p = 0; p < count; ++p) {
-      const T* from = weight + row * t.cols + pieces[p].first;
-      double* to = sums + pieces[p].position;
-      for (std::int64_t i = 0; i < pieces[p].length; ++i) {
-        const double value = load(from[i]) + t.offset;
-        to[i] += value * value;
-      }
-    }
-  }
-}
-
 // One group's, or neighbouring groups', share of a row: `count` elements from `start` on, times their scales.
-template <class T>
-void scale_run(const AdamTensor& t, const AdamOptions& options, std::int64_t start, std::int64_t count,
-               const float* scales) {
+inline void scale_run(const AdamTensor& t, const AdamOptions& options, std::int64_t start, std::int64_t count,
+                      const float* scales) {
   const Counter counter{kForProx, t.step, t.stream, options.seed};
-  T* weight = static_cast<T*>(t.weight);
-  std::uint32_t random[kAdamBlock];
+  BFloat16* weight = static_cast<BFloat16*>(t.weight);
+  // Registers may begin anywhere in a block, and end beyond it.
+  std::uint32_t random[kAdamBlock + kWidth] = {};
   for (std::int64_t done = 0; done < count;) {
     const std::int64_t at = start + done, within = at % kAdamBlock;
     const std::int64_t left = count - done, here = left < kAdamBlock - within ? left : kAdamBlock - within;
-    if (options.stochastic) random_block(at / kAdamBlock, counter, random);
+    random_block(at / kAdamBlock, counter, random);
     for (std::int64_t i = 0; i < here; i += kWidth) {
       const Floats scale = t.by_row ? spread(scales[0]) : load_up_to(scales + done + i, here - i);
       const Floats product = (load_up_to(weight + at + i, here - i) + t.offset) * scale;
       const Floats value = (scale == 0.0f ? Floats{} : product) - t.offset;
-      std::uint32_t bits[kWidth] = {};
-      for (std::int64_t k = 0; k < kWidth && options.stochastic && i + k < here; ++k) bits[k] = random[within + i + k];
-      store_weight(weight + at + i, value, options.stochastic ? bits : nullptr, here - i);
+      store_weight(weight + at + i, value, random + within + i, here - i);
     }
     done += here;
   }
 }
 
-// The l2 proximal map: every selected group times its scale; scale 0 writes zeros.
-template <class T>
+// The l2 proximal map with stochastic rounding: every selected group times its scale; scale 0 writes zeros.
 void adam_scale(const AdamTensor& t, const AdamOptions& options, const GroupPiece* pieces, std::int64_t count,
                 const float* scales) {
   const std::int64_t rows = t.by_row ? 1 : t.rows;
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t p = 0; p < count; ++p) {
       const std::int64_t start = t.by_row ? pieces[p].first * t.cols : row * t.cols + pieces[p].first;
-      scale_run<T>(t, options, start, t.by_row ? t.cols : pieces[p].length, scales + pieces[p].position);
+      scale_run(t, options, start, t.by_row ? t.cols : pieces[p].length, scales + pieces[p].position);
     }
   }
 }
@@ -333,7 +291,7 @@ void adam_scale(const AdamTensor& t, const AdamOptions& options, const GroupPiec
 
 template <class T>
 AdamKernels adam_kernels() {
-  return {adam_update<T>, adam_squares<T>, adam_scale<T>};
+  return {adam_update<T>, adam_scale};
 }
 
 }  // namespace PYPRUNE_TARGET_NAMESPACE
