@@ -67,6 +67,8 @@ inline Doubles upper(Floats lanes) {
 
 inline Doubles add_square(Doubles sum, Doubles value) { return _mm512_fmadd_pd(value, value, sum); }
 
+inline Floats square_root(Floats value) { return _mm512_sqrt_ps(value); }
+
 #elif PYPRUNE_TARGET_WIDTH == 8
 
 inline Floats load_lanes(const BFloat16* x) {
@@ -90,6 +92,8 @@ inline Doubles lower(Floats lanes) { return _mm256_cvtps_pd(_mm256_castps256_ps1
 inline Doubles upper(Floats lanes) { return _mm256_cvtps_pd(_mm256_extractf128_ps(lanes, 1)); }
 
 inline Doubles add_square(Doubles sum, Doubles value) { return _mm256_fmadd_pd(value, value, sum); }
+
+inline Floats square_root(Floats value) { return _mm256_sqrt_ps(value); }
 
 #else
 
@@ -140,6 +144,11 @@ inline Doubles lower(Floats lanes) { return Doubles{lanes[0], lanes[1]}; }
 inline Doubles upper(Floats lanes) { return Doubles{lanes[2], lanes[3]}; }
 
 inline Doubles add_square(Doubles sum, Doubles value) { return sum + value * value; }
+
+inline Floats square_root(Floats value) {
+  for (int i = 0; i < kWidth; ++i) value[i] = __builtin_sqrtf(value[i]);
+  return value;
+}
 
 #endif
 
