@@ -1,5 +1,6 @@
 # make demo     set up if needed, then the whole story on a real model: prune, export, serve, measure
 # make test     set up if needed, then lint, types and the whole test suite
+# make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
 # make lint     ruff and mypy
 # make bench-ops  the kernels against their memory ceiling
@@ -15,13 +16,27 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f) $(wildcard p
 TYPES := .cache/types
 TEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test setup lint types bench-ops lock clean
+SANITIZED := build/sanitize
+
+.PHONY: demo test sanitize setup lint types bench-ops lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
 
 test: setup lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest $(TEST_ARGS)
+
+# A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ beside it, because
+# exceptions are intercepted. Leaks are not looked for: Python and torch never free all that they hold. Every tensor is
+# its own block on the heap, so that a kernel that reaches one element beyond it ends the run.
+sanitize: setup
+	$(VENV)/bin/cmake -S . -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DPYPRUNE_SANITIZE=ON \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -Dpybind11_DIR=$$($(PY) -m pybind11 --cmakedir)
+	$(VENV)/bin/cmake --build $(SANITIZED) --parallel 2
+	PYPRUNE_SANITIZED_EXTENSION=$$(ls $(CURDIR)/$(SANITIZED)/_C*.so) \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	  $(PY) -m pytest -p tests._support.sanitized tests/ops -k "cpp or bindings" $(TEST_ARGS)
 
 setup: $(VENV)/.stamp-package
 

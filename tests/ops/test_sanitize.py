@@ -1,0 +1,33 @@
+"""What `make sanitize` is worth: an error of the kernels ends the process that makes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests._support import sanitized
+from tests._support.paths import REPO
+
+BEYOND_THE_END = """
+import pytest, sys, torch
+sys.path.insert(0, ".")
+from tests._support import sanitized
+sanitized.pytest_configure(None)
+from pyprune.ops import _dispatch
+module, w = _dispatch.extension(), torch.zeros(3, 5)
+index = torch.tensor([0, 3])
+lie = module.Tensor(w.data_ptr(), [4, 5], [5, 1], "float32")
+module.shrink(lie, _dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
+"""
+
+
+@pytest.mark.skipif(sanitized.VARIABLE not in os.environ, reason="runs in make sanitize")
+def test_cpp_access_beyond_a_tensor_is_caught() -> None:
+    command = [sys.executable, "-c", BEYOND_THE_END]
+    child = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
+    assert child.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in child.stderr
+    assert "update_row" in child.stderr or "shrink_body" in child.stderr
