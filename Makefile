@@ -28,9 +28,10 @@ test: setup lint
 
 # A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ beside it, because
 # exceptions are intercepted. Leaks are not looked for: Python and torch never free all that they hold. Every tensor is
-# its own block on the heap, so that a kernel that reaches one element beyond it ends the run.
+# its own block on the heap, so that a kernel that reaches one element beyond it ends the run. Other build types are
+# stripped of the names that its stack is made of.
 sanitize: setup
-	$(VENV)/bin/cmake -S . -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DPYPRUNE_SANITIZE=ON \
+	$(VENV)/bin/cmake -S . -B $(SANITIZED) -DCMAKE_CXX_COMPILER=$(CXX) -DCMAKE_BUILD_TYPE=Debug -DPYPRUNE_SANITIZE=ON \
 	  -DPython_EXECUTABLE=$(abspath $(PY)) -Dpybind11_DIR=$$($(PY) -m pybind11 --cmakedir)
 	$(VENV)/bin/cmake --build $(SANITIZED) --parallel 2
 	PYPRUNE_SANITIZED_EXTENSION=$$(ls $(CURDIR)/$(SANITIZED)/_C*.so) \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import family_for, named_axes
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
+from pyprune.regularise import dress
 from pyprune.regularise.base import RunOptions
 from pyprune.regularise.dress import (
     METHOD,
@@ -26,6 +28,7 @@ from pyprune.regularise.dress import (
     regularise_dress,
     select_channels,
 )
+from pyprune.train import train
 from tests._support.models import tiny_batch, tiny_model
 
 R = tuple(range(36, 48))
@@ -100,8 +103,8 @@ def test_every_tensor_with_a_hidden_axis_is_penalised_in_R_only(family: str) -> 
 def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) -> None:
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
-    train = replace(TRAIN, steps=60, learning_rate=1e-2)
-    config = DressConfig(norm=norm, strength=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
+    options = replace(TRAIN, steps=60, learning_rate=1e-2)
+    config = DressConfig(norm=norm, strength=0.3 if norm == "l2" else 0.05, train=options)  # type: ignore[arg-type]
     report = regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert report.preserved_ratio is not None
@@ -126,8 +129,8 @@ def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
 
 def test_the_adam_metric_threshold_is_the_closed_form() -> None:
     model, plain = tiny_model(), tiny_model()
-    train = replace(TRAIN, steps=1, learning_rate=1e-2)
-    config = DressConfig(norm="l1", solver="prox", strength=1e-3, train=train)
+    one = replace(TRAIN, steps=1, learning_rate=1e-2)
+    config = DressConfig(norm="l1", solver="prox", strength=1e-3, train=one)
     name = "model.layers.0.mlp.down_proj.weight"
     moments: dict[str, Tensor] = {}
 
@@ -136,10 +139,8 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
             moments["v"] = optimizer.state[model.get_parameter(name)]["exp_avg_sq"].clone()
             super().after_optimizer_step(model, optimizer, step, learning_rate)
 
-    from pyprune.train import train as run
-
-    run(plain, samples(), train)
-    run(model, samples(), train, Spy(R, config))
+    train(plain, samples(), config.train)
+    train(model, samples(), config.train, Spy(R, config))
     step = plain.get_parameter(name).detach()[36:]
     scale = (moments["v"][36:] / (1 - 0.999)).sqrt() + 1e-8
     threshold = 1e-3 * 1e-2 / scale
@@ -151,14 +152,53 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_l2_prox_removes_whole_groups(family: str) -> None:
     model = tiny_model(family)
-    train = replace(TRAIN, steps=16)
-    config = DressConfig(norm="l2", solver="prox", strength=1.0, prox_step=0.3, train=train)
+    options = replace(TRAIN, steps=16)
+    config = DressConfig(norm="l2", solver="prox", strength=1.0, prox_step=0.3, train=options)
     assert ratio_after(model, config) < 0.05
     groups = channels_of(model, "model.layers.1.mlp.up_proj.weight", 1)
     zero = (groups == 0).all(dim=1)
     assert zero.any()
     norm = channels_of(model, "model.norm.weight", 0, offset=family == "gemma3")
     assert (norm == 0).any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("group_penalty", {"norm": "l1", "strength": 0.05}),
+        ("group_penalty", {"norm": "l2", "strength": 0.3}),
+        ("group_prox", {"norm": "l2", "solver": "prox", "strength": 1.0, "prox_step": 0.05}),
+        ("group_prox", {"norm": "l1", "solver": "prox", "strength": 0.1, "prox_step": 0.01}),
+        ("shrink", {"schedule": "anneal", "anneal_share": 1.0}),
+    ],
+)
+def test_every_step_goes_through_the_ops_and_equals_their_references(
+    family: str, op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, tensors = getattr(dress, op), set()
+
+    def counted(parameter: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        tensors.add(id(parameter))
+        result: Tensor = original(parameter, *arguments, **keywords)
+        return result
+
+    config = DressConfig(train=replace(TRAIN, steps=3), **options)
+    models = {}
+    for backend in ("python", "auto"):
+        monkeypatch.setenv("PYPRUNE_BACKEND", backend)
+        models[backend] = tiny_model(family)
+        objective = DressObjective(R, config)
+        with monkeypatch.context() as patch:
+            patch.setattr(dress, op, counted)
+            train(models[backend], samples(), config.train, objective)
+        owners = {id(p.parameter) for p in named_axes(models[backend]) if p.axis_dim("hidden") is not None}
+        assert tensors == owners, f"{op} was not called for every tensor with a hidden axis"
+        tensors.clear()
+    untouched = dict(tiny_model(family).named_parameters())
+    for (name, plain), fast in zip(models["python"].named_parameters(), models["auto"].parameters(), strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(plain, untouched[name])
 
 
 def test_prox_at_the_learning_rate_is_a_no_op_and_says_so() -> None:
@@ -275,8 +315,6 @@ def test_resuming_gives_the_same_bits(tmp_path: Path) -> None:
         def before_step(self, model, step) -> None:  # type: ignore[no-untyped-def]
             if step == 3:
                 raise KeyboardInterrupt
-
-    from pyprune.train import train
 
     with pytest.raises(KeyboardInterrupt):
         train(tiny_model(), samples(), TRAIN, Stop(R, config), checkpoint_dir=tmp_path / "dress")

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyprune.config import PruneConfig
 from pyprune.families import family_for, named_axes
 from pyprune.mask import masked
+from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config
 from pyprune.registry import get_method
@@ -173,6 +175,40 @@ def test_channel_sums_are_exact_in_float32_and_signed_ones_cancel() -> None:
     assert signed[1] == pytest.approx(0.1, rel=1e-3)
     assert signed[0] == plain[0]
     assert channel_sums(torch.tensor([-1.0, 2.0]), torch.ones(2), 0, signed=False).tolist() == [1.0, 2.0]
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes of the tensors that torch makes while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.sizes.append(result.numel())
+        return result
+
+
+@pytest.mark.skipif(not available_isas(), reason="the extension is not built")
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_products_of_a_matrix_are_never_stored(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Scoring.of(tiny_model("llama"), tiny_batch(), options("taylor", axes=("heads", "ffn", "hidden")))
+    matrices = [p for p in run.opened if p.parameter.dim() == 2]
+    assert len(matrices) > 8
+    largest = {}
+    for backend in ("cpp", "python"):
+        monkeypatch.setenv("PYPRUNE_BACKEND", backend)
+        largest[backend] = 0.0
+        for param in matrices:
+            factor = torch.ones_like(param.parameter, requires_grad=False)
+            with Allocations() as made:
+                run.add(param, factor, signed=signed)
+            largest[backend] = max(largest[backend], max(made.sizes) / param.parameter.numel())
+    assert largest["cpp"] <= 1 / 16, "something of the size of the matrix was made"
+    assert largest["python"] >= 1, "the definition makes the product: this test would see it"
 
 
 def test_scores_that_are_no_numbers_or_of_the_wrong_size_are_refused() -> None:
