@@ -43,7 +43,10 @@ from pyprune.regularise.base import Method, PlanDecision, RunOptions
 from pyprune.score._rank import Ranking
 from pyprune.score._structures import Scope, ScoreError, StructureScores, model_scope, opened_places
 
-__all__ = ["ScoreError", "ScoreMethod", "Scorer", "Scoring", "decide_by_scores", "ranking_of", "score_method", "score_spread"]
+__all__ = [
+    "ScoreError", "ScoreMethod", "Scorer", "Scoring",
+    "decide_by_scores", "ranking_of", "score_method", "score_spread",
+]  # fmt: skip
 
 MANY_ZEROS = 0.5
 """Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
