@@ -540,7 +540,7 @@ def robustness(
         Path,
         typer.Option(
             metavar="FILE",
-            help="JSON lines that keep what is finished (an existing file is continued); the tables go beside it as .md.",
+            help="JSON lines that keep what is finished (an existing file is continued); tables go beside it as .md.",
         ),
     ] = Path("robustness.jsonl"),
     device: Annotated[

@@ -438,9 +438,10 @@ class _Bench:
         known = self.kept.get(key) or {"plans": {}}
         if all(repr(ratio) in known["plans"] for ratio in self.config.ratios):
             return known
+        samples = self._samples(config)
         self.use(variant)
         start = time.perf_counter()
-        run = self._score(config)
+        run = self._score(samples, config)
         seconds = time.perf_counter() - start
         _say(f"[{number}] seed {seed}, {method}, {variant}: scored in {seconds:.1f} s")
         plans = {
@@ -460,11 +461,11 @@ class _Bench:
             }
         )
 
-    def _score(self, config: PruneConfig) -> Scoring:
+    def _score(self, samples: Tensor, config: PruneConfig) -> Scoring:
         method = get_method(config.method)
         if not isinstance(method, ScoreMethod):
             raise ConfigError(f"method {config.method!r} scores nothing; robustness compares scoring methods.")
-        run = Scoring.of(self.model, self._samples(config), config)
+        run = Scoring.of(self.model, samples, config)
         method.scorer(run)
         return run
 
