@@ -163,4 +163,5 @@ def round_to_int8(weight: Tensor) -> Tensor:
     """
     scale = weight.abs().amax(1, keepdim=True) / INT8_LARGEST
     levels = torch.where(scale > 0, weight / scale, torch.zeros_like(weight)).round()
-    return levels.clamp(-INT8_LARGEST, INT8_LARGEST) * scale
+    rounded: Tensor = levels.clamp(-INT8_LARGEST, INT8_LARGEST) * scale
+    return rounded

@@ -127,7 +127,7 @@ def test_every_row_is_a_direct_masked_measurement(axes: Any, texts: tuple[Path, 
 
 def test_calibration_does_not_read_the_test_text(texts: tuple[Path, Path]) -> None:
     with pytest.raises(DataError, match="too small"):
-        run(config(texts, texts=(str(texts[0]),)))
+        run(replace(config(texts), texts=(str(texts[0]),)))
 
 
 def test_overlaps_by_hand() -> None:
