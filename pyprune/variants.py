@@ -152,8 +152,8 @@ def low_rank(weight: Tensor, adapter: Adapter, generator: torch.Generator) -> Te
     rows, columns = weight.shape
     b = torch.randn(rows, adapter.rank, generator=generator).to(weight.device)
     a = torch.randn(adapter.rank, columns, generator=generator).to(weight.device)
-    update = b @ a
-    return update * (adapter.size * weight.norm() / update.norm())
+    update: Tensor = b @ a
+    return update * float(adapter.size * weight.norm() / update.norm())
 
 
 def round_to_int8(weight: Tensor) -> Tensor:
