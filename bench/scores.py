@@ -336,6 +336,7 @@ class Bench:
     records: RecordFile
     keep: bool = False
     loaded: dict[str, EvaluationText] = field(default_factory=dict)
+    environment: Json = field(default_factory=environment_record)  # once: later commits are not what runs
 
     @cached_property
     def dense(self) -> Path:
@@ -373,7 +374,7 @@ class Bench:
             measured = self._measure(self.dense)
             parameters = read_pruning_json(self.dense).provenance["parameters"]
             shared = {"kind": "dense", "key": key, "setting": self.setting.identity(), "parameters": parameters}
-            self.records.add({**shared, **measured, "environment": environment_record()})
+            self.records.add({**shared, **measured, "environment": self.environment})
         found: Json = self.records.of("dense")[key]["perplexity"]
         return found
 
@@ -387,7 +388,7 @@ class Bench:
             "set": case.changed,
             "set_recovery": case.changed_recovery,
             "dense_perplexity": self.dense_perplexity,
-            "environment": environment_record(),
+            "environment": self.environment,
             "error": "",
         }
         try:
