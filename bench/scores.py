@@ -407,13 +407,12 @@ class Bench:
         result = prune(self.dense, config, out=self.out / case.pruned_name, overwrite=True)
         seconds = time.monotonic() - started
         assert result.compact is not None
-        scores = result.decision["scores"]
         return {
             "parameters": result.compact.parameters,
             "dense_parameters": result.compact.dense_parameters,
-            "scoring_seconds": scores["seconds"],
+            "scoring_seconds": result.decision["seconds"],
             "prune_seconds": seconds,
-            "memory": scores.get("memory"),
+            "memory": result.decision["scores"].get("memory"),
             "plan": result.plan.to_dict(),
             "notes": result.notes,
             "warnings": result.warnings,

@@ -25,7 +25,6 @@ A scorer leaves the model as it was. In later rounds of ``score.iterations`` it 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -184,7 +183,6 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     rounds = config.score.iterations
     plan = identity
     run = Scoring.of(model, samples, config)
-    started = time.monotonic()
     for number in range(1, rounds + 1):
         with masked(model, plan) if number > 1 else nullcontext():
             run = Scoring.of(model, samples, config, masked=number > 1)
@@ -192,8 +190,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(family, shapes, plan)
     notes = [*_goal_notes(config, share, parameters_after(family, shapes, plan)), *run.notes]
-    seconds = time.monotonic() - started
-    details = {"rounds": rounds, "seconds": seconds, "share_removed": share, **_spread(run), **run.details}
+    details = {"rounds": rounds, "share_removed": share, **_spread(run), **run.details}
     return PlanDecision(plan, tuple(notes), {"scores": details}, (*_zero_warnings(run), *run.warnings))
 
 
