@@ -123,6 +123,13 @@ class Case:
         return {"scorer": self.scorer, "seed": self.seed, "prune": self.config.to_dict(), "recovery": recovery}
 
     @property
+    def identity(self) -> Json:
+        """The same without what is at its default, so that a new option of the package makes no cell a new one."""
+        recovery = _given(self.recovery.to_dict(), RecoverRunConfig().to_dict()) if self.recovery else None
+        prune = _given(self.config.to_dict(), PruneConfig().to_dict())
+        return {"scorer": self.scorer, "seed": self.seed, "prune": prune, "recovery": recovery}
+
+    @property
     def pruned_name(self) -> str:
         """Folder of the cut model."""
         return f"{self.scorer.replace(':', '-')}-seed{self.seed}"
@@ -197,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
     )
     setting = replace(setting, texts={name: _text_digest(setting.data / file) for name, file in TEXTS.items()})
     records = RecordFile((options.jsonl or [RECORDS])[0], retry_failed=options.retry_failed)
-    keys = [setting.key(case.options) for case in cases]
+    keys = [setting.key(case.identity) for case in cases]
     todo = [(case, key) for case, key in zip(cases, keys, strict=True) if key not in records.of("cell")]
     _say(f"{len(cases)} cells, {len(cases) - len(todo)} of them in {records.path} already")
     bench = Bench(setting, options.model, options.out, records, keep=options.keep)
@@ -275,15 +282,45 @@ def _cases(names: Sequence[str], options: argparse.Namespace) -> list[Case]:
     for number, seed in enumerate(options.seeds):
         for name in names:
             preset = name.partition(":")[0]
-            if number and not depends_on_seed(SCORE_PRESETS[preset]().method):
+            method = SCORE_PRESETS[preset]().method
+            if number and not depends_on_seed(method):
                 continue
-            seeds = {"data.seed": seed, "score.seed": seed, "moreau.seed": seed}
             config = build_config(
                 preset=preset,
-                options={**PRUNING, **seeds, "data.source": options.calibration},
+                options={**PRUNING, **seeds_of(method, seed), "data.source": options.calibration},
                 settings=[*known[name], *options.set],
             )
             found.append(Case(name, seed, config, changed=tuple(changed)))
+    return found
+
+
+def seeds_of(method: str, seed: int) -> dict[str, int]:
+    """Every seed that a method's scores can depend on, by its dotted name."""
+    options = PruneConfig().to_dict()
+    sections = dict.fromkeys(name for name in ("data", "score", "moreau", method) if name in options)
+    return {name: seed for section in sections for name in _seed_names(options[section], section)}
+
+
+def _seed_names(options: Mapping[str, Any], path: str) -> list[str]:
+    below = [
+        name
+        for key, value in options.items()
+        if isinstance(value, dict)
+        for name in _seed_names(value, f"{path}.{key}")
+    ]
+    return [f"{path}.seed", *below] if "seed" in options else below
+
+
+def _given(options: Mapping[str, Any], usual: Any) -> Json:
+    """The options that differ from the usual ones."""
+    found: Json = {}
+    for name, value in options.items():
+        other = usual.get(name) if isinstance(usual, Mapping) else None
+        if isinstance(value, Mapping):
+            below = _given(value, other)
+            found |= {name: below} if below else {}
+        elif not isinstance(usual, Mapping) or value != other:
+            found[name] = value
     return found
 
 

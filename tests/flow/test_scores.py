@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.scores import choose_scorers, main, scorers
+from bench.scores import _parser, choose_scorers, main, make_cases, scorers
 from pyprune.errors import ConfigError
 from pyprune.evaluate import evaluate_perplexity
 from pyprune.load import load_model
@@ -148,6 +148,18 @@ def test_every_preset_is_a_scorer_with_the_values_of_its_own_option() -> None:
     assert choose_scorers("all")[:3] == ["taylor:param_first", "smoothgrad", "moreau"]
     with pytest.raises(ConfigError, match="moreau"):
         choose_scorers("moreu")
+
+
+def test_a_cell_is_known_by_the_options_that_were_given(inputs: list[str]) -> None:
+    options = _parser().parse_args([*inputs, "--scorers", "moreau,taylor:param_first", "--recover", "moreau"])
+    cases = make_cases(options)
+    given = cases[0].identity["prune"]
+    assert given["data"]["source"] == "c4.txt"
+    assert given["score"]["first_layer"] == 1
+    assert "elder" not in given, "a default that comes with a new option must not make an old cell a new one"
+    assert cases[0].identity["recovery"] is None
+    assert {c.config.data.seed for c in cases} == {c.config.moreau.seed for c in cases} == {0, 1}
+    assert len({json.dumps(c.identity) for c in cases}) == len(cases) == 6
 
 
 def test_missing_data_and_wrong_options_stop_before_anything_runs(
