@@ -82,7 +82,6 @@ RECOVERY: dict[str, Any] = {
     "data.samples": 1792,  # 112 tokens each on average: 200,000 in all
     "recover.train.steps": 112,
     "recover.train.batch_size": 16,
-    "recover.train.micro_batch_size": 16,
     "recover.train.warmup_steps": 7,
 }
 RECOVERY_PRESET = "alpaca-lora-distill"
