@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class PruneResult:
         compact: sizes before and after, and the architecture; None when the plan was not applied.
         notes: roundings and choices a reader must know.
         warnings: what the user should worry about.
-        decision: how the plan came about.
+        decision: how the plan came about; "seconds" is the wall time of a new one.
         stages: one report for each action before and after the cut, in order.
         effects: what regularisation did to the weights, activations and layers; None without it.
         verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
@@ -378,7 +379,9 @@ def _new_decision(
         return PlanDecision(read_plan(config.plan), notes=(f"Plan replayed from {config.plan}.",))
     if config.method == "none":
         raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
-    return get_method(config.method).decide(model, samples, config, _run(work, "decide"))
+    started = time.monotonic()
+    decision = get_method(config.method).decide(model, samples, config, _run(work, "decide"))
+    return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
 
 def read_plan(path: str | Path) -> PrunePlan:
