@@ -435,6 +435,10 @@ class ScoreConfig(Config):
         magnitude: of the method magnitude: l1 = sum of |w|, l2 = sum of w^2.
         taylor: of the method taylor: vectorize |sum S|, param_first sum |S| with S = w g; param_second and param_mix
             use the second-order term.
+        wanda: of the method wanda: coupled (every matrix that a structure owns a part of) or output (its columns of the
+            attention's and the MLP's output projections alone).
+        compensate: give the mean of what the output projections lose back as a bias (:mod:`pyprune.compensate`); any
+            method may; None = flap does, no other.
         batch_size: sequences in one forward and backward pass; None = all samples at once. More than one pass a step
             holds the mean gradient of all open parameters.
         layerwise: take gradients one layer at a time (False holds those of all open parameters at once).
@@ -458,6 +462,8 @@ class ScoreConfig(Config):
     allow_empty: bool = False
     magnitude: Norm = "l1"
     taylor: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
+    wanda: Literal["coupled", "output"] = "coupled"
+    compensate: bool | None = None
     batch_size: int | None = None
     layerwise: bool = True
     seed: int = 0
@@ -507,6 +513,11 @@ class ScoreConfig(Config):
             self.is_local or "hidden" not in axes or len(axes) == 1,
             "a global ranking cannot compare hidden channels, which all layers share, with heads or ffn; "
             "set ranking to local, or use axes [hidden] alone.",
+            found,
+        )
+        _require(
+            not self.compensate or set(self.axes) != {"hidden"},
+            "compensate is on, but axes is ['hidden']; a bias stands for heads and FFN channels, so open one.",
             found,
         )
         _require(
@@ -674,8 +685,8 @@ class PruneConfig(Config):
     """Everything `pyprune prune` does.
 
     Attributes:
-        method: dress, elder, trsp, a scoring method (magnitude, random, taylor, moreau, moreau_gs, smoothgrad) or none
-            (direct removal of what the plan names).
+        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, moreau, moreau_gs,
+            smoothgrad) or none (direct removal of what the plan names).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
@@ -719,6 +730,12 @@ class PruneConfig(Config):
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = 0
 
+    @property
+    def compensates(self) -> bool:
+        """Whether the cut gives the mean of what it takes back as biases."""
+        wanted = self.score.compensate
+        return self.stages.prune and (self.method == "flap" if wanted is None else wanted)
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
@@ -736,6 +753,11 @@ class PruneConfig(Config):
         _require(
             self.data.layout == "stream",
             "data.layout is 'instructions', which is for recovery_data; calibration and regularisation read 'stream'.",
+            found,
+        )
+        _require(
+            self.stages.prune or not self.score.compensate,
+            "score.compensate gives back what the cut takes, but stages.prune is off; turn one of them round.",
             found,
         )
         if self.method == "none":

@@ -1,7 +1,8 @@
 """Presets of the scoring methods. Plain data; importing this file imports no torch.
 
-Calibration is the papers' 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
-ours; every other constant is MoreauPruner's. Recipes hold the papers' protocols for their models.
+Calibration is MoreauPruner's 10 samples of 128 tokens where a preset says nothing else. The calibration source, the
+global ranking and the ratio are ours; the other constants are the papers'. Recipes hold the papers' protocols for
+their models.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ def _magnitude() -> PruneConfig:
 def _random() -> PruneConfig:
     """Random heads and FFN channels: the control."""
     return scoring("random")
+
+
+def _wanda() -> PruneConfig:
+    """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
+    base = scoring("wanda")
+    return replace(base, data=replace(base.data, samples=128))
+
+
+def _flap() -> PruneConfig:
+    """FLAP: the standardised fluctuation, with bias compensation; 1,024 samples of 128 tokens as the authors use."""
+    base = scoring("flap")
+    score = replace(base.score, aggregation="mean", compensate=True)
+    return replace(base, data=replace(base.data, samples=1024), score=score)
 
 
 def _taylor() -> PruneConfig:
@@ -65,6 +79,8 @@ def _smoothgrad() -> PruneConfig:
 SCORE_PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "magnitude": _magnitude,
     "random": _random,
+    "wanda": _wanda,
+    "flap": _flap,
     "taylor": _taylor,
     "moreau": _moreau,
     "moreau-converged": _moreau_converged,

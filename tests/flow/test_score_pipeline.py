@@ -22,7 +22,7 @@ from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 
-METHODS = ("magnitude", "random", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = ("magnitude", "random", "wanda", "flap", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
 
 @pytest.fixture

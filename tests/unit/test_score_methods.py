@@ -14,7 +14,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import named_axes
 from pyprune.recipe import build_config
 from pyprune.registry import get_method, method_modules
-from pyprune.score import magnitude, moreau, moreau_gs, smoothgrad, taylor
+from pyprune.score import flap, magnitude, moreau, moreau_gs, smoothgrad, taylor, wanda
 from pyprune.score import random as random_scores
 from pyprune.score._descent import Descent, Noise
 from pyprune.score._structures import opened_places
@@ -26,6 +26,8 @@ SAMPLES = tiny_batch(batch=3, length=11)
 SCORERS: dict[str, Scorer] = {
     "magnitude": magnitude.score,
     "random": random_scores.score,
+    "wanda": wanda.score,
+    "flap": flap.score,
     "taylor": taylor.score,
     "moreau": moreau.score,
     "moreau_gs": moreau_gs.score,

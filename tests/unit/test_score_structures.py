@@ -25,7 +25,7 @@ FAMILIES = (
     "phi", "phi-tied", "gemma3",
 )  # fmt: skip
 GROUPED = tuple(n for n in FAMILIES if n not in ("llama-mha-bias", "opt", "phi-tied"))
-METHODS = ("magnitude", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = ("magnitude", "wanda", "flap", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
@@ -100,7 +100,7 @@ def test_the_planted_ffn_channels_go(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "opt", "gemma3"])
-@pytest.mark.parametrize("method", ["magnitude", "taylor", "moreau"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "taylor", "moreau"])
 def test_the_planted_hidden_channels_go(name: str, method: str) -> None:
     model = tiny_model(name)
     planted = torch.tensor([0, 3, 8, 9, 22, 31, 40, 47])
