@@ -1,9 +1,9 @@
 """FLAP's bias compensation: what a cut takes away on average comes back as a bias (An et al., "Fluctuation-based
-Adaptive Structured Pruning for Large Language Models", section "Bias compensation").
+Adaptive Structured Pruning for Large Language Models", baseline bias compensation).
 
-The output projection of a block is Y = W X. Without the channels R of X it loses W[:, R] X[R], whose mean over the
-calibration text, W[:, R] mean(X[R]), is added to the projection's bias: B_0 in the paper. The means are the dense
-model's. What is left of the error is the fluctuation of X[R] alone, which FLAP's score measures.
+The output projection of a block is Y = W X. Without the channels R of X it loses W[:, R] X[R]; the mean of that over
+the calibration text, W[:, R] mean(X[R]), is added to the projection's bias (the paper's baseline bias). The means are
+the dense model's. What is left of the error is the fluctuation of X[R] alone, which FLAP's score measures.
 
 The compensated model is still a dense model, only with biases, so that masking and compaction mean the same as before.
 A model without biases on its output projections gets them, zero where nothing was removed, and ``output_bias`` in its

@@ -576,6 +576,47 @@ class MoreauConfig(Config):
 
 
 @dataclass(frozen=True)
+class LoraPruneConfig(Config):
+    """LoRAPrune (Zhang et al. 2023): importance from the weights and gradients of LoRA factors in training.
+
+    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code; the number of steps and
+    the batch are ours (they train for epochs on instructions, here the calibration text is read). The gradient norm is
+    not clipped, because that would weigh the steps' scores differently.
+
+    Attributes:
+        rank: LoRA rank.
+        alpha: LoRA scale numerator (scale = alpha / rank).
+        dropout: LoRA dropout probability.
+        momentum: share of the earlier steps' importance that a step keeps, in [0, 1); 0 = the last step alone.
+        train: the training loop's options; its seed is that of the factors too.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.05
+    momentum: float = 0.9
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            learning_rate=1e-4, steps=32, batch_size=8, micro_batch_size=8, max_grad_norm=None
+        )
+    )
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
+        _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
+        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be in [0, 1).", found)
+        _require(0 <= self.momentum < 1, f"momentum is {self.momentum}; it must be in [0, 1).", found)
+        _require(
+            self.train.early_stop_patience is None,
+            "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
 class DistillConfig(Config):
     """Knowledge distillation from the dense model; every term is a mean over the predicted tokens:
 
@@ -685,8 +726,8 @@ class PruneConfig(Config):
     """Everything `pyprune prune` does.
 
     Attributes:
-        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, moreau, moreau_gs,
-            smoothgrad) or none (direct removal of what the plan names).
+        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, loraprune, moreau,
+            moreau_gs, smoothgrad) or none (direct removal of what the plan names).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
@@ -704,6 +745,7 @@ class PruneConfig(Config):
         elder: options of ELDeR/TRSP.
         score: options that all scoring methods share.
         moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
+        loraprune: options of LoRAPrune.
         recover: options of recovery.
         finetune: options of the plain fine-tuning control.
         seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
@@ -726,6 +768,7 @@ class PruneConfig(Config):
     elder: ElderConfig = field(default_factory=ElderConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     moreau: MoreauConfig = field(default_factory=MoreauConfig)
+    loraprune: LoraPruneConfig = field(default_factory=LoraPruneConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = 0

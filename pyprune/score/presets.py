@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pyprune.config import DataConfig, MoreauConfig, PruneConfig, ScoreConfig, StageConfig
+from pyprune.config import DataConfig, LoraPruneConfig, MoreauConfig, PruneConfig, ScoreConfig, StageConfig
 
 
 def scoring(method: str) -> PruneConfig:
@@ -53,6 +53,12 @@ def _taylor() -> PruneConfig:
     return scoring("taylor")
 
 
+def _loraprune() -> PruneConfig:
+    """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
+    base = scoring("loraprune")
+    return replace(base, data=replace(base.data, samples=128), loraprune=LoraPruneConfig())
+
+
 def _moreau() -> PruneConfig:
     """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
     moreau = MoreauConfig(steps=10, rho=0.05, gamma=1e-3, eta=0.0, sigma=0.05, draws=1)
@@ -82,6 +88,7 @@ SCORE_PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "wanda": _wanda,
     "flap": _flap,
     "taylor": _taylor,
+    "loraprune": _loraprune,
     "moreau": _moreau,
     "moreau-converged": _moreau_converged,
     "moreau_gs": _moreau_gs,

@@ -178,9 +178,9 @@ def test_half_precision_rounds_the_bias_once() -> None:
 def test_what_cannot_carry_a_bias_is_refused_before_anything_changes() -> None:
     model = tiny_model("opt", enable_bias=False)
     plan = plan_of(model, "ffn")
-    with pytest.raises(UnsupportedModelError, match="score.compensate to false"):
+    with pytest.raises(UnsupportedModelError, match=r"score\.compensate to false"):
         compensate_(model, plan, SAMPLES)
-    with pytest.raises(UnsupportedModelError, match="score.compensate to false"):
+    with pytest.raises(UnsupportedModelError, match=r"score\.compensate to false"):
         compensated_config(model, family_for(model))
     assert not hasattr(model.config, "output_bias")
     with pytest.raises(DataError, match="give samples"):
