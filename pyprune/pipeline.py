@@ -223,7 +223,7 @@ def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, sampl
     if config.compensates:
         # The dense model's own activations, as they are at the moment of the cut.
         report = compensate_(model, result.plan, samples, batch_size=config.score.batch_size)
-        result.notes += report.notes()
+        (result.notes if report.blocks else result.warnings).extend(report.notes())
         result.decision["compensation"] = vars(report)
     if config.verify:
         with masked(model, result.plan):

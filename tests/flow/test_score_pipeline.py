@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pyprune.cli import ERROR_CODE, app
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError
+from pyprune.families import family_for
 from pyprune.load import load_model, read_pruning_json
 from pyprune.mask import masked
 from pyprune.pipeline import prune, prune_
@@ -182,6 +183,7 @@ def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: 
     first = config("magnitude", None, ranking="local", heads=3, ffn=20)
     prune(folder, first, out=tmp_path / "plain")
     base = config("magnitude", text)
+    base = replace(base, data=replace(base.data, sequence_length=64))  # a mark needs a passage of that length
     replayed = replace(base, method="none", plan=str(tmp_path / "plain"), score=replace(base.score, compensate=True))
     result = prune(folder, replayed, out=tmp_path / "out")
     assert any("Bias compensation" in note for note in result.notes)
@@ -206,3 +208,16 @@ def test_stock_alone_is_refused_before_the_cut_where_no_stock_architecture_has_t
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, [*arguments, "--set", "score.compensate=false"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_compensation_without_effect_is_a_warning(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    plan = family_for(tiny_model("llama")).plan(tiny_model("llama").config).drop_layers([1])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    base = config("magnitude", text)
+    replayed = replace(
+        base, method="none", plan=str(tmp_path / "plan.json"), score=replace(base.score, compensate=True)
+    )
+    result = prune(folder, replayed, out=tmp_path / "out")
+    assert any("HAD NO EFFECT" in warning for warning in result.warnings)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mlp_bias"] is False
