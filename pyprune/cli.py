@@ -127,8 +127,8 @@ def prune(
         str | None,
         typer.Option(
             help="elder or trsp (remove layers), dress (remove hidden channels), moreau, moreau_gs, smoothgrad, "
-            "taylor, magnitude or random (remove the heads and FFN channels of the smallest score), none (only apply "
-            "--plan). Default: elder, or none with --plan alone."
+            "taylor, loraprune, wanda, flap, magnitude or random (remove the heads and FFN channels of the smallest "
+            "score), none (only apply --plan). Default: elder, or none with --plan alone."
         ),
     ] = None,
     ratio: Annotated[
@@ -149,7 +149,7 @@ def prune(
             metavar="NAME",
             help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
             "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal, moreau, moreau_gs, "
-            "smoothgrad, taylor; also magnitude, random, moreau-converged.",
+            "smoothgrad, taylor, loraprune, wanda, flap; also magnitude, random, moreau-converged.",
         ),
     ] = None,
     set_: Annotated[

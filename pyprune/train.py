@@ -83,8 +83,8 @@ class Objective:
 
     A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
     ``parameter_groups``; ``load_state_dict`` when resuming; then per step ``before_step``, ``micro_loss`` for
-    every micro batch, ``step_penalty`` once, and ``after_optimizer_step``; at a regular end ``finish``; and
-    always ``teardown``.
+    every micro batch, ``step_penalty`` once, ``before_optimizer_step`` and ``after_optimizer_step``; at a regular
+    end ``finish``; and always ``teardown``.
     """
 
     name = "finetune"
@@ -131,6 +131,9 @@ class Objective:
         with torch.no_grad():
             penalty = self.step_penalty(model)
         return 0.0 if penalty is None else float(penalty)
+
+    def before_optimizer_step(self, model: nn.Module, step: int) -> None:
+        """Read the step's complete gradients, finite and clipped, while the weights are still those they belong to."""
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
@@ -375,6 +378,8 @@ class _Run:
         norm = self._finite_gradient_norm(step)
         if self.keep_last_good:
             self._remember_last_good(step)
+        with torch.no_grad():
+            self.objective.before_optimizer_step(self.model, step)
         with self._update():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

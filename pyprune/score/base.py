@@ -20,7 +20,8 @@ may call:
   ``run.note(...)``, ``run.warn(...)`` and ``run.details`` for the report.
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
-(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them.
+(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
+``pyprune/activations.py`` statistics of what modules read and write.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Scoring:
         Args:
             layer: dense layer index; None for the hidden axis.
             axis: heads, kv_heads, ffn or hidden.
-            values: [units of that axis], at least 0.
+            values: [units of that axis], finite; at least 0 where the aggregation is prod.
             part: name of this share of the units; shares of one name add up, others are aggregated.
         """
         self.scores.add_structures(layer, axis, part, values)
