@@ -30,7 +30,8 @@ from torch.nn import functional
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
-from pyprune.optimizer import RegularisedAdamW
+from pyprune.ops.regularised_adamw import Penalty
+from pyprune.optimizer import RegularisedAdamW, clip_factor
 from pyprune.progress import console
 from pyprune.resume import TrainState, check_same_run, latest_state, load_state, save_state
 from pyprune.tokens import IGNORED as IGNORED
@@ -82,7 +83,7 @@ class Objective:
     """What a training run minimises; the base class is plain language-model fine-tuning.
 
     A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
-    ``parameter_groups``; ``load_state_dict`` when resuming; then per step ``before_step``, ``micro_loss`` for
+    ``parameter_groups``; ``optimiser_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``, ``micro_loss`` for
     every micro batch, ``step_penalty`` once, and ``after_optimizer_step``; at a regular end ``finish``; and
     always ``teardown``.
     """
@@ -107,6 +108,14 @@ class Objective:
         ]
         return [g for g in groups if g.parameters]
 
+    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """Weight penalties that the optimiser handles in its own pass; asked for with ``fused_adamw`` only.
+
+        What is handed over must no longer be differentiated by ``step_penalty`` nor be applied by
+        ``after_optimizer_step``. The loop clips gradients before such a penalty joins them.
+        """
+        return {}
+
     def before_step(self, model: nn.Module, step: int) -> None:
         """Called before the first micro batch of a step; must depend on ``step`` and the state only.
 
@@ -123,7 +132,10 @@ class Objective:
         return LossTerms(causal_loss(model, batch))
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Penalty on the weights (times its strength), differentiable, once per optimiser step; or None."""
+        """Penalty on the weights (times its strength), once per optimiser step; or None.
+
+        Differentiable, or without a graph: then it is only reported, and the optimiser has its gradient.
+        """
         return None
 
     def validation_penalty(self, model: nn.Module) -> float:
@@ -361,7 +373,9 @@ class _Run:
         for group in groups:
             self.parameters.update(group.parameters)
         check_trainable(self.parameters)
-        self.optimizer = make_optimizer(groups, self.config)
+        own_pass = self.config.optimiser == "fused_adamw"
+        penalties = self.objective.optimiser_penalties(self.model, self.config) if own_pass else {}
+        self.optimizer = make_optimizer(groups, self.config, penalties)
 
     def _step(self, step: int) -> None:
         config = self.config
@@ -408,15 +422,19 @@ class _Run:
         if penalty is not None:
             penalty_sum += float(penalty.detach())
             self._check_finite(penalty_sum, "penalty", step)
-            penalty.backward()
+            if penalty.requires_grad:
+                penalty.backward()
         return lm_sum, penalty_sum, parts
 
     def _finite_gradient_norm(self, step: int) -> float:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         self._check_finite(float(norm), "gradient norm", step)
-        if self.config.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.config.max_grad_norm, norm)
+        limit = self.config.max_grad_norm
+        if limit is not None and isinstance(self.optimizer, RegularisedAdamW):
+            self.optimizer.gradient_scale = clip_factor(float(norm), limit)
+        elif limit is not None:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
         return float(norm)
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
@@ -602,8 +620,15 @@ class _Run:
         self.done = patience is not None and self.bad_validations >= patience
 
 
-def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(
+    groups: list[ParameterGroup], config: TrainConfig, penalties: Mapping[nn.Parameter, Penalty] | None = None
+) -> torch.optim.Optimizer:
     """Build the optimiser (fused kernels, which exist for the CPU and CUDA).
+
+    Args:
+        groups: what is trained.
+        config: the loop's options.
+        penalties: what "fused_adamw" handles in its own pass.
 
     Raises:
         ConfigError: weight decay with "adam", which has none here.
@@ -614,7 +639,7 @@ def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.o
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]
     if config.optimiser == "fused_adamw":
-        return RegularisedAdamW(parameters, lr=config.learning_rate, seed=config.seed)
+        return RegularisedAdamW(parameters, lr=config.learning_rate, penalties=penalties, seed=config.seed)
     kinds = {p.device.type for g in groups for p in g.parameters.values()}
     fused = kinds <= {"cpu", "cuda"}
     if config.optimiser == "sgd":

@@ -11,6 +11,10 @@ Gemma's norms through 1 + w). Three ways to minimise it:
   weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
   and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
+
+With ``optimiser="fused_adamw"`` the optimiser applies subgradient or proximal map in its own pass over the weights.
+Two cases stay outside, so that the result is the same: a subgradient that is clipped together with the loss's
+gradient, and the proximal map after Phi's gauge.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
 from pyprune.mask import gauge_
 from pyprune.ops import group_penalty, group_soft_threshold, shrink
+from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
 from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
 from pyprune.train import Objective, TrainReport, train
@@ -103,6 +108,7 @@ class DressObjective(Objective):
         self.targets: list[_Target] = []
         self.gauge_kept: tuple[int, ...] = ()
         self.anneal_steps = 0
+        self.in_optimiser = False
 
     def identity(self) -> dict[str, Any]:
         """R and the options of the penalty."""
@@ -131,16 +137,31 @@ class DressObjective(Objective):
         """Whether R is shrunk by a schedule instead of penalised."""
         return self.config.schedule == "anneal"
 
+    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """The whole penalty, where the optimiser's own pass gives the same result as a separate one."""
+        prox = self.config.solver == "prox"
+        apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
+        frozen = any(not t.param.parameter.requires_grad for t in self.targets)
+        if self.annealed or apart or frozen:
+            return {}
+        self.in_optimiser = True
+        c = self.config
+        return {
+            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, float(t.offset))
+            for t in self.targets
+        }
+
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without the strength; differentiable."""
         terms = [group_penalty(t.value(), t.index, t.dim, self.config.norm) for t in self.targets]
         return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Lambda times the penalty, for the subgradient solver."""
+        """Lambda times the penalty, for the subgradient solver; without a graph where the optimiser has its gradient."""
         if self.annealed or self.config.solver == "prox":
             return None
-        penalty = self.penalty()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.in_optimiser):
+            penalty = self.penalty()
         return None if penalty is None else self.config.strength * penalty
 
     @torch.no_grad()
@@ -157,7 +178,7 @@ class DressObjective(Objective):
             gauge_(cast(PreTrainedModel, model), self.gauge_kept)
         if self.annealed:
             self._shrink(step)
-        elif self.config.solver == "prox":
+        elif self.config.solver == "prox" and not self.in_optimiser:
             self._prox(optimizer, learning_rate)
 
     def settled(self, step: int) -> bool:
