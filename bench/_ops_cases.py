@@ -506,7 +506,9 @@ def gather_cases(s: Setting, dtype: str) -> list[Case]:
         ceiling = Case(op, dtype, name, CEILING, probe, traffic)
         ours = on_backend(s.kernel, slice_gather, x, own_rows, own_columns, scale, out=out)
         result += [ceiling, Case(op, dtype, name, s.kernel, ours, traffic, ceiling)]
-    eager = partial(torch.index_select, x, 1, kept_columns, out=torch.empty(s.rows, cols, dtype=x.dtype, device=x.device))
+    eager = partial(
+        torch.index_select, x, 1, kept_columns, out=torch.empty(s.rows, cols, dtype=x.dtype, device=x.device)
+    )
     return [*result, Case(op, dtype, "3 of 4 columns", "eager", eager, result[2].traffic, result[2])]
 
 

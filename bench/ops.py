@@ -86,7 +86,9 @@ def dtype_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
             for c in wide
             if (c.op, c.variant) in narrow and "column" not in c.variant
         }
-        note = "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16" if number == "op 5" else ""
+        note = (
+            "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16" if number == "op 5" else ""
+        )
         result.append(worst(f"{number}, rate of bfloat16 over float32", 1.6, rates, note=note))
     return result
 

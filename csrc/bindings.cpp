@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -131,74 +133,6 @@ void bind_perturb(const Tensor& w0, const Tensor& delta, const Tensor& out, floa
   const py::gil_scoped_release released;
   perturb(reinterpret_cast<const void*>(w0.address), reinterpret_cast<const void*>(delta.address),
           reinterpret_cast<void*>(out.address), matrix.rows * matrix.cols, matrix.dtype, {sigma, seed, offset}, threads);
-}
-
-// `index` must outlive the result. Repeated positions are the caller's to exclude; they are safe on one thread only.
-Selection selection(const Tensor& w, int axis, const std::vector<std::int64_t>& index, int threads) {
-  const GroupMatrix matrix = group_matrix(w, axis, threads);
-  const std::int64_t groups = matrix.by_row ? matrix.rows : matrix.cols;
-  for (const std::int64_t k : index) {
-    if (k < 0 || k >= groups) {
-      throw std::invalid_argument("index " + std::to_string(k) + " is out of range, there are " +
-                                  std::to_string(groups) + " groups");
-    }
-  }
-  return {matrix.rows, matrix.cols, matrix.by_row, index.data(), static_cast<std::int64_t>(index.size()),
-          matrix.dtype, threads};
-}
-
-std::vector<std::int64_t> index_of(const Tensor& index) {
-  if (index.shape.size() != 1 || index.dtype != "int64" || (index.shape[0] > 1 && index.strides[0] != 1)) {
-    throw std::invalid_argument("index must be contiguous int64 of one dimension");
-  }
-  const auto* begin = reinterpret_cast<const std::int64_t*>(index.address);
-  return std::vector<std::int64_t>(begin, begin + index.shape[0]);
-}
-
-double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l1, const Tensor* grad, double strength,
-                          int threads) {
-  check_matrix(w, "w");
-  const std::vector<std::int64_t> positions = index_of(index);
-  const Selection selected = selection(w, axis, positions, threads);
-  if (grad != nullptr) {
-    check_same(w, "w", *grad, "grad");
-    const std::int64_t bytes = w.shape[0] * w.shape[1] * bytes_per_element(selected.dtype);
-    if (bytes > 0 && w.address == grad->address) throw std::invalid_argument("grad is w");
-    check_overlap(w, *grad, bytes);
-  }
-  void* const gradient = grad == nullptr ? nullptr : reinterpret_cast<void*>(grad->address);
-  const py::gil_scoped_release released;
-  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, strength, l1, selected);
-}
-
-void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, int threads) {
-  check_matrix(w, "w");
-  check_threshold(threshold);
-  const std::vector<std::int64_t> positions = index_of(index);
-  const Selection selected = selection(w, axis, positions, threads);
-  const py::gil_scoped_release released;
-  group_prox(reinterpret_cast<void*>(w.address), threshold, l1, selected);
-}
-
-void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, int threads) {
-  check_matrix(w, "w");
-  const std::vector<std::int64_t> positions = index_of(index);
-  const Selection selected = selection(w, axis, positions, threads);
-  const py::gil_scoped_release released;
-  shrink(reinterpret_cast<void*>(w.address), factor, selected);
-}
-
-std::vector<double> bind_group_importance(const Tensor& score, const Tensor& w, int axis, int threads) {
-  check_same(score, "score", w, "w");
-  const GroupMatrix matrix = group_matrix(w, axis, threads);
-  std::vector<std::int64_t> every(matrix.by_row ? matrix.rows : matrix.cols);
-  for (std::size_t i = 0; i < every.size(); ++i) every[i] = static_cast<std::int64_t>(i);
-  const Selection selected = selection(w, axis, every, threads);
-  std::vector<double> sums(every.size());
-  const py::gil_scoped_release released;
-  group_importance(reinterpret_cast<const void*>(score.address), reinterpret_cast<const void*>(w.address), sums.data(),
-                   selected);
-  return sums;
 }
 
 // The memory of a contiguous tensor with this dtype, `count` elements; null when there are none.
@@ -389,6 +323,69 @@ const std::int64_t* positions(const std::optional<Tensor>& index, const char* na
   return values;
 }
 
+float finite(float value, const char* name) {
+  if (!std::isfinite(value)) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", must be finite");
+  }
+  return value;
+}
+
+// The rows (axis 0) or columns that an index names. Repeated positions are the caller's to exclude.
+Selection selection(const Tensor& w, const Tensor& index, int axis, float offset, int threads) {
+  check_matrix(w, "w");
+  const GroupMatrix matrix = group_matrix(w, axis, threads);
+  Selection selected{matrix.rows, matrix.cols, matrix.by_row, nullptr, 0, finite(offset, "offset"), matrix.dtype,
+                     threads};
+  selected.index = positions(index, "index", matrix.by_row ? matrix.rows : matrix.cols, &selected.count);
+  return selected;
+}
+
+double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l1, const std::optional<Tensor>& grad,
+                          double strength, float offset, int threads) {
+  const Selection selected = selection(w, index, axis, offset, threads);
+  void* gradient = nullptr;
+  if (grad) {
+    check_same(w, "w", *grad, "grad");
+    const std::int64_t bytes = w.shape[0] * w.shape[1] * bytes_per_element(selected.dtype);
+    if (bytes > 0 && w.address == grad->address) throw std::invalid_argument("grad is w");
+    check_overlap(w, *grad, static_cast<std::uintptr_t>(bytes));
+    gradient = reinterpret_cast<void*>(grad->address);
+  }
+  const py::gil_scoped_release released;
+  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, strength, l1, selected);
+}
+
+void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, float offset,
+                     int threads) {
+  const Selection selected = selection(w, index, axis, offset, threads);
+  check_threshold(threshold);
+  const py::gil_scoped_release released;
+  group_prox(reinterpret_cast<void*>(w.address), threshold, l1, selected);
+}
+
+void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, float offset, int threads) {
+  const Selection selected = selection(w, index, axis, offset, threads);
+  finite(factor, "factor");
+  const py::gil_scoped_release released;
+  shrink(reinterpret_cast<void*>(w.address), factor, selected);
+}
+
+void bind_group_importance(const Tensor& score, const Tensor& w, int axis, bool is_signed, float offset,
+                           const Tensor& out, int threads) {
+  check_same(score, "score", w, "w");
+  const GroupMatrix matrix = group_matrix(w, axis, threads);
+  const std::int64_t count = matrix.by_row ? matrix.rows : matrix.cols;
+  double* const sums = static_cast<double*>(memory(out, "out", "float64", count));
+  std::vector<std::int64_t> every(static_cast<std::size_t>(count));
+  std::iota(every.begin(), every.end(), std::int64_t{0});
+  const Selection all{matrix.rows, matrix.cols, matrix.by_row, every.data(), count,
+                      finite(offset, "offset"), matrix.dtype, threads};
+  const py::gil_scoped_release released;
+  const std::vector<double> values = group_importance(reinterpret_cast<const void*>(score.address),
+                                                      reinterpret_cast<const void*>(w.address), is_signed, all);
+  std::copy(values.begin(), values.end(), sums);
+}
+
 // Elements are bits: uint8, int16, int32 or int64, whatever the tensor's own dtype is; or, with a scale, floats.
 void bind_slice_gather(const Tensor& w, const Tensor& out, const std::optional<Tensor>& rows,
                        const std::optional<Tensor>& columns, std::optional<float> scale, float offset, int threads) {
@@ -456,13 +453,13 @@ PYBIND11_MODULE(_C, module) {
   module.def("perturb", &bind_perturb, py::arg("w0"), py::arg("delta"), py::arg("out"), py::arg("sigma"),
              py::arg("seed"), py::arg("offset"), py::arg("threads"));
   module.def("group_penalty", &bind_group_penalty, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
-             py::arg("grad").none(true), py::arg("strength"), py::arg("threads"));
+             py::arg("grad"), py::arg("strength"), py::arg("offset"), py::arg("threads"));
   module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
-             py::arg("threshold"), py::arg("threads"));
+             py::arg("threshold"), py::arg("offset"), py::arg("threads"));
   module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
-             py::arg("threads"));
+             py::arg("offset"), py::arg("threads"));
   module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),
-             py::arg("threads"));
+             py::arg("is_signed"), py::arg("offset"), py::arg("out"), py::arg("threads"));
   py::class_<BoundAdamTensor>(module, "AdamTensor", "One weight of regularised_adamw with everything that it needs.")
       .def(py::init(&bind_adam_tensor), py::arg("weight"), py::arg("gradient"), py::arg("state"), py::arg("scalars"),
            py::arg("step"), py::arg("stream"), py::arg("penalty"), py::arg("index"), py::arg("by_row"),

@@ -83,9 +83,9 @@ class Objective:
     """What a training run minimises; the base class is plain language-model fine-tuning.
 
     A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
-    ``parameter_groups``; ``optimiser_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``, ``micro_loss`` for
-    every micro batch, ``step_penalty`` once, and ``after_optimizer_step``; at a regular end ``finish``; and
-    always ``teardown``.
+    ``parameter_groups``; ``optimiser_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``,
+    ``micro_loss`` for every micro batch, ``apply_step_penalty`` once, and ``after_optimizer_step``; at a regular end
+    ``finish``; and always ``teardown``.
     """
 
     name = "finetune"
@@ -111,8 +111,8 @@ class Objective:
     def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
         """Weight penalties that the optimiser handles in its own pass; asked for with ``fused_adamw`` only.
 
-        What is handed over must no longer be differentiated by ``step_penalty`` nor be applied by
-        ``after_optimizer_step``. The loop clips gradients before such a penalty joins them.
+        What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too. The loop
+        clips gradients before such a penalty joins them.
         """
         return {}
 
@@ -132,11 +132,16 @@ class Objective:
         return LossTerms(causal_loss(model, batch))
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Penalty on the weights (times its strength), once per optimiser step; or None.
-
-        Differentiable, or without a graph: then it is only reported, and the optimiser has its gradient.
-        """
+        """Penalty on the weights (times its strength), differentiable; or None."""
         return None
+
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimiser step, and return its value."""
+        penalty = self.step_penalty(model)
+        if penalty is None:
+            return None
+        penalty.backward()  # type: ignore[no-untyped-call]
+        return penalty.detach()
 
     def validation_penalty(self, model: nn.Module) -> float:
         """Weight penalty added to the validation loss; overridden where a solver hides it from the loss."""
@@ -418,12 +423,10 @@ class _Run:
                 parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight
             self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
             loss.backward()
-        penalty = self.objective.step_penalty(self.model)
+        penalty = self.objective.apply_step_penalty(self.model)
         if penalty is not None:
-            penalty_sum += float(penalty.detach())
+            penalty_sum += float(penalty)
             self._check_finite(penalty_sum, "penalty", step)
-            if penalty.requires_grad:
-                penalty.backward()
         return lm_sum, penalty_sum, parts
 
     def _finite_gradient_norm(self, step: int) -> float:

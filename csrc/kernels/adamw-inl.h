@@ -1,6 +1,7 @@
-// Bodies of AdamW, compiled once per instruction set. A block of 128 elements is read into float32 buffers (which stay
-// in the first-level cache), stepped, and written. Nothing depends on how blocks are shared between threads.
-#include "kernels/storage-inl.h"
+// Bodies of AdamW, compiled once per instruction set. Elements go in blocks of 128, which share a scale of the 8-bit
+// moments and a block of random bits: registers from memory to memory, 8-bit moments by way of buffers in the first-level
+// cache. Nothing depends on how blocks are shared between threads.
+#include "kernels/philox-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -18,58 +19,18 @@ struct Counter {
   std::uint64_t seed;
 };
 
-// Philox4x32-10. words[w][lane] belongs to the counter (first + lane, purpose, step, stream).
-template <int kCount>
-inline void philox(std::uint32_t first, const Counter& counter, std::uint32_t words[4][kCount]) {
-  for (int lane = 0; lane < kCount; ++lane) {
-    std::uint32_t c0 = first + static_cast<std::uint32_t>(lane), c1 = counter.purpose, c2 = counter.step,
-                  c3 = counter.stream;
-    std::uint32_t k0 = static_cast<std::uint32_t>(counter.seed), k1 = static_cast<std::uint32_t>(counter.seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * c0, product1 = std::uint64_t{0xCD9E8D57u} * c2;
-      c0 = static_cast<std::uint32_t>(product1 >> 32) ^ c1 ^ k0;
-      c1 = static_cast<std::uint32_t>(product1);
-      c2 = static_cast<std::uint32_t>(product0 >> 32) ^ c3 ^ k1;
-      c3 = static_cast<std::uint32_t>(product0);
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    words[0][lane] = c0;
-    words[1][lane] = c1;
-    words[2][lane] = c2;
-    words[3][lane] = c3;
-  }
-}
-
 // 16 random bits for each element of a block.
 inline void random_block(std::int64_t block, const Counter& counter, std::uint32_t* bits) {
-  std::uint32_t words[4][kAdamLanes];
-  philox<kAdamLanes>(static_cast<std::uint32_t>(block * kAdamLanes), counter, words);
-  for (int word = 0; word < 4; ++word) {
-    for (int lane = 0; lane < kAdamLanes; ++lane) {
-      bits[word * kAdamLanes + lane] = words[word][lane] & 0xffffu;
-      bits[(word + 4) * kAdamLanes + lane] = words[word][lane] >> 16;
+  const std::uint32_t upper_words[3] = {counter.purpose, counter.step, counter.stream};
+  for (int lane = 0; lane < kAdamLanes; lane += kWidth) {
+    Words words[4];
+    philox(static_cast<std::uint32_t>(block * kAdamLanes + lane), upper_words, counter.seed, words);
+    for (int word = 0; word < 4; ++word) {
+      const Words low = words[word] & 0xffffu, high = words[word] >> 16;
+      std::memcpy(bits + word * kAdamLanes + lane, &low, sizeof low);
+      std::memcpy(bits + (word + 4) * kAdamLanes + lane, &high, sizeof high);
     }
   }
-}
-
-// The same bits for one element.
-inline std::uint32_t random_element(std::int64_t i, const Counter& counter) {
-  std::uint32_t words[4][1];
-  const std::int64_t block = i / kAdamBlock, part = i % kAdamBlock / kAdamLanes, lane = i % kAdamLanes;
-  philox<1>(static_cast<std::uint32_t>(block * kAdamLanes + lane), counter, words);
-  return words[part % 4][0] >> (part / 4 * 16) & 0xffffu;
-}
-
-inline void store_stochastically(BFloat16* out, float value, std::uint32_t random) {
-  const std::uint32_t bits = bits_of(value);
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  out->bits = static_cast<std::uint16_t>((is_nan ? bits | 0x400000u : bits + random) >> 16);
-}
-// Other storage types round to nearest; the call is never reached for them.
-template <class T>
-inline void store_stochastically(T* out, float value, std::uint32_t) {
-  store(out, value);
 }
 
 // 8-bit codes: 4 exponent bits and kMantissa mantissa bits relative to the block's largest value, which has the top
@@ -123,132 +84,175 @@ using SecondCode = Code<4, false>;
 
 inline float root(float value) { return __builtin_sqrtf(value); }
 
-// What a block's elements have as coefficient: that of their group.
-inline void spread(const AdamTensor& t, const float* coefficients, std::int64_t start, int count, float* out) {
+// The coefficients of a block's elements: their groups'. Points into the groups' own where it can, else to `buffer`.
+inline const float* spread(const AdamTensor& t, const float* coefficients, std::int64_t start, int count,
+                           float* buffer) {
   std::int64_t row = start / t.cols, col = start % t.cols;
-  for (int done = 0; done < count; ++row, col = 0) {
-    const std::int64_t left = count - done, here = t.cols - col;
-    const int run = static_cast<int>(left < here ? left : here);
-    if (t.by_row) {
-      for (int i = 0; i < run; ++i) out[done + i] = coefficients[row];
-    } else {
-      for (int i = 0; i < run; ++i) out[done + i] = coefficients[col + i];
-    }
-    done += run;
+  if (count == kAdamBlock && col + kAdamBlock <= t.cols) {
+    if (!t.by_row) return coefficients + col;
+    for (int i = 0; i < kAdamBlock; i += kWidth) store_lanes(buffer + i, spread(coefficients[row]));
+    return buffer;
   }
+  for (int i = 0; i < kAdamBlock; ++i) {
+    buffer[i] = i < count ? coefficients[t.by_row ? row : col] : 0.0f;
+    if (++col == t.cols) {
+      col = 0;
+      ++row;
+    }
+    if (i + 1 >= count) row = col = 0;
+  }
+  return buffer;
 }
 
-inline void add_penalty(const AdamTensor& t, const float* w, const float* coefficient, float* g, int count) {
-  if (t.penalty == AdamPenalty::kL1Gradient) {
-    for (int i = 0; i < count; ++i) {
-      const float value = w[i] + t.offset;
-      const float sign = value > 0 ? 1.0f : (value < 0 ? -1.0f : 0.0f);
-      g[i] += sign * coefficient[i];
-    }
-  } else if (t.penalty == AdamPenalty::kL2Gradient) {
-    for (int i = 0; i < count; ++i) {
-      const float term = (w[i] + t.offset) * coefficient[i];
-      g[i] += coefficient[i] == 0 ? 0.0f : term;
-    }
+// The numbers of a step, one register each.
+struct AdamNumbers {
+  Floats offset, decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale;
+
+  explicit AdamNumbers(const AdamTensor& t)
+      : offset(spread(t.offset)),
+        decay(spread(t.decay)),
+        rate1(spread(t.rate1)),
+        beta2(spread(t.beta2)),
+        rate2(spread(t.rate2)),
+        step_size(spread(t.step_size)),
+        root_correction(spread(t.root_correction)),
+        eps(spread(t.eps)),
+        gradient_scale(spread(t.gradient_scale)) {}
+};
+
+struct AdamLanes {
+  Floats w, m, v;
+};
+
+template <AdamPenalty kPenalty>
+inline Floats penalised(Floats g, Floats w, Floats coefficient, const AdamNumbers& n) {
+  if constexpr (kPenalty == AdamPenalty::kL1Gradient) {
+    const Floats value = w + n.offset;
+    return g + (value > 0.0f ? coefficient : (value < 0.0f ? -coefficient : Floats{}));
   }
+  if constexpr (kPenalty == AdamPenalty::kL2Gradient) {
+    return g + (coefficient == 0.0f ? Floats{} : (w + n.offset) * coefficient);
+  }
+  return g;
 }
 
-inline void soft_threshold(const AdamTensor& t, float* w, const float* scale, const float* coefficient, int count) {
-  const bool adam = t.penalty == AdamPenalty::kL1AdamProx;
-  if (!adam && t.penalty != AdamPenalty::kL1Prox) return;
-  for (int i = 0; i < count; ++i) {
-    const float limit = adam ? coefficient[i] / scale[i] : coefficient[i];
-    const float value = w[i] + t.offset;
-    const float above = value > limit ? limit : value;
-    const float clamped = above < -limit ? -limit : above;
-    w[i] = limit > 0 ? value - clamped - t.offset : w[i];
-  }
+template <AdamPenalty kPenalty>
+inline Floats thresholded(Floats w, Floats scale, Floats coefficient, const AdamNumbers& n) {
+  constexpr bool kAdam = kPenalty == AdamPenalty::kL1AdamProx;
+  if constexpr (!kAdam && kPenalty != AdamPenalty::kL1Prox) return w;
+  const Floats limit = kAdam ? coefficient / scale : coefficient;
+  const Floats value = w + n.offset;
+  const Floats above = value > limit ? limit : value;
+  const Floats clamped = above < -limit ? -limit : above;
+  return limit > 0.0f ? value - clamped - n.offset : w;
 }
 
-// float32 moments, no penalty, rounding to nearest: one loop from memory to memory.
+template <AdamPenalty kPenalty>
+inline AdamLanes stepped(AdamLanes x, Floats gradient, Floats coefficient, const AdamNumbers& n) {
+  const Floats g = penalised<kPenalty>(gradient * n.gradient_scale, x.w, coefficient, n);
+  const Floats m = x.m + (g - x.m) * n.rate1;
+  const Floats v = x.v * n.beta2 + g * g * n.rate2;
+  const Floats scale = square_root(v) * n.root_correction + n.eps;
+  const Floats w = x.w * n.decay - n.step_size * (m / scale);
+  return {thresholded<kPenalty>(w, scale, coefficient, n), m, v};
+}
+
 template <class T>
-void plain(const AdamTensor& t, std::int64_t begin, std::int64_t end) {
-  T* __restrict weight = static_cast<T*>(t.weight);
-  const T* __restrict gradient = static_cast<const T*>(t.gradient);
-  float* __restrict first = static_cast<float*>(t.first);
-  float* __restrict second = static_cast<float*>(t.second);
-  for (std::int64_t i = begin; i < end; ++i) {
-    const float g = load(gradient[i]) * t.gradient_scale;
-    const float m = first[i] + (g - first[i]) * t.rate1;
-    const float v = second[i] * t.beta2 + g * g * t.rate2;
-    const float scale = root(v) * t.root_correction + t.eps;
-    first[i] = m;
-    second[i] = v;
-    store(weight + i, load(weight[i]) * t.decay - t.step_size * (m / scale));
-  }
+inline void store_weight(T* out, Floats w, const std::uint32_t*, std::int64_t count) {
+  store_up_to(out, w, count);
 }
 
-template <class T, bool kQuantised>
-void update_block(const AdamTensor& t, const float* coefficients, const AdamOptions& options, std::int64_t start,
-                  int count) {
-  float w[kAdamBlock], g[kAdamBlock], m[kAdamBlock], v[kAdamBlock], scale[kAdamBlock], coefficient[kAdamBlock];
-  std::uint32_t random[kAdamBlock];
-  T* weight = static_cast<T*>(t.weight) + start;
-  const T* gradient = static_cast<const T*>(t.gradient) + start;
-  const std::int64_t block = start / kAdamBlock;
-  for (int i = 0; i < count; ++i) w[i] = load(weight[i]);
-  for (int i = 0; i < count; ++i) g[i] = load(gradient[i]) * t.gradient_scale;
-  if (coefficients != nullptr) {
-    spread(t, coefficients, start, count, coefficient);
-    add_penalty(t, w, coefficient, g, count);
-  }
-  if (kQuantised) {
-    FirstCode::decode(static_cast<std::uint8_t*>(t.first) + start, t.first_scale[block], m, count);
-    SecondCode::decode(static_cast<std::uint8_t*>(t.second) + start, t.second_scale[block], v, count);
-    for (int i = 0; i < count; ++i) v[i] *= v[i];
-  } else {
-    for (int i = 0; i < count; ++i) m[i] = static_cast<float*>(t.first)[start + i];
-    for (int i = 0; i < count; ++i) v[i] = static_cast<float*>(t.second)[start + i];
-  }
-  for (int i = 0; i < count; ++i) {
-    m[i] += (g[i] - m[i]) * t.rate1;
-    v[i] = v[i] * t.beta2 + g[i] * g[i] * t.rate2;
-    scale[i] = root(v[i]) * t.root_correction + t.eps;
-    w[i] = w[i] * t.decay - t.step_size * (m[i] / scale[i]);
-  }
-  if (coefficients != nullptr) soft_threshold(t, w, scale, coefficient, count);
-  if (kQuantised) {
-    for (int i = 0; i < count; ++i) v[i] = root(v[i]);
-    random_block(block, {kForFirst, t.step, t.stream, options.seed}, random);
-    t.first_scale[block] = FirstCode::encode(m, random, static_cast<std::uint8_t*>(t.first) + start, count);
-    random_block(block, {kForSecond, t.step, t.stream, options.seed}, random);
-    t.second_scale[block] = SecondCode::encode(v, random, static_cast<std::uint8_t*>(t.second) + start, count);
-  } else {
-    for (int i = 0; i < count; ++i) static_cast<float*>(t.first)[start + i] = m[i];
-    for (int i = 0; i < count; ++i) static_cast<float*>(t.second)[start + i] = v[i];
-  }
-  if (options.stochastic) {
-    random_block(block, {kForWeight, t.step, t.stream, options.seed}, random);
-    for (int i = 0; i < count; ++i) store_stochastically(weight + i, w[i], random[i]);
-  } else {
-    for (int i = 0; i < count; ++i) store(weight + i, w[i]);
-  }
+// Rounds up with the probability that makes the mean right; null: to nearest.
+inline void store_weight(BFloat16* out, Floats w, const std::uint32_t* random, std::int64_t count) {
+  if (random == nullptr) return store_up_to(out, w, count);
+  Words bits;
+  std::memcpy(&bits, random, sizeof bits);
+  const Words rounded = w == w ? (Words)w + bits : ((Words)w | 0x400000u);
+  // The bits that rounding would look at again are cleared.
+  store_up_to(out, (Floats)(rounded & 0xffff0000u), count);
 }
 
-template <class T, bool kQuantised>
-void update_blocks(const AdamTensor& t, const float* coefficients, const AdamOptions& options, std::int64_t begin,
-                   std::int64_t end) {
-  for (std::int64_t start = begin; start < end; start += kAdamBlock) {
-    if (end - start >= kAdamBlock) {
-      update_block<T, kQuantised>(t, coefficients, options, start, kAdamBlock);
-    } else {
-      update_block<T, kQuantised>(t, coefficients, options, start, static_cast<int>(end - start));
+// What the blocks of a tensor have in common.
+template <class T>
+struct AdamBlocks {
+  const AdamTensor& t;
+  const AdamOptions& options;
+  const AdamNumbers numbers;
+  const float* coefficients;
+
+  void randomise(std::int64_t block, Purpose purpose, std::uint32_t* bits) const {
+    random_block(block, {purpose, t.step, t.stream, options.seed}, bits);
+  }
+
+  template <AdamPenalty kPenalty>
+  void step(std::int64_t start, int count, float* first, float* second) const {
+    float buffer[kAdamBlock];
+    std::uint32_t random[kAdamBlock];
+    const float* coefficient = kPenalty == AdamPenalty::kNone ? nullptr : spread(t, coefficients, start, count, buffer);
+    if (options.stochastic) randomise(start / kAdamBlock, kForWeight, random);
+    T* weight = static_cast<T*>(t.weight) + start;
+    const T* gradient = static_cast<const T*>(t.gradient) + start;
+    for (int i = 0; i < count; i += kWidth) {
+      const int left = count - i;
+      const AdamLanes before{load_up_to(weight + i, left), load_up_to(first + i, left), load_up_to(second + i, left)};
+      const Floats own = kPenalty == AdamPenalty::kNone ? Floats{} : load_lanes(coefficient + i);
+      const AdamLanes after = stepped<kPenalty>(before, load_up_to(gradient + i, left), own, numbers);
+      store_up_to(first + i, after.m, left);
+      store_up_to(second + i, after.v, left);
+      store_weight(weight + i, after.w, options.stochastic ? random + i : nullptr, left);
     }
   }
-}
 
-// Elements [begin, end) of a tensor; begin is a multiple of the block.
+  template <AdamPenalty kPenalty>
+  void step_coded(std::int64_t start, int count) const {
+    float first[kAdamBlock], second[kAdamBlock];
+    std::uint32_t random[kAdamBlock];
+    const std::int64_t block = start / kAdamBlock;
+    std::uint8_t* first_codes = static_cast<std::uint8_t*>(t.first) + start;
+    std::uint8_t* second_codes = static_cast<std::uint8_t*>(t.second) + start;
+    FirstCode::decode(first_codes, t.first_scale[block], first, count);
+    SecondCode::decode(second_codes, t.second_scale[block], second, count);
+    for (int i = 0; i < count; ++i) second[i] *= second[i];
+    step<kPenalty>(start, count, first, second);
+    for (int i = 0; i < count; ++i) second[i] = root(second[i]);
+    randomise(block, kForFirst, random);
+    t.first_scale[block] = FirstCode::encode(first, random, first_codes, count);
+    randomise(block, kForSecond, random);
+    t.second_scale[block] = SecondCode::encode(second, random, second_codes, count);
+  }
+
+  template <AdamPenalty kPenalty>
+  void update_block(std::int64_t start, int count) const {
+    if (options.quantised) return step_coded<kPenalty>(start, count);
+    step<kPenalty>(start, count, static_cast<float*>(t.first) + start, static_cast<float*>(t.second) + start);
+  }
+
+  template <AdamPenalty kPenalty>
+  void update(std::int64_t begin, std::int64_t end) const {
+    std::int64_t start = begin;
+    // The constant lets the compiler unroll whole blocks.
+    for (; start + kAdamBlock <= end; start += kAdamBlock) update_block<kPenalty>(start, kAdamBlock);
+    if (start < end) update_block<kPenalty>(start, static_cast<int>(end - start));
+  }
+};
+
+// Elements [begin, end) of a tensor; begin is a multiple of the block. coefficients: one a group; null: no penalty.
 template <class T>
 void adam_update(const AdamTensor& t, const float* coefficients, const AdamOptions& options, std::int64_t begin,
                  std::int64_t end) {
-  if (options.quantised) return update_blocks<T, true>(t, coefficients, options, begin, end);
-  if (coefficients == nullptr && !options.stochastic) return plain<T>(t, begin, end);
-  update_blocks<T, false>(t, coefficients, options, begin, end);
+  const AdamBlocks<T> blocks{t, options, AdamNumbers(t), coefficients};
+  switch (coefficients == nullptr ? AdamPenalty::kNone : t.penalty) {
+    case AdamPenalty::kL1Gradient:
+      return blocks.template update<AdamPenalty::kL1Gradient>(begin, end);
+    case AdamPenalty::kL2Gradient:
+      return blocks.template update<AdamPenalty::kL2Gradient>(begin, end);
+    case AdamPenalty::kL1AdamProx:
+      return blocks.template update<AdamPenalty::kL1AdamProx>(begin, end);
+    case AdamPenalty::kL1Prox:
+      return blocks.template update<AdamPenalty::kL1Prox>(begin, end);
+    default:
+      return blocks.template update<AdamPenalty::kNone>(begin, end);
+  }
 }
 
 // Squared norms of the selected groups of some pieces. The lanes are those of a fixed summation order.
@@ -289,35 +293,38 @@ void adam_squares(const AdamTensor& t, const GroupPiece* pieces, std::int64_t co
   }
 }
 
+// One group's, or neighbouring groups', share of a row: `count` elements from `start` on, times their scales.
 template <class T>
-inline void shrink(T* out, float scale, float offset, bool stochastic, std::int64_t i, const Counter& counter) {
-  const float product = (load(*out) + offset) * scale;
-  const float value = (scale == 0.0f ? 0.0f : product) - offset;
-  if (stochastic) return store_stochastically(out, value, random_element(i, counter));
-  store(out, value);
+void scale_run(const AdamTensor& t, const AdamOptions& options, std::int64_t start, std::int64_t count,
+               const float* scales) {
+  const Counter counter{kForProx, t.step, t.stream, options.seed};
+  T* weight = static_cast<T*>(t.weight);
+  std::uint32_t random[kAdamBlock];
+  for (std::int64_t done = 0; done < count;) {
+    const std::int64_t at = start + done, within = at % kAdamBlock;
+    const std::int64_t left = count - done, here = left < kAdamBlock - within ? left : kAdamBlock - within;
+    if (options.stochastic) random_block(at / kAdamBlock, counter, random);
+    for (std::int64_t i = 0; i < here; i += kWidth) {
+      const Floats scale = t.by_row ? spread(scales[0]) : load_up_to(scales + done + i, here - i);
+      const Floats product = (load_up_to(weight + at + i, here - i) + t.offset) * scale;
+      const Floats value = (scale == 0.0f ? Floats{} : product) - t.offset;
+      std::uint32_t bits[kWidth] = {};
+      for (std::int64_t k = 0; k < kWidth && options.stochastic && i + k < here; ++k) bits[k] = random[within + i + k];
+      store_weight(weight + at + i, value, options.stochastic ? bits : nullptr, here - i);
+    }
+    done += here;
+  }
 }
 
 // The l2 proximal map: every selected group times its scale; scale 0 writes zeros.
 template <class T>
 void adam_scale(const AdamTensor& t, const AdamOptions& options, const GroupPiece* pieces, std::int64_t count,
                 const float* scales) {
-  T* weight = static_cast<T*>(t.weight);
-  const Counter counter{kForProx, t.step, t.stream, options.seed};
   const std::int64_t rows = t.by_row ? 1 : t.rows;
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t p = 0; p < count; ++p) {
       const std::int64_t start = t.by_row ? pieces[p].first * t.cols : row * t.cols + pieces[p].first;
-      const std::int64_t length = t.by_row ? t.cols : pieces[p].length;
-      const float* scale = scales + pieces[p].position;
-      if (options.stochastic) {
-        for (std::int64_t i = 0; i < length; ++i) {
-          shrink(weight + start + i, scale[t.by_row ? 0 : i], t.offset, true, start + i, counter);
-        }
-      } else if (t.by_row) {
-        for (std::int64_t i = 0; i < length; ++i) shrink(weight + start + i, scale[0], t.offset, false, 0, counter);
-      } else {
-        for (std::int64_t i = 0; i < length; ++i) shrink(weight + start + i, scale[i], t.offset, false, 0, counter);
-      }
+      scale_run<T>(t, options, start, t.by_row ? t.cols : pieces[p].length, scales + pieces[p].position);
     }
   }
 }

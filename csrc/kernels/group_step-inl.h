@@ -55,12 +55,6 @@ struct Stepped {
   }
 };
 
-// The comparison is written so that a NaN norm gives a NaN scale, and so spreads over its group.
-inline float shrink_scale(double squared_norm, double threshold) {
-  const double norm = __builtin_sqrt(squared_norm);
-  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
-}
-
 // Whether float32 could hold the squares that a sum was made of: none was infinite, and none that matters vanished.
 inline bool is_exact_enough(double sum) { return sum > 1e-20 && sum < __builtin_inf(); }
 
@@ -107,18 +101,17 @@ struct RowSum {
 
   // The lanes and the row's last elements, [i, count), added up in a fixed order.
   double total(Source source, std::int64_t i, std::int64_t count) const {
-    constexpr bool kEvenOdd = std::is_same<typename Source::Storage, BFloat16>::value;
-    double parts[kLanes], lanes[kLanes];
-    std::memcpy(parts, sums, sizeof parts);
-    for (int k = 0; k < kLanes; ++k) {
-      const int pair = k / kPair * kPair, within = k % kPair;
-      lanes[kEvenOdd ? pair + within % kWidth * 2 + within / kWidth : k] = parts[k];
-    }
+    using T = typename Source::Storage;
+    double unordered[kLanes], lanes[kLanes];
+    std::memcpy(unordered, sums, sizeof unordered);
+    in_order<T>(unordered, lanes, kLanes);
     for (; i < count; i += kPair) {
+      const Pair last = source.at(i, count - i);
       float rest[kPair];
-      store_in_order<typename Source::Storage>(rest, source.at(i, count - i));
+      std::memcpy(rest, &last, sizeof rest);
       for (int k = 0; k < kPair && i + k < count; ++k) {
-        lanes[(i + k) % kLanes] += static_cast<double>(rest[k]) * static_cast<double>(rest[k]);
+        const double value = rest[lane_of<T>(k)];
+        lanes[(i + k) % kLanes] += value * value;
       }
     }
     for (int width = kLanes / 2; width > 0; width /= 2) {

@@ -1,7 +1,6 @@
 #include "kernels/group_step.h"
 
 #include <cstdint>
-#include <type_traits>
 
 #include "dispatch.h"
 #include "kernels/parallel.h"

@@ -1,6 +1,8 @@
 #include "kernels/index_set.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "dispatch.h"
@@ -11,25 +13,30 @@
 namespace pyprune {
 namespace {
 
-// Consecutive columns at consecutive positions of the index.
-struct Run {
-  std::int64_t column;
-  std::int64_t position;
-  std::int64_t length;
+// Columns are worked on in blocks of this many, which is two registers on the widest instruction set.
+constexpr std::int64_t kColumnBlock = 32;
+
+// Neighbouring columns; begins at a block. whole: all of them are selected.
+struct Panel {
+  std::int64_t begin;
+  std::int64_t end;
+  bool whole;
 };
 
-// The positions [begin, end) of a selection, all of one thread.
+// One thread's share: the positions [begin, end) of an index of rows, at least one; or panels of columns.
 struct Piece {
   std::int64_t rows;
   std::int64_t cols;
   bool by_row;
+  float offset;
   const std::int64_t* index;
   std::int64_t begin;
   std::int64_t end;
-  const Run* runs;  // of these columns; null for rows
-  std::int64_t run_count;
-  double* sums;   // one a position
-  float* scales;  // one a position
+  const Panel* panels;
+  std::int64_t panel_count;
+  double* sums;             // one a position, or one a column
+  float* scales;            // one a column
+  std::uint32_t* selected;  // one a column: every bit set, or none
 };
 
 template <class T>
@@ -37,7 +44,7 @@ struct IndexSetKernels {
   void (*penalty)(const T* w, T* grad, double strength, bool l1, const Piece& piece);
   void (*prox)(T* w, double threshold, bool l1, const Piece& piece);
   void (*shrink)(T* w, float factor, const Piece& piece);
-  void (*importance)(const T* score, const T* w, const Piece& piece);
+  void (*importance)(const T* score, const T* w, bool is_signed, const Piece& piece);
 };
 
 }  // namespace
@@ -61,48 +68,100 @@ IndexSetKernels<T> active_kernels() {
   return table.active();
 }
 
-// Positions are handed out in blocks of this many columns, so that threads share few cache lines.
+// Threads get whole blocks of columns, and whole cache lines of most matrices.
 constexpr std::int64_t kColumnGrain = 64;
+static_assert(kColumnGrain % kColumnBlock == 0, "no block is shared between threads");
 
-std::vector<Run> runs_of(const Selection& selection, std::int64_t begin, std::int64_t end) {
-  std::vector<Run> runs;
-  for (std::int64_t position = begin; position < end; ++position) {
-    const std::int64_t column = selection.index[position];
-    if (!runs.empty() && runs.back().column + runs.back().length == column) {
-      ++runs.back().length;
+// The state of every column, with room for a last block that the matrix does not fill.
+struct Columns {
+  std::vector<double> sums;
+  std::vector<float> scales;
+  std::vector<std::uint32_t> selected;
+
+  explicit Columns(const Selection& selection)
+      : sums(selection.cols + kColumnBlock), scales(sums.size()), selected(sums.size()) {
+    for (std::int64_t k = 0; k < selection.count; ++k) selected[selection.index[k]] = ~std::uint32_t{0};
+  }
+};
+
+// The blocks of [begin, end) that hold a selected column, neighbours of one kind as one panel.
+std::vector<Panel> panels_of(const std::vector<std::uint32_t>& selected, std::int64_t begin, std::int64_t end) {
+  std::vector<Panel> panels;
+  for (std::int64_t col = begin; col < end; col += kColumnBlock) {
+    const std::int64_t next = std::min(end, col + kColumnBlock);
+    const std::int64_t count = std::count(selected.begin() + col, selected.begin() + next, ~std::uint32_t{0});
+    const bool whole = count == next - col;
+    if (count == 0) continue;
+    if (!panels.empty() && panels.back().end == col && panels.back().whole == whole) {
+      panels.back().end = next;
     } else {
-      runs.push_back({column, position, 1});
+      panels.push_back({col, next, whole});
     }
   }
-  return runs;
+  return panels;
 }
 
-// Calls call(piece) on every thread's share.
 template <class Call>
-void over_selection(Selection selection, double* sums, float* scales, const Call& call) {
+void over_rows(const Selection& selection, Piece piece, std::vector<double>* sums, const Call& call) {
+  piece.index = selection.index;
+  piece.sums = sums->data();
+  parallel_for(selection.count, 1, selection.threads, [&](std::int64_t begin, std::int64_t end) {
+    Piece own = piece;
+    own.begin = begin;
+    own.end = end;
+    if (begin < end) call(own);
+  });
+}
+
+template <class Call>
+void over_columns(const Selection& selection, Piece piece, std::vector<double>* sums, const Call& call) {
+  Columns columns(selection);
+  piece.sums = columns.sums.data();
+  piece.scales = columns.scales.data();
+  piece.selected = columns.selected.data();
+  parallel_for(selection.cols, kColumnGrain, selection.threads, [&](std::int64_t begin, std::int64_t end) {
+    const std::vector<Panel> panels = panels_of(columns.selected, begin, end);
+    Piece own = piece;
+    own.panels = panels.data();
+    own.panel_count = static_cast<std::int64_t>(panels.size());
+    call(own);
+  });
+  for (std::int64_t k = 0; k < selection.count; ++k) (*sums)[k] = columns.sums[selection.index[k]];
+}
+
+// Calls call(piece) on every thread's share. Returns the sum of each group, in the order of the index.
+template <class Call>
+std::vector<double> over_selection(Selection selection, const Call& call) {
   // Rows of one element are the columns of a single row, which fill whole registers.
   if (selection.by_row && selection.cols == 1) {
     selection.cols = selection.rows;
     selection.rows = 1;
     selection.by_row = false;
   }
-  const std::int64_t grain = selection.by_row ? 1 : kColumnGrain;
-  parallel_for(selection.count, grain, selection.threads, [&](std::int64_t begin, std::int64_t end) {
-    const std::vector<Run> runs = selection.by_row ? std::vector<Run>() : runs_of(selection, begin, end);
-    call(Piece{selection.rows, selection.cols, selection.by_row, selection.index, begin, end, runs.data(),
-               static_cast<std::int64_t>(runs.size()), sums, scales});
-  });
+  Piece piece{};
+  piece.rows = selection.rows;
+  piece.cols = selection.cols;
+  piece.by_row = selection.by_row;
+  piece.offset = selection.offset;
+  std::vector<double> sums(selection.count);
+  if (selection.by_row) {
+    over_rows(selection, piece, &sums, call);
+  } else {
+    over_columns(selection, piece, &sums, call);
+  }
+  return sums;
 }
 
 }  // namespace
 
 double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
-  std::vector<double> sums(selection.count);
-  std::vector<float> scales(selection.count);
+  // Any NaN stands for every NaN; the one that bfloat16 can hold survives its rounding.
+  if (std::isnan(strength)) strength = std::numeric_limits<double>::quiet_NaN();
+  std::vector<double> sums;
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().penalty;
-    over_selection(selection, sums.data(), scales.data(), [&](const Piece& piece) {
+    sums = over_selection(selection, [&](const Piece& piece) {
       kernel(static_cast<const T*>(w), static_cast<T*>(grad), strength, l1, piece);
     });
   });
@@ -113,13 +172,10 @@ double group_penalty(const void* w, void* grad, double strength, bool l1, const 
 }
 
 void group_prox(void* w, double threshold, bool l1, const Selection& selection) {
-  std::vector<double> sums(selection.count);
-  std::vector<float> scales(selection.count);
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().prox;
-    over_selection(selection, sums.data(), scales.data(),
-                   [&](const Piece& piece) { kernel(static_cast<T*>(w), threshold, l1, piece); });
+    over_selection(selection, [&](const Piece& piece) { kernel(static_cast<T*>(w), threshold, l1, piece); });
   });
 }
 
@@ -127,19 +183,20 @@ void shrink(void* w, float factor, const Selection& selection) {
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().shrink;
-    over_selection(selection, nullptr, nullptr,
-                   [&](const Piece& piece) { kernel(static_cast<T*>(w), factor, piece); });
+    over_selection(selection, [&](const Piece& piece) { kernel(static_cast<T*>(w), factor, piece); });
   });
 }
 
-void group_importance(const void* score, const void* w, double* sums, const Selection& matrix) {
-  with_storage(matrix.dtype, [&](auto tag) {
+std::vector<double> group_importance(const void* score, const void* w, bool is_signed, const Selection& selection) {
+  std::vector<double> sums;
+  with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().importance;
-    over_selection(matrix, sums, nullptr, [&](const Piece& piece) {
-      kernel(static_cast<const T*>(score), static_cast<const T*>(w), piece);
+    sums = over_selection(selection, [&](const Piece& piece) {
+      kernel(static_cast<const T*>(score), static_cast<const T*>(w), is_signed, piece);
     });
   });
+  return sums;
 }
 
 }  // namespace pyprune

@@ -1,20 +1,24 @@
 // What DReSS does to a selected set of rows or columns: the penalty with its gradient, its proximal steps and the
-// multiplicative shrink. The definitions are the reference.py files of group_penalty, group_prox and shrink.
+// multiplicative shrink; and the importance of rows or columns. The definitions, NaN and infinity included, are the
+// reference.py files of group_penalty, group_prox, shrink and group_importance.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "storage.h"
 
 namespace pyprune {
 
-// The rows or columns of a rows x cols row-major matrix that `index` names, each at most once.
+// The rows or columns of a rows x cols row-major matrix that `index` names, each at most once. `offset` is added to
+// every weight first (1 for norms that multiply by 1 + w), and taken off again where weights are written.
 struct Selection {
   std::int64_t rows;
   std::int64_t cols;
   bool by_row;
   const std::int64_t* index;
   std::int64_t count;
+  float offset;
   DType dtype;
   int threads;
 };
@@ -29,7 +33,7 @@ void group_prox(void* w, double threshold, bool l1, const Selection& selection);
 // w *= factor on the selection; a factor of 0 writes +0.
 void shrink(void* w, float factor, const Selection& selection);
 
-// sums[k] = sum over the elements of row or column k of |score * w|, for all rows or all columns of the matrix.
-void group_importance(const void* score, const void* w, double* sums, const Selection& matrix);
+// For each selected group the sum over its elements of |score * w|; signed: of score * w.
+std::vector<double> group_importance(const void* score, const void* w, bool is_signed, const Selection& selection);
 
 }  // namespace pyprune

@@ -1,73 +1,13 @@
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11) and the Box-Muller
-// transform, compiled once per instruction set. Only operations that IEEE 754 rounds exactly are used (no library
+// Philox (philox-inl.h) and the Box-Muller transform, compiled once per instruction set. Only operations that IEEE 754 rounds exactly are used (no library
 // functions, no fused multiply-add), so that the noise is equal bit for bit on every instruction set.
-#include "kernels/simd-inl.h"
+#include "kernels/philox-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
 using Integers = std::int32_t __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
-using Longs = std::uint64_t __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
-
 inline Floats float_from(Integers value) { return __builtin_convertvector(value, Floats); }
-
-#if PYPRUNE_TARGET_WIDTH == 16
-
-// 64-bit products of the lower words; what the upper words hold is ignored.
-inline Longs multiply_lower(Longs a, std::uint32_t b) {
-  return (Longs)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(static_cast<std::int64_t>(b)));
-}
-
-inline Floats square_root(Floats value) { return _mm512_sqrt_ps(value); }
-
-#elif PYPRUNE_TARGET_WIDTH == 8
-
-inline Longs multiply_lower(Longs a, std::uint32_t b) {
-  return (Longs)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(static_cast<std::int64_t>(b)));
-}
-
-inline Floats square_root(Floats value) { return _mm256_sqrt_ps(value); }
-
-#else
-
-inline Longs multiply_lower(Longs a, std::uint32_t b) { return (a & 0xffffffffu) * static_cast<std::uint64_t>(b); }
-
-inline Floats square_root(Floats value) {
-  for (int i = 0; i < kWidth; ++i) value[i] = __builtin_sqrtf(value[i]);
-  return value;
-}
-
-#endif
-
-// Ten rounds on kWidth / 2 counters, given by their lower words and the upper word that they share. Every word is the
-// lower half of a lane.
-inline void philox_rounds(Longs low, std::uint64_t high, std::uint64_t seed, Longs* x) {
-  x[0] = low;
-  x[1] = Longs{} + high;
-  x[2] = Longs{};
-  x[3] = Longs{};
-  std::uint32_t key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const Longs product0 = multiply_lower(x[0], 0xD2511F53u), product2 = multiply_lower(x[2], 0xCD9E8D57u);
-    x[0] = (product2 >> 32) ^ x[1] ^ static_cast<std::uint64_t>(key0);
-    x[1] = product2;
-    x[2] = (product0 >> 32) ^ x[3] ^ static_cast<std::uint64_t>(key1);
-    x[3] = product0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-}
-
-// The four words of kWidth consecutive counters from `counter`, a multiple of kWidth.
-inline void philox(std::uint64_t counter, std::uint64_t seed, Words* words) {
-  Longs even;
-  for (int i = 0; i < kWidth / 2; ++i) even[i] = (counter & 0xffffffffu) + 2 * static_cast<std::uint64_t>(i);
-  Longs x[4], y[4];
-  philox_rounds(even, counter >> 32, seed, x);
-  philox_rounds(even + 1, counter >> 32, seed, y);
-  for (int i = 0; i < 4; ++i) words[i] = (Words)((x[i] & 0xffffffffu) | (y[i] << 32));
-}
 
 // -ln((k + 1) / 2^24) for 24-bit k. Reduced to the mantissa in [sqrt(1/2), sqrt(2)); polynomial of Cephes' logf.
 inline Floats minus_log(Words k) {
@@ -106,7 +46,9 @@ inline void turn(Words word, Floats* cosine, Floats* sine) {
 inline void normals(std::uint64_t chunk, std::uint64_t seed, float* out) {
   for (int c = 0; c < kChunkCounters; c += kWidth) {
     Words x[4];
-    philox(chunk * kChunkCounters + static_cast<std::uint64_t>(c), seed, x);
+    const std::uint64_t counter = chunk * kChunkCounters + static_cast<std::uint64_t>(c);
+    const std::uint32_t upper_words[3] = {static_cast<std::uint32_t>(counter >> 32), 0, 0};
+    philox(static_cast<std::uint32_t>(counter), upper_words, seed, x);
     for (int pair = 0; pair < 4; pair += 2) {
       const Floats radius = square_root(minus_log(x[pair] >> 8) * 2.0f);
       Floats cosine, sine;

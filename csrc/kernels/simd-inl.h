@@ -67,6 +67,8 @@ inline Doubles upper(Floats lanes) {
 
 inline Doubles add_square(Doubles sum, Doubles value) { return _mm512_fmadd_pd(value, value, sum); }
 
+inline Floats square_root(Floats value) { return _mm512_sqrt_ps(value); }
+
 #elif PYPRUNE_TARGET_WIDTH == 8
 
 inline Floats load_lanes(const BFloat16* x) {
@@ -90,6 +92,8 @@ inline Doubles lower(Floats lanes) { return _mm256_cvtps_pd(_mm256_castps256_ps1
 inline Doubles upper(Floats lanes) { return _mm256_cvtps_pd(_mm256_extractf128_ps(lanes, 1)); }
 
 inline Doubles add_square(Doubles sum, Doubles value) { return _mm256_fmadd_pd(value, value, sum); }
+
+inline Floats square_root(Floats value) { return _mm256_sqrt_ps(value); }
 
 #else
 
@@ -141,6 +145,11 @@ inline Doubles upper(Floats lanes) { return Doubles{lanes[2], lanes[3]}; }
 
 inline Doubles add_square(Doubles sum, Doubles value) { return sum + value * value; }
 
+inline Floats square_root(Floats value) {
+  for (int i = 0; i < kWidth; ++i) value[i] = __builtin_sqrtf(value[i]);
+  return value;
+}
+
 #endif
 
 inline void store_lanes(BFloat16* out, Floats lanes) { store_upper_halves(out, rounded_to_bfloat16(lanes)); }
@@ -185,7 +194,9 @@ inline void store_pair(BFloat16* out, Pair pair) {
   store_pair_of_words(out, rounded_to_bfloat16(pair.first), rounded_to_bfloat16(pair.second));
 }
 
-// What is known to hold no NaN; for bfloat16 that saves a third of the work.
+// What holds no NaN, or only NaN as it comes from bfloat16 or is made of such by arithmetic: its lower half is 0, so that
+// rounding cannot turn it into anything else. For bfloat16 that saves a third of the work, and keeps the bits of what
+// was only loaded.
 template <class T>
 inline void store_numbers(T* out, Pair pair) {
   store_pair(out, pair);
@@ -212,18 +223,16 @@ inline void store_pair_up_to(T* out, Pair pair, std::int64_t count) {
   for (int i = 0; i < count; ++i) out[i] = padded[i];
 }
 
-// The values of a pair that was loaded from T, in the order of memory.
+// The lane of a pair loaded from T that holds this element of memory.
 template <class T>
-inline void store_in_order(float* out, Pair pair) {
-  store_pair(out, pair);
+constexpr int lane_of(int element) {
+  return std::is_same<T, BFloat16>::value ? element / 2 + element % 2 * kWidth : element;
 }
 
-template <>
-inline void store_in_order<BFloat16>(float* out, Pair pair) {
-  for (int i = 0; i < kWidth; ++i) {
-    out[2 * i] = pair.first[i];
-    out[2 * i + 1] = pair.second[i];
-  }
+// From the lanes of pairs that were loaded from T to the order of memory; `count` is a multiple of kPair.
+template <class T, class Value>
+inline void in_order(const Value* lanes, Value* out, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] = lanes[i / kPair * kPair + lane_of<T>(static_cast<int>(i % kPair))];
 }
 
 // Asks for the cache lines of kPair elements: kNearness 3 for the first-level cache, 2 for the second.
@@ -261,6 +270,13 @@ inline void store_up_to(T* out, Floats lanes, std::int64_t count) {
   } else {
     store_some(out, lanes, static_cast<int>(count));
   }
+}
+
+// The factor of a group in the group soft-threshold, 0 for a group that goes. The comparison is written so that a NaN
+// norm gives a NaN factor, and so spreads over its group.
+inline float shrink_scale(double squared_norm, double threshold) {
+  const double norm = __builtin_sqrt(squared_norm);
+  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
 }
 
 }  // namespace

@@ -8,7 +8,9 @@ chooses.
 from __future__ import annotations
 
 from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report
-from pyprune.ops.group_penalty import group_penalty
+from pyprune.ops.group_importance import group_importance
+from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
+from pyprune.ops.group_prox import group_prox
 from pyprune.ops.group_soft_threshold import group_soft_threshold
 from pyprune.ops.layer_norm_virtual import layer_norm_virtual
 from pyprune.ops.moreau_step import moreau_step
@@ -17,14 +19,16 @@ from pyprune.ops.regularised_adamw import regularised_adamw
 from pyprune.ops.residual_diff_norm import residual_diff_norm
 from pyprune.ops.shrink import shrink
 from pyprune.ops.slice_gather import slice_gather
-from pyprune.ops.soft_threshold import soft_threshold
 
 __all__ = [
     "BackendError",
     "OpError",
+    "add_group_penalty_",
     "available_isas",
     "backend_report",
+    "group_importance",
     "group_penalty",
+    "group_prox",
     "group_soft_threshold",
     "layer_norm_virtual",
     "moreau_step",
@@ -33,5 +37,4 @@ __all__ = [
     "residual_diff_norm",
     "shrink",
     "slice_gather",
-    "soft_threshold",
 ]

@@ -164,6 +164,21 @@ def tensor_view(tensor: torch.Tensor) -> object:
     return module.Tensor(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
 
 
+def disjoint(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors share no memory."""
+    if not first.numel() or not second.numel() or first.device != second.device:
+        return True
+    # Judged by the span from first to last element: views that interleave count as sharing, which is safe.
+    begins, ends = zip(*(_span(tensor) for tensor in (first, second)), strict=True)
+    return bool(max(begins) >= min(ends))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (int(reach) + 1) * tensor.element_size()
+
+
 def threads() -> int:
     """Threads for a C++ kernel: torch's own setting, so that one knob governs both."""
     return torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -29,3 +30,85 @@ def shrink_scale(squared_norm, threshold):
     # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
     # keep the branch that is not taken from dividing by it.
     return tl.where(norm <= threshold, 0.0, 1.0 - threshold / tl.where(norm == 0.0, 1.0, norm))
+
+
+@triton.jit
+def group_tile(index, groups, begin, length, cols, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
+    """A tile of the selected rows or columns of a matrix: some groups, and STEP elements along each from ``begin``.
+
+    Returns the elements' offsets and which of them exist; ``[GROUPS, STEP]`` for rows and ``[STEP, GROUPS]`` for
+    columns, so that the last dimension runs along memory.
+    """
+    position = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    present = position < groups
+    group = tl.load(index + position, mask=present, other=0)
+    along = begin + tl.arange(0, STEP).to(tl.int64)
+    if BY_ROW:
+        at = group[:, None] * cols + along[None, :]
+        inside = present[:, None] & (along < length)[None, :]
+    else:
+        at = along[:, None] * cols + group[None, :]
+        inside = present[None, :] & (along < length)[:, None]
+    return at, inside
+
+
+@triton.jit
+def of_groups(values, BY_ROW: tl.constexpr):
+    """One value a group, laid along a tile of :func:`group_tile`."""
+    if BY_ROW:
+        return values[:, None]
+    else:
+        return values[None, :]
+
+
+@triton.jit
+def over_groups(tile, BY_ROW: tl.constexpr):
+    """The sum of each group's elements in a tile of :func:`group_tile`."""
+    if BY_ROW:
+        return tl.sum(tile, axis=1)
+    else:
+        return tl.sum(tile, axis=0)
+
+
+@triton.jit
+def load_weights(w, at, inside, offset):
+    """``w + offset`` in float32, 0 outside."""
+    value = tl.load(w + at, mask=inside, other=0.0).to(tl.float32) + offset
+    return tl.where(inside, value, 0.0)
+
+
+@triton.jit
+def _multiply(w, index, scales, groups, length, cols, offset, SCALE_STRIDE: tl.constexpr, BY_ROW: tl.constexpr,
+              GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    begin = tl.program_id(1).to(tl.int64) * STEP
+    at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    scale = of_groups(tl.load(scales + position * SCALE_STRIDE, mask=position < groups, other=0.0), BY_ROW)
+    value = load_weights(w, at, inside, offset)
+    # Chosen, not multiplied: 0 * inf would be NaN, and -0 is not the zero that a cut leaves behind.
+    product = tl.where(scale == 0.0, 0.0, value * scale) - offset
+    tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
+
+
+def group_sizes(by_row: bool, cols: int) -> dict[str, int | bool]:
+    """The shape of a tile for groups that are rows (a stretch of one), or columns (a block of them)."""
+    if by_row:
+        return {"BY_ROW": True, "GROUPS": 1, "STEP": min(2048, triton.next_power_of_2(cols))}
+    return {"BY_ROW": False, "GROUPS": 64, "STEP": 32}
+
+
+def multiply_groups(w: torch.Tensor, index: torch.Tensor, scales: torch.Tensor, axis: int, offset: float) -> None:
+    """``w <- (w + offset) * scale - offset`` on the selected rows (axis 0) or columns, in place.
+
+    Args:
+        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        index: int64, not empty.
+        scales: float32, one for each position of the index, or one for all. 0 writes ``-offset``.
+        axis: 0 for rows, 1 for columns.
+        offset: added first and taken off again.
+    """
+    sizes = group_sizes(axis == 0, w.shape[1])
+    length = w.shape[1 - axis]
+    grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
+    stride = 0 if scales.numel() == 1 else 1
+    _multiply[grid](w, index, scales, len(index), length, w.shape[1], offset, SCALE_STRIDE=stride, **sizes)

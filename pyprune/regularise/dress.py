@@ -34,7 +34,7 @@ from pyprune.effects import preserved_ratio, preserved_warnings, weight_sums
 from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
 from pyprune.mask import gauge_
-from pyprune.ops import group_penalty, group_soft_threshold, shrink
+from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
 from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
@@ -76,6 +76,26 @@ class _Target:
     dim: int
     index: Tensor
     offset: bool
+
+    @property
+    def shift(self) -> float:
+        """What the ops add to the parameter."""
+        return 1.0 if self.offset else 0.0
+
+    def penalty(self, norm: str) -> Tensor:
+        """The sum of the selected channels' norms; differentiable."""
+        return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.shift)
+
+    def add_gradient(self, norm: str, strength: float) -> Tensor:
+        """The penalty; ``strength`` times its gradient joins the parameter's, unless that is frozen."""
+        parameter = self.param.parameter
+        if not parameter.requires_grad:
+            return self.penalty(norm)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return add_group_penalty_(
+            parameter.grad, parameter, self.index, self.dim, norm, strength, offset=self.shift
+        )  # fmt: skip
 
     def value(self) -> Tensor:
         """The tensor that is penalised."""
@@ -147,22 +167,32 @@ class DressObjective(Objective):
         self.in_optimiser = True
         c = self.config
         return {
-            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, float(t.offset))
+            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, t.shift)
             for t in self.targets
         }
 
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without the strength; differentiable."""
-        terms = [group_penalty(t.value(), t.index, t.dim, self.config.norm) for t in self.targets]
+        terms = [target.penalty(self.config.norm) for target in self.targets]
         return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Lambda times the penalty, for the subgradient solver; without a graph where the optimiser has its gradient."""
+        """Lambda times the penalty, for the subgradient solver."""
         if self.annealed or self.config.solver == "prox":
             return None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.in_optimiser):
-            penalty = self.penalty()
+        penalty = self.penalty()
         return None if penalty is None else self.config.strength * penalty
+
+    @torch.no_grad()
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """The same without autograd: in one pass over the selected slices, or by the optimiser in its own."""
+        if self.in_optimiser:
+            return self.step_penalty(model)
+        if self.annealed or self.config.solver == "prox" or not self.targets:
+            return None
+        strength = self.config.strength
+        terms = [target.add_gradient(self.config.norm, strength) for target in self.targets]
+        return strength * torch.stack([t.to(terms[0].device) for t in terms]).sum()
 
     @torch.no_grad()
     def validation_penalty(self, model: nn.Module) -> float:
@@ -193,10 +223,7 @@ class DressObjective(Objective):
         before = self.factor(step - 1)
         ratio = self.factor(step) / before if before > 0 else 0.0
         for target in self.targets:
-            if target.offset:
-                target.replace_selected(target.selected() * ratio)
-            else:
-                shrink(target.param.parameter, target.index, target.dim, ratio)
+            shrink(target.param.parameter, target.index, target.dim, ratio, offset=target.shift)
 
     def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         strength, step_size = self.config.strength, self.config.prox_step
@@ -204,17 +231,15 @@ class DressObjective(Objective):
         scales = _adam_scales(optimizer, self.targets) if in_adam_metric else {}
         threshold = strength * (learning_rate if step_size is None else step_size)
         for target in self.targets:
-            selected = target.selected()
-            scale = scales.get(target.param.parameter)
-            if self.config.norm == "l2":
-                target.replace_selected(group_soft_threshold(selected, threshold, target.dim))
+            parameter = target.param.parameter
+            scale = scales.get(parameter)
+            if scale is None:
+                norm = self.config.norm
+                group_prox(parameter, target.index, target.dim, norm, threshold, offset=target.shift)
                 continue
-            width: Tensor | float = threshold
-            if scale is not None:
-                width = threshold / scale
             # Written as a difference to the clamped value, so that what is cut is exactly zero.
-            limit = torch.as_tensor(width, dtype=selected.dtype, device=selected.device)
-            target.replace_selected(selected - torch.clamp(selected, -limit, limit))
+            selected, width = target.selected(), threshold / scale
+            target.replace_selected(selected - torch.clamp(selected, -width, width))
 
 
 def dress_targets(model: PreTrainedModel, channels: Sequence[int]) -> list[_Target]:
@@ -381,7 +406,7 @@ def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: Dress
     if not removed:
         return 0.0
     targets = dress_targets(model, removed)
-    return sum(float(group_penalty(t.value(), t.index, t.dim, config.norm)) for t in targets)
+    return sum(float(target.penalty(config.norm)) for target in targets)
 
 
 def _decide(

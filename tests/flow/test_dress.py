@@ -376,6 +376,30 @@ def test_a_run_with_the_penalty_in_the_optimiser_resumes_to_the_same_bits(
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("family", ["gemma3", "phi"])
+def test_the_loops_penalty_gradient_is_that_of_autograd(norm: str, family: str) -> None:
+    model, expected = tiny_model(family), tiny_model(family)
+    config = DressConfig(norm=norm, strength=0.3)  # type: ignore[arg-type]
+    fast, slow = DressObjective(R, config), DressObjective(R, config)
+    for one, objective in ((model, fast), (expected, slow)):
+        objective.setup(one, TRAIN)
+        for number, parameter in enumerate(one.parameters()):
+            if number % 3:  # with and without a gradient from elsewhere
+                parameter.grad = torch.full_like(parameter, 0.01)
+        frozen = next(n for n, _ in one.named_parameters() if "layers.1" in n and "norm.weight" in n)
+        one.get_parameter(frozen).requires_grad_(False).grad = None
+    value, penalty = fast.apply_step_penalty(model), slow.step_penalty(expected)
+    assert value is not None
+    assert penalty is not None
+    assert not value.requires_grad
+    penalty.backward()
+    torch.testing.assert_close(value, penalty.detach())
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
 def test_frozen_weights_keep_the_proximal_map_outside() -> None:
     model = tiny_model()
     frozen = model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)

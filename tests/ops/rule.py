@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+from pyprune.ops import available_isas
 
 
 def assert_within_rule(out: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
@@ -19,3 +23,26 @@ def assert_within_rule(out: torch.Tensor, exact: torch.Tensor, plain: torch.Tens
     assert not torch.isnan(error).any(), "an element was not written, or is NaN without reason"
     allowed = 2 * (plain.double() - exact).abs().max()
     assert error.max() <= allowed, f"error {error.max():.3e}, allowed {allowed:.3e}"
+
+
+def assert_equal_for_every_isa_and_thread_count(
+    select: Callable[[str], None], run: Callable[[], Sequence[torch.Tensor]]
+) -> None:
+    """Check that the C++ kernels give the same bits for every instruction set and number of threads.
+
+    Args:
+        select: the fixture ``use_backend``.
+        run: makes the results from fresh inputs.
+    """
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for isa in available_isas():
+            select(f"cpp-{isa}")
+            for count in (1, 2, 3, 8):
+                torch.set_num_threads(count)
+                results.append(run())
+    finally:
+        torch.set_num_threads(threads)
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

@@ -67,6 +67,18 @@ def test_agrees_with_float64(backend: str, shape: tuple[int, ...], dtype: torch.
         assert all((g.view(-1, shape[-1])[0] == 0).all() for g in grads), "no difference, no gradient"
 
 
+def test_by_hand(backend: str) -> None:
+    x_in, x_out = torch.zeros(1, 2, 2), torch.tensor([[[3.0, -4.0], [0.0, 1.0]]])
+    assert residual_diff_norm(x_in, x_out, "l2") == 3
+    assert residual_diff_norm(x_in, x_out, "l1") == 4
+
+
+def test_does_not_depend_on_batch_or_length(backend: str) -> None:
+    x_in, x_out = pair((2, 3, 5), torch.float32)
+    once = residual_diff_norm(x_in, x_out, "l2")
+    assert torch.allclose(once, residual_diff_norm(x_in.repeat(2, 4, 1), x_out.repeat(2, 4, 1), "l2"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_formula(kind: str) -> None:
     x_in, x_out = (x.detach().double().requires_grad_() for x in pair((2, 3, 5), torch.float32, 1))
@@ -179,6 +191,10 @@ def test_bad_arguments() -> None:
         residual_diff_norm(x.long(), x.long(), "l2")
     with pytest.raises(OpError, match="Unknown kind"):
         residual_diff_norm(x, x, "l3")
+    with pytest.raises(OpError, match="must be equal"):
+        residual_diff_norm(x, torch.ones(2, 4), "l2")
+    with pytest.raises(OpError, match="no token"):
+        residual_diff_norm(x[:0], x[:0], "l2")
 
 
 def test_a_second_derivative_is_refused() -> None:

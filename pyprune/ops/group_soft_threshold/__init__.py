@@ -17,6 +17,7 @@ from pyprune.ops._dispatch import (
     checked_axis,
     checked_threshold,
     choose,
+    disjoint,
     extension,
     no_cpp,
     no_middle_axis,
@@ -101,21 +102,6 @@ def _check_tensors(x: torch.Tensor, out: torch.Tensor | None) -> None:
     for name in ("shape", "dtype", "device"):
         if getattr(out, name) != getattr(x, name):
             raise OpError(f"out has {name} {getattr(out, name)}, but x has {getattr(x, name)}")
-    if _overlap_in_part(x, out):
+    same = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+    if not (same or disjoint(x, out)):
         raise OpError("x and out overlap in part: pass the same tensor or a separate one")
-
-
-def _overlap_in_part(x: torch.Tensor, out: torch.Tensor) -> bool:
-    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
-        return False
-    if x.numel() == 0 or x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
-        return False
-    # Judged by the span from first to last element: views that interleave are refused too, which is safe.
-    begins, ends = zip(*(_span(tensor) for tensor in (x, out)), strict=True)
-    return bool(max(begins) < min(ends))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset())
-    return begin, begin + int(reach) + 1

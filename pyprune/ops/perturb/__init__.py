@@ -15,6 +15,7 @@ from pyprune.ops._dispatch import (
     OpError,
     checked_threshold,
     choose,
+    disjoint,
     extension,
     no_cpp,
     no_triton,
@@ -106,15 +107,7 @@ def _check_tensors(w0: torch.Tensor, delta: torch.Tensor, out: torch.Tensor | No
         return
     if not out.is_contiguous():
         raise OpError(f"out must be contiguous, its strides are {out.stride()}")
-    size = out.numel() * out.element_size()
     for name, tensor in (("w0", w0), ("delta", delta)):
         same = tensor.data_ptr() == out.data_ptr() and tensor.is_contiguous()
-        if out.numel() and not (same or _disjoint(tensor, out, size)):
+        if not (same or disjoint(tensor, out)):
             raise OpError(f"{name} and out overlap in part: pass the same tensor or a separate one")
-
-
-def _disjoint(tensor: torch.Tensor, out: torch.Tensor, size: int) -> bool:
-    # Judged by the span from first to last element, which is safe for views that interleave.
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = tensor.data_ptr() + (reach + 1) * tensor.element_size()
-    return bool(end <= out.data_ptr() or out.data_ptr() + size <= tensor.data_ptr())

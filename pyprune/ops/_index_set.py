@@ -1,0 +1,86 @@
+"""What the ops on selected slices of a tensor share: the checked selection, and the matrix that a kernel works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pyprune.ops._dispatch import (
+    KERNEL_DTYPES,
+    Backend,
+    Check,
+    OpError,
+    as_matrix,
+    checked_axis,
+    checked_index,
+    choose,
+    no_cpp,
+    no_middle_axis,
+    no_triton,
+    rounded_scalar,
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The slices of a tensor that an op works on.
+
+    Attributes:
+        index: positions, int64 on the tensor's device, contiguous.
+        axis: the dimension they count along, from the front.
+        matrix: (rows, cols, axis) of the matrix that the tensor is; None when ``axis`` is in the middle.
+        single: every slice is one element, so that its l2 norm is its magnitude.
+        offset: what is added to the weights first (1 for norms that multiply by 1 + w).
+    """
+
+    index: torch.Tensor
+    axis: int
+    matrix: tuple[int, int, int] | None
+    single: bool
+    offset: float
+
+
+def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: int, offset: float) -> Selection:
+    """Check the arguments that say what to work on.
+
+    Raises:
+        OpError: a dtype, axis, index or offset outside the op's definition.
+    """
+    if w.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {w.dtype}")
+    if not math.isfinite(offset):
+        raise OpError(f"offset is {offset}, must be finite")
+    axis = checked_axis(axis, w.dim())
+    positions = checked_index(index, w.shape[axis], w).contiguous()
+    single = w.numel() == w.shape[axis]
+    return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, rounded_scalar(offset, w.dtype))
+
+
+def backend_for(op: str, matrix: tuple[int, int, int] | None, *tensors: torch.Tensor) -> Backend:
+    """The backend for tensors that are, for the chosen axis, a ``matrix``.
+
+    Raises:
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    checks: dict[Backend, Check] = {
+        "triton": partial(no_middle_axis, no_triton, matrix, *tensors),
+        "cpp": partial(no_middle_axis, no_cpp, matrix, *tensors),
+    }
+    return choose(op, checks)
+
+
+def as_rows(tensor: torch.Tensor, matrix: tuple[int, int, int]) -> torch.Tensor:
+    """``tensor`` as a contiguous matrix without gradient: itself, or a copy if it is not contiguous."""
+    return tensor.detach().contiguous().view(matrix[0], matrix[1])
+
+
+def written(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Take over what a kernel wrote into ``as_rows(target)``, and tell autograd that the target changed."""
+    if rows.data_ptr() == target.data_ptr():
+        torch.autograd.graph.increment_version(target)
+    else:
+        target.copy_(rows.view(target.shape))

@@ -1,0 +1,61 @@
+"""Triton kernel of the importance of rows and columns. ``reference.py`` is the definition."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyprune.ops._triton import load_weights, over_groups
+
+GROUPS = {True: 1, False: 64}
+STEP = {True: 2048, False: 32}
+STEPS = 8
+
+
+@triton.jit
+def _importance(score, w, partial, groups, length, group_stride, along_stride, offset, SIGNED: tl.constexpr,
+                BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Sums of a chunk of some groups, in float64, where the products are exact."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    first = tl.program_id(1).to(tl.int64) * (STEP * STEPS)
+    if BY_ROW:
+        total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
+    else:
+        total = tl.zeros((STEP, GROUPS), dtype=tl.float64)
+    for step in range(STEPS):
+        along = first + step * STEP + tl.arange(0, STEP).to(tl.int64)
+        if BY_ROW:
+            at = group[:, None] * group_stride + along[None, :] * along_stride
+            inside = (group < groups)[:, None] & (along < length)[None, :]
+        else:
+            at = group[None, :] * group_stride + along[:, None] * along_stride
+            inside = (group < groups)[None, :] & (along < length)[:, None]
+        product = tl.load(score + at, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
+        product *= load_weights(w, at, inside, offset).to(tl.float64)
+        total += product if SIGNED else tl.abs(product)
+    sums = over_groups(total, BY_ROW)
+    tl.store(partial + tl.program_id(1).to(tl.int64) * groups + group, sums, mask=group < groups)
+
+
+def member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool, offset: float) -> torch.Tensor:
+    """Scores of all rows (axis 0) or columns, float64.
+
+    Args:
+        score: like ``w``.
+        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16, not empty.
+        axis: 0 for rows, 1 for columns.
+        signed: take the absolute value after summing.
+        offset: added to the weights first.
+    """
+    by_row, (rows, cols) = axis == 0, w.shape
+    groups, length = (rows, cols) if by_row else (cols, rows)
+    strides = (cols, 1) if by_row else (1, cols)
+    step = min(STEP[by_row], triton.next_power_of_2(length))
+    chunks = triton.cdiv(length, step * STEPS)
+    partial = torch.empty(chunks, groups, dtype=torch.float64, device=w.device)
+    _importance[(triton.cdiv(groups, GROUPS[by_row]), chunks)](
+        score, w, partial, groups, length, *strides, offset, SIGNED=signed, BY_ROW=by_row, GROUPS=GROUPS[by_row],
+        STEP=step, STEPS=STEPS,
+    )  # fmt: skip
+    return partial.sum(dim=0).abs()

@@ -1,0 +1,128 @@
+"""Triton kernels of the group penalty. ``reference.py`` is the definition.
+
+Sums are accumulated in float64, as in the definition. A row is one program's, which reads it again for the gradient
+while it is in the cache; columns are summed by many programs a column, and the gradient is a second kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyprune.ops._triton import group_sizes, group_tile, load_weights, of_groups, over_groups, to_storage
+from pyprune.ops.group_penalty.reference import slope_scales
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+COLUMN_STEPS = 8
+
+
+@triton.jit
+def _add(grad, at, inside, slope):
+    total = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + slope
+    tl.store(grad + at, to_storage(total, grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _penalty(w, grad, index, strength, partial, groups, length, cols, offset, chunk, L1: tl.constexpr,
+             GRADIENT: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Sums of a chunk of some groups; with l1 the gradient beside them, with l2 after them if the chunk is all."""
+    first = tl.program_id(1).to(tl.int64) * chunk
+    end = tl.minimum(first + chunk, length)
+    factor = tl.load(strength)
+    if BY_ROW:
+        total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
+    else:
+        total = tl.zeros((STEP, GROUPS), dtype=tl.float64)
+    for begin in range(first, end, STEP):
+        at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)
+        value = load_weights(w, at, inside, offset)
+        if L1:
+            total += tl.abs(value).to(tl.float64)
+            if GRADIENT:
+                _add(grad, at, inside, tl.where(value > 0, factor, tl.where(value < 0, -factor, 0.0)))
+        else:
+            wide = value.to(tl.float64)
+            total += wide * wide
+    sums = over_groups(total, BY_ROW)
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    tl.store(partial + tl.program_id(1).to(tl.int64) * groups + position, sums, mask=position < groups)
+    if GRADIENT and not L1:
+        scale = factor.to(tl.float64) / tl.sqrt(tl.where(sums == 0.0, 1.0, sums))
+        # Both comparisons are false for NaN; an infinite strength stays.
+        limited = tl.where(tl.abs(scale) > LARGEST, tl.where(scale < 0, -LARGEST, LARGEST), scale)
+        scale = tl.where(tl.abs(factor) <= LARGEST, limited, scale)
+        scale = of_groups(tl.where(sums == 0.0, 0.0, scale).to(tl.float32), BY_ROW)
+        for begin in range(first, end, STEP):
+            at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)
+            _add(grad, at, inside, load_weights(w, at, inside, offset) * scale)
+
+
+@triton.jit
+def _add_scaled(w, grad, index, scales, groups, length, cols, offset, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
+                STEP: tl.constexpr):  # fmt: skip
+    begin = tl.program_id(1).to(tl.int64) * STEP
+    at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    scale = of_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
+    _add(grad, at, inside, load_weights(w, at, inside, offset) * scale)
+
+
+def group_sums(
+    w: torch.Tensor,
+    index: torch.Tensor,
+    axis: int,
+    kind: str,
+    offset: float,
+    grad: torch.Tensor | None = None,
+    strength: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums of magnitudes (l1) or squares (l2) of the selected groups, float64, in the order of the index.
+
+    With ``grad`` the gradient is added to it as well, except for the l2 norms of columns.
+    """
+    sizes = group_sizes(axis == 0, w.shape[1])
+    length = w.shape[1 - axis]
+    chunk = length if axis == 0 else sizes["STEP"] * COLUMN_STEPS
+    chunks = triton.cdiv(length, chunk)
+    partial = torch.empty(chunks, len(index), dtype=torch.float64, device=w.device)
+    factor = torch.zeros(1, dtype=torch.float32, device=w.device) if strength is None else strength
+    gradient = grad is not None and (kind == "l1" or axis == 0)
+    _penalty[(triton.cdiv(len(index), sizes["GROUPS"]), chunks)](
+        w, w if grad is None else grad, index, factor, partial, len(index), length, w.shape[1], offset, chunk,
+        L1=kind == "l1", GRADIENT=gradient, **sizes,
+    )  # fmt: skip
+    return partial.sum(dim=0)
+
+
+def group_penalty(
+    grad: torch.Tensor | None,
+    w: torch.Tensor,
+    index: torch.Tensor,
+    axis: int,
+    kind: str,
+    strength: float | torch.Tensor,
+    offset: float,
+) -> torch.Tensor:
+    """The penalty, float32; with ``grad``, ``strength`` times its gradient is added to that.
+
+    Args:
+        grad: like ``w``, or None.
+        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        index: int64, not empty.
+        axis: 0 for rows, 1 for columns.
+        kind: "l1" or "l2".
+        strength: a number, or a tensor on the device, which is not waited for.
+        offset: added to the weights first.
+    """
+    factor = torch.as_tensor(strength, dtype=torch.float32, device=w.device).reshape(1)
+    sums = group_sums(w, index, axis, kind, offset, grad, factor)
+    if kind == "l1":
+        return sums.sum().float()
+    norms = sums.sqrt()
+    if grad is not None and axis == 1:
+        sizes = group_sizes(False, w.shape[1])
+        grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(w.shape[0], sizes["STEP"]))
+        scales = slope_scales(norms, factor, torch.float32)
+        _add_scaled[grid](w, grad, index, scales, len(index), w.shape[0], w.shape[1], offset, **sizes)
+    return norms.sum().float()

@@ -1,0 +1,27 @@
+"""Definition of the proximal map of the group penalty of DReSS."""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_prox(
+    w: torch.Tensor, index: torch.Tensor, axis: int, kind: str, threshold: float, offset: float = 0.0
+) -> torch.Tensor:
+    """The proximal map of ``threshold`` times the group penalty, in place; see :func:`pyprune.ops.group_prox`.
+
+    Norms are taken in float64, the rest in float32 (float64 for float64), and the result is rounded once.
+    """
+    selected = w.index_select(axis, index)
+    value = (selected if selected.dtype == torch.float64 else selected.float()) + offset
+    if kind == "l1":
+        removed = value.abs() <= threshold
+        shorter = value - torch.copysign(torch.full_like(value, threshold), value)
+    else:
+        others = tuple(d for d in range(w.dim()) if d != axis)
+        norms = torch.linalg.vector_norm(value, dim=others, dtype=torch.float64, keepdim=True)
+        # "norm <= threshold" is false for NaN, so that a NaN reaches the whole group instead of vanishing.
+        removed = norms <= threshold
+        shorter = value * (1 - threshold / norms).to(value.dtype)
+    # Written, not multiplied: what is removed is exactly +0, whatever its sign was.
+    return w.index_copy_(axis, index, (shorter.masked_fill(removed, 0.0) - offset).to(w.dtype))

@@ -1,0 +1,61 @@
+"""Triton kernels of the proximal map of the group penalty. ``reference.py`` is the definition."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyprune.ops._triton import group_sizes, group_tile, load_weights, multiply_groups, shrink_scale, to_storage
+from pyprune.ops.group_penalty.triton import group_sums
+
+
+@triton.jit
+def _soft_threshold(w, index, groups, length, cols, threshold, offset, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
+                    STEP: tl.constexpr):  # fmt: skip
+    begin = tl.program_id(1).to(tl.int64) * STEP
+    at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
+    value = load_weights(w, at, inside, offset)
+    # The comparison is false for NaN, which stays.
+    shorter = tl.where(tl.abs(value) <= threshold, 0.0, value - tl.where(value < 0, -threshold, threshold))
+    tl.store(w + at, to_storage(shorter - offset, w.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows(w, index, cols, threshold, offset, STEP: tl.constexpr):
+    """One program a row: once over it for the norm, once for the product."""
+    total = tl.zeros((1, STEP), dtype=tl.float64)
+    for begin in range(0, cols, STEP):
+        at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
+        value = load_weights(w, at, inside, offset).to(tl.float64)
+        total += value * value
+    scale = shrink_scale(tl.sum(total, axis=1), threshold).to(tl.float32)[:, None]
+    for begin in range(0, cols, STEP):
+        at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
+        product = tl.where(scale == 0.0, 0.0, load_weights(w, at, inside, offset) * scale) - offset
+        tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
+
+
+def group_prox(w: torch.Tensor, index: torch.Tensor, axis: int, kind: str, threshold: float, offset: float) -> None:
+    """The proximal map on the selected rows or columns, in place.
+
+    Args:
+        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        index: int64, not empty.
+        axis: 0 for rows, 1 for columns.
+        kind: "l1" or "l2".
+        threshold: finite, > 0.
+        offset: added first and taken off again.
+    """
+    sizes = group_sizes(axis == 0, w.shape[1])
+    if kind == "l1":
+        length = w.shape[1 - axis]
+        grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
+        _soft_threshold[grid](w, index, len(index), length, w.shape[1], threshold, offset, **sizes)
+    elif axis == 0:
+        _rows[(len(index),)](w, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
+    else:
+        norms = group_sums(w, index, axis, kind, offset).sqrt()
+        # "norms <= threshold" is false for NaN, so that a NaN reaches the whole group.
+        scales = torch.where(norms <= threshold, 0.0, 1 - threshold / norms).float()
+        multiply_groups(w, index, scales, axis, offset)
