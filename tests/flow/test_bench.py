@@ -23,15 +23,25 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class TestOps:
-    @pytest.fixture(scope="class")
-    def rows(self, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-        path = tmp_path_factory.mktemp("ops") / "ops.jsonl"
-        size = ["--rows", "64", "--cols", "136", "--repeats", "2", "--no-compile", "--jsonl", str(path)]
-        for _ in range(2):  # appended to, never overwritten
-            ops.main([*size, "--dtypes", "float32", "bfloat16"])
-        return lines(path)
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two runs of the kernel bench keep: they append, they do not overwrite."""
+    path = tmp_path_factory.mktemp("ops") / "ops.jsonl"
+    size = ["--rows", "64", "--cols", "136", "--repeats", "2", "--no-compile", "--jsonl", str(path)]
+    for _ in range(2):
+        ops.main([*size, "--dtypes", "float32", "bfloat16"])
+    return lines(path)
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a checkpoint."""
+    folder = tmp_path_factory.mktemp("dense")
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "tiny", plan=None, provenance={})
+    return folder
+
+
+class TestOps:
     def test_every_op_has_a_kernel_and_a_ceiling_in_both_dtypes(self, rows: list[dict[str, Any]]) -> None:
         assert {row["op"] for row in rows} == {*OPS, "shrink"}
         kernel = Setting(64, 136, CPU, compiled=False).kernel
@@ -120,12 +130,6 @@ def _arrays(case: Case) -> list[torch.Tensor]:
 
 
 class TestOptimizer:
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("dense")
-        save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "tiny", plan=None, provenance={})
-        return folder
-
     def test_every_part_is_measured_and_judged(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = folder / "optimizer.jsonl"
         optimizer.main(
@@ -145,7 +149,7 @@ class TestOptimizer:
     @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.bfloat16, 8)], ids=str)
     def test_hook_mode_needs_no_more_than_the_sum(self, dtype: torch.dtype, bits: int) -> None:
         model = tiny_model("llama", intermediate_size=256).to(dtype).train()
-        peak = optimizer.measure_peak(model, tiny_batch(1, 2, 16), bits)
+        peak = optimizer.measure_peak(model, tiny_batch(1, 1, 4), bits)  # weights outweigh activations
         assert peak.weights == sum(p.nbytes for p in model.parameters())
         assert peak.activations > 0
         assert peak.measured <= 1.05 * peak.expected
