@@ -63,7 +63,7 @@ class Case:
     @property
     def share(self) -> float | None:
         """The ceiling's time over this one's."""
-        return None if self.ceiling is None else self.ceiling.median / self.median
+        return quotient(self.ceiling, self)
 
     @property
     def speed(self) -> float:
@@ -133,6 +133,19 @@ def find(cases: Iterable[Case], op: str, dtype: str, variant: str, implementatio
     """The case of this name, if it was measured."""
     wanted = (op, dtype, variant, implementation)
     return next((c for c in cases if (c.op, c.dtype, c.variant, c.implementation) == wanted), None)
+
+
+def quotient(above: Case | None, below: Case | None) -> float | None:
+    """How many times longer the first takes, if both were measured.
+
+    The median over rounds of each round's ratio: the speed of a shared machine's memory changes between rounds more
+    than within one.
+    """
+    if above is None or below is None:
+        return None
+    if len(above.samples) != len(below.samples):  # of separate runs
+        return above.median / below.median
+    return median([a / b for a, b in zip(above.samples, below.samples, strict=True)])
 
 
 def conditions(device: torch.device) -> dict[str, object]:

@@ -7,8 +7,8 @@ no arithmetic, in the same run: for each op bench/_ops_cases.py says which. Two 
 in words: ``perturb`` is compared with a plain copy, ``slice_gather`` with a copy of the bytes that it keeps; and where
 an op returns new tensors (the gradients of ``residual_diff_norm``, the LayerNorm's output) its ceiling allocates them
 too. All implementations of an op, in all dtypes, are interleaved; arrays are freed after each op. Every sample is
-appended to bench/results/ops.jsonl, the table shows medians with their median absolute deviation, and what was asked
-for comes last. A kernel that disagrees with the reference is not timed.
+appended to bench/results/ops.jsonl, the table shows medians with their median absolute deviation, shares and ratios
+are medians over the rounds, and what was asked for comes last. A kernel that disagrees with the reference is not timed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench._timing import (  # noqa: E402
     interleave,
     keep,
     print_targets,
+    quotient,
     release,
 )
 
@@ -50,11 +51,6 @@ NUMBERED = {
 def kernel_cases(all_cases: Iterable[Case], setting: Setting, ops: Sequence[str], dtype: str) -> list[Case]:
     """The kernel's cases of these ops on one dtype."""
     return [c for c in all_cases if c.op in ops and c.dtype == dtype and c.implementation == setting.kernel]
-
-
-def quotient(above: Case | None, below: Case | None) -> float | None:
-    """How many times longer the first takes, if both were measured."""
-    return None if above is None or below is None else above.median / below.median
 
 
 def worst(what: str, wanted: float, ratios: dict[str, float], *, at_least: bool = True, note: str = "") -> Target:
@@ -82,9 +78,9 @@ def dtype_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
         wide = kernel_cases(all_cases, setting, ops, "float32")
         narrow = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "bfloat16")}
         rates = {
-            f"{c.op} {c.variant}": c.median / narrow[c.op, c.variant].median
+            f"{c.op} {c.variant}": ratio
             for c in wide
-            if (c.op, c.variant) in narrow and "column" not in c.variant
+            if (ratio := quotient(c, narrow.get((c.op, c.variant)))) is not None and "column" not in c.variant
         }
         note = (
             "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16" if number == "op 5" else ""
@@ -100,9 +96,10 @@ def axis_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
         chosen = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "float32")}
         rows, columns = AXES
         ratios = {
-            f"{op} {variant}": case.median / chosen[op, variant.replace(columns, rows)].median
+            f"{op} {variant}": ratio
             for (op, variant), case in chosen.items()
-            if variant.startswith(columns) and (op, variant.replace(columns, rows)) in chosen
+            if variant.startswith(columns)
+            and (ratio := quotient(case, chosen.get((op, variant.replace(columns, rows))))) is not None
         }
         result.append(worst(f"{number}, columns over rows", 1.5, ratios, at_least=False))
     return result

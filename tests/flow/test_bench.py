@@ -142,7 +142,7 @@ class TestOptimizer:
         }  # fmt: skip
         out = capsys.readouterr().out
         assert "not measured" not in out
-        assert out.count("peak in backward over the sum") == 2
+        assert out.count("peak in backward over the sum") == 4
         assert "LLaMA-2-7B, bfloat16 weights 13.48 GB + 8-bit moments 13.90 GB" in out
         assert sorted(p.name for p in folder.iterdir()) == ["optimizer.jsonl", "tiny"], "nothing is left behind"
 
