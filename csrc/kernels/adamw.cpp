@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "dispatch.h"
+#include "kernels/index_set.h"
 #include "kernels/parallel.h"
 #include "kernels/simd.h"
 
@@ -20,7 +21,6 @@ struct GroupPiece {
 struct AdamKernels {
   void (*update)(const AdamTensor& t, const float* coefficients, const AdamOptions& options, std::int64_t begin,
                  std::int64_t end);
-  void (*squares)(const AdamTensor& t, const GroupPiece* pieces, std::int64_t count, double* sums);
   void (*scale)(const AdamTensor& t, const AdamOptions& options, const GroupPiece* pieces, std::int64_t count,
                 const float* scales);
 };
@@ -75,21 +75,16 @@ std::vector<GroupPiece> pieces_of(const AdamTensor& t) {
   return pieces;
 }
 
-std::vector<double> squared_norms(const AdamTensor& t, const AdamKernels& kernels,
-                                  const std::vector<GroupPiece>& pieces, int threads) {
-  std::vector<double> sums(static_cast<std::size_t>(t.index_count), 0.0);
-  parallel_for(static_cast<std::int64_t>(pieces.size()), 1, threads, [&](std::int64_t begin, std::int64_t end) {
-    kernels.squares(t, pieces.data() + begin, end - begin, sums.data());
-  });
-  return sums;
+Selection selection_of(const AdamTensor& t, const AdamOptions& options) {
+  return {t.rows, t.cols, t.by_row, t.index, t.index_count, t.offset, options.dtype, options.threads};
 }
 
 // What the elements of each group get: the penalty's factor or the threshold. Empty: nothing.
-std::vector<float> coefficients_of(const AdamTensor& t, const AdamKernels& kernels, int threads) {
+std::vector<float> coefficients_of(const AdamTensor& t, const AdamOptions& options) {
   if (t.penalty == AdamPenalty::kNone || t.penalty == AdamPenalty::kL2Prox || t.index_count == 0) return {};
   std::vector<float> coefficients(static_cast<std::size_t>(t.by_row ? t.rows : t.cols), 0.0f);
   std::vector<double> sums;
-  if (t.penalty == AdamPenalty::kL2Gradient) sums = squared_norms(t, kernels, pieces_of(t), threads);
+  if (t.penalty == AdamPenalty::kL2Gradient) sums = group_squares(t.weight, selection_of(t, options));
   for (std::int64_t i = 0; i < t.index_count; ++i) {
     double value = t.strength;
     if (t.penalty == AdamPenalty::kL2Gradient) {
@@ -102,8 +97,9 @@ std::vector<float> coefficients_of(const AdamTensor& t, const AdamKernels& kerne
 }
 
 void l2_prox(const AdamTensor& t, const AdamKernels& kernels, const AdamOptions& options) {
+  if (!options.stochastic) return group_prox(t.weight, t.strength, false, selection_of(t, options));
   const std::vector<GroupPiece> pieces = pieces_of(t);
-  const std::vector<double> sums = squared_norms(t, kernels, pieces, options.threads);
+  const std::vector<double> sums = group_squares(t.weight, selection_of(t, options));
   std::vector<float> scales;
   scales.reserve(sums.size());
   for (double sum : sums) {
@@ -123,7 +119,7 @@ void regularised_adamw(const std::vector<AdamTensor>& tensors, const AdamOptions
   std::vector<std::vector<float>> coefficients;
   std::vector<std::int64_t> first_block{0};
   for (const AdamTensor& t : tensors) {
-    coefficients.push_back(coefficients_of(t, kernels, options.threads));
+    coefficients.push_back(coefficients_of(t, options));
     first_block.push_back(first_block.back() + (t.rows * t.cols + kAdamBlock - 1) / kAdamBlock);
   }
   // All tensors are one line of blocks, so that many small ones are shared as evenly as one large one.

@@ -424,23 +424,28 @@ struct SumAndUpdateColumns {
   }
 };
 
-// The columns' sums of some work that made them: into the columns' order, and exact where they must be.
+// Makes the sums of columns what they must be, and puts them in order. Each block of columns decides alone whether its sums
+// are usable, so that nothing depends on how the columns are shared between threads.
 template <class Terms>
 void finish_column_sums(Terms terms, const Piece& piece) {
-  bool good = true;
   if (!Terms::kExact) {
+    std::vector<Panel> unusable;
     for (std::int64_t p = 0; p < piece.panel_count; ++p) {
-      for (std::int64_t col = piece.panels[p].begin; col < piece.panels[p].end; ++col) good &= usable(piece.sums[col]);
+      const Panel& panel = piece.panels[p];
+      for (std::int64_t col = panel.begin; col < panel.end; col += kColumnBlock) {
+        const std::int64_t end = col + kColumnBlock < panel.end ? col + kColumnBlock : panel.end;
+        // The lanes of a last block that the matrix does not fill are in any order, some of them empty.
+        bool good = end - col == kColumnBlock;
+        for (std::int64_t i = col; i < end; ++i) good = good && usable(piece.sums[i]);
+        if (good) continue;
+        std::memset(piece.sums + col, 0, kColumnBlock * sizeof(double));
+        unusable.push_back({col, end, panel.whole});
+      }
     }
-  }
-  if (!good) {
-    for (std::int64_t p = 0; p < piece.panel_count; ++p) {
-      // Whole blocks: the lanes of a last block that the matrix does not fill are in any order.
-      const std::int64_t size = piece.panels[p].end - piece.panels[p].begin;
-      const std::int64_t blocks = (size + kColumnBlock - 1) / kColumnBlock;
-      std::memset(piece.sums + piece.panels[p].begin, 0, blocks * kColumnBlock * sizeof(double));
-    }
-    over_columns(piece, false, SumColumns<decltype(terms.exact())>{terms.exact(), piece.sums});
+    Piece again = piece;
+    again.panels = unusable.data();
+    again.panel_count = static_cast<std::int64_t>(unusable.size());
+    over_columns(again, false, SumColumns<decltype(terms.exact())>{terms.exact(), piece.sums});
   }
   reorder<typename Terms::Storage, false>(piece.sums, piece);
 }

@@ -154,9 +154,10 @@ std::vector<double> over_selection(Selection selection, const Call& call) {
 
 }  // namespace
 
-double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
-  // Any NaN stands for every NaN; the one that bfloat16 can hold survives its rounding.
-  if (std::isnan(strength)) strength = std::numeric_limits<double>::quiet_NaN();
+namespace {
+
+// The sum of each selected group: of absolute values, or of squares; beside adding to the gradient, if there is one.
+std::vector<double> penalty_sums(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
   std::vector<double> sums;
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -165,6 +166,19 @@ double group_penalty(const void* w, void* grad, double strength, bool l1, const 
       kernel(static_cast<const T*>(w), static_cast<T*>(grad), strength, l1, piece);
     });
   });
+  return sums;
+}
+
+}  // namespace
+
+std::vector<double> group_squares(const void* w, const Selection& selection) {
+  return penalty_sums(w, nullptr, 0, false, selection);
+}
+
+double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
+  // Any NaN stands for every NaN; the one that bfloat16 can hold survives its rounding.
+  if (std::isnan(strength)) strength = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<double> sums = penalty_sums(w, grad, strength, l1, selection);
   // In the order of the index, whatever the number of threads was.
   double value = 0;
   for (const double sum : sums) value += l1 ? sum : __builtin_sqrt(sum);

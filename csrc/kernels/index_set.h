@@ -27,6 +27,9 @@ struct Selection {
 // adds strength times the gradient of that to it. w and grad: disjoint, of one shape and dtype.
 double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection);
 
+// The sum of squares of each selected group.
+std::vector<double> group_squares(const void* w, const Selection& selection);
+
 // The proximal step of threshold times the same sum, in place.
 void group_prox(void* w, double threshold, bool l1, const Selection& selection);
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from pyprune.config import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError, PypruneError
 from pyprune.families import NamedParam, Row, family_for, named_axes
+from pyprune.ops import group_importance
 from pyprune.plan import Sizes
 
 Place = tuple[int | None, str]
@@ -100,7 +101,7 @@ class Scope:
         }[axis]
 
 
-def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: bool) -> Tensor:
+def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: bool, size: int = 1) -> Tensor:
     """Sum |factor * weight| (or, signed, take |sum of factor * weight|) over every dimension but ``dim``.
 
     Args:
@@ -108,16 +109,13 @@ def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: boo
         weight: of that shape; None is 1.
         dim: the dimension that counts the channels.
         signed: |sum of the elements| instead of the sum of their absolute values.
+        size: neighbouring channels that are added up afterwards (head_dim: a head).
 
     Returns:
-        float64 ``[shape[dim]]``; accumulated in float64, so that neither order nor size matters.
+        float64 ``[shape[dim] / size]``; products and sums are float64, so that neither order nor size matters.
     """
-    elements = factor if weight is None else factor * weight.to(factor.dtype)
-    others = [d for d in range(elements.dim()) if d != dim]
-    values = elements if signed else elements.abs()
-    if others:
-        values = values.sum(others, dtype=torch.float64)
-    return values.double().abs()
+    other = torch.ones_like(factor) if weight is None else weight
+    return group_importance(factor, other, dim, size, signed=signed)
 
 
 class StructureScores:
@@ -146,9 +144,8 @@ class StructureScores:
             signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
         """
         for dim, (layer, axis) in self.scope.dims(param.row, param.layer):
-            values = channel_sums(factor, weight, dim, signed=signed)
-            if axis in ("heads", "kv_heads"):
-                values = values.view(-1, self.scope.dense.head_dim).sum(1)
+            size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
+            values = channel_sums(factor, weight, dim, signed=signed, size=size)
             self.add_structures(layer, axis, param.name.rpartition(".")[0], values)
 
     def add_structures(self, layer: int | None, axis: str, module: str, values: Tensor) -> None:

@@ -174,9 +174,11 @@ def test_any_shape_and_index(
     index = (torch.rand(w.shape[axis], generator=torch.Generator().manual_seed(seed)) < share).nonzero().flatten()
     exact = reference(w.double(), index, axis, "l1" if w.shape[1 - axis] == 1 else kind, threshold)
     result = group_prox(w.clone(), index, axis, kind, threshold)
-    # The storage's rounding, and float32's of the difference of a weight and the threshold.
-    unit = torch.finfo(dtype).eps
-    assert ((result.double() - exact).abs() <= unit * exact.abs() + 3e-7 * w.double().abs()).all()
+    # The storage's rounding, whose spacing is constant below the smallest normal number, and float32's of the
+    # difference of a weight and the threshold.
+    storage = torch.finfo(dtype)
+    rounding = storage.eps * exact.abs().clamp(min=storage.smallest_normal)
+    assert ((result.double() - exact).abs() <= rounding + 3e-7 * w.double().abs()).all()
     assert (result.double().abs() <= w.double().abs()).all()
 
 
