@@ -208,8 +208,8 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel), adam (no decay),
-            or sgd (with momentum 0).
+        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
+            with DReSS's penalty and the clipping in its pass), adam (no decay), or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
         steps: optimiser steps, at most.

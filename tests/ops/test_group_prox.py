@@ -8,7 +8,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas, group_penalty, group_prox, group_soft_threshold
+from pyprune.ops import (
+    BackendError,
+    OpError,
+    _dispatch,
+    available_isas,
+    group_penalty,
+    group_prox,
+    group_soft_threshold,
+)
 from pyprune.ops.group_prox import reference
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
 from tests.ops.test_group_penalty import DTYPES, KINDS, SHAPES, some_of, weights
