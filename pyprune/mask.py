@@ -65,10 +65,17 @@ def masked(model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]
 
     Holds a copy of all weights meanwhile (one times the model's bytes).
     """
-    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
+    with restored(model):
         mask_(model, plan)
         yield model
+
+
+@contextmanager
+def restored(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """Give a copy of all weights (by parameter name), and put it back bit for bit when the block ends."""
+    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield saved
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():

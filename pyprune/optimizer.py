@@ -46,6 +46,10 @@ class RegularisedAdamW(torch.optim.Optimizer):
         stochastic: round bfloat16 weights stochastically; to nearest, small updates vanish.
         seed: of the random rounding.
 
+    Attributes:
+        gradient_scale: a factor on the gradients of the next :meth:`step` (clipping without a pass of its own), which
+            sets it back to 1. Penalties are not scaled. Not used while stepping in backward.
+
     Raises:
         ConfigError: ``moment_bits`` is neither 32 nor 8, or a penalty belongs to no parameter of the optimiser.
     """
@@ -69,6 +73,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         self.quantised = moment_bits == 8
         self.stochastic = stochastic
         self.seed = seed
+        self.gradient_scale = 1.0
         self._in_backward = False
         self._stepped: set[Tensor] = set()
         self.penalties: dict[Tensor, Penalty] = {}
@@ -105,7 +110,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, members in self._calls():
-            self._run(group, members, [1.0] * len(members))
+            self._run(group, members, [self.gradient_scale] * len(members))
+        self.gradient_scale = 1.0
         return loss
 
     def _positions(self) -> dict[Tensor, int]:
@@ -235,9 +241,13 @@ def _check_hook_mode(accumulation: int, clipping: str, max_grad_norm: float | No
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be finite and > 0.")
 
 
+def clip_factor(norm: float, max_grad_norm: float) -> float:
+    """What torch's ``clip_grad_norm_`` multiplies gradients of this norm with."""
+    return min(1.0, max_grad_norm / (norm + 1e-6))
+
+
 def _clip_scale(gradient: Tensor | None, max_grad_norm: float | None) -> float:
-    """The factor of torch's clip_grad_norm_ for one gradient."""
+    """The factor on one gradient that is clipped by its own norm."""
     if gradient is None or max_grad_norm is None:
         return 1.0
-    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-    return min(1.0, max_grad_norm / (norm + 1e-6))
+    return clip_factor(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)), max_grad_norm)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pyprune.calibrate import TokenSamples, check_sequence_length, sample_sequences, split_disjoint
 from pyprune.compact import CompactReport, choose_target, compact_
+from pyprune.compensate import compensate_, compensated_config
 from pyprune.config import Config, DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import CheckpointError, ConfigError, PlanError
@@ -57,7 +59,7 @@ class PruneResult:
         compact: sizes before and after, and the architecture; None when the plan was not applied.
         notes: roundings and choices a reader must know.
         warnings: what the user should worry about.
-        decision: how the plan came about.
+        decision: how the plan came about; "seconds" is the wall time of a new one.
         stages: one report for each action before and after the cut, in order.
         effects: what regularisation did to the weights, activations and layers; None without it.
         verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
@@ -144,7 +146,7 @@ def prune(
         "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
         "config": config.to_dict(),
         "report": result.to_dict(),
-        "training_marks": training_marks(data.values()) if _trains(config) else "",
+        "training_marks": training_marks(data.values()) if _shapes_the_result(config) else "",
     }
     result.out = save_checkpoint(
         model,
@@ -204,7 +206,7 @@ def prune_(
         )
         result.warnings += result.effects.warnings
     if config.stages.prune:
-        _cut(model, config, result, probe)
+        _cut(model, config, result, samples)
     for number, action in enumerate(config.stages.after):
         _act(model, after_samples, config, action, f"after-{number}-{action}", result, work, teacher)
     # The regulariser and the comparison of effects may say the same about a preserved ratio.
@@ -214,13 +216,20 @@ def prune_(
     return result
 
 
-def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, probe: Tensor) -> None:
+def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, samples: Tensor) -> None:
+    probe = samples[:PROBE_SAMPLES]
     if config.verify and not probe.numel():
         raise ConfigError("verify is on, which measures on calibration text; give samples under 'regularise'.")
+    dense_parameters = count_parameters(model)
+    if config.compensates:
+        # The dense model's own activations, as they are at the moment of the cut.
+        report = compensate_(model, result.plan, samples, batch_size=config.score.batch_size)
+        (result.notes if report.blocks else result.warnings).extend(report.notes())
+        result.decision["compensation"] = vars(report)
     if config.verify:
         with masked(model, result.plan):
             result.verified = {"masked_perplexity": _perplexity(model, probe)}
-    result.compact = compact_(model, result.plan)
+    result.compact = replace(compact_(model, result.plan), dense_parameters=dense_parameters)
     if result.verified is not None:
         result.verified["compacted_perplexity"] = _perplexity(model, probe)
     if result.compact.reasons:
@@ -350,7 +359,7 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         ConfigError: the model has no tokenizer.
         DataError: the text cannot be used, or the sequences are longer than the model allows.
     """
-    if not (_trains(config) or config.verify):
+    if not (_shapes_the_result(config) or config.verify):
         return {}
     if tokenizer is None:
         raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
@@ -378,7 +387,9 @@ def _new_decision(
         return PlanDecision(read_plan(config.plan), notes=(f"Plan replayed from {config.plan}.",))
     if config.method == "none":
         raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
-    return get_method(config.method).decide(model, samples, config, _run(work, "decide"))
+    started = time.monotonic()
+    decision = get_method(config.method).decide(model, samples, config, _run(work, "decide"))
+    return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
 
 def read_plan(path: str | Path) -> PrunePlan:
@@ -401,8 +412,10 @@ def read_plan(path: str | Path) -> PrunePlan:
 
 
 def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> None:
-    """Find out before hours of training, not after, that no stock architecture takes the sizes."""
-    target = choose_target(family_for(model), model.config, plan)
+    """Find out before hours of training, not after, that no architecture takes the sizes or the biases."""
+    family = family_for(model)
+    cut_config = compensated_config(model, family) if config.compensates else model.config
+    target = choose_target(family, cut_config, plan)
     if config.target == "stock" and target.stock is None:
         raise ConfigError(
             f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "
@@ -488,10 +501,10 @@ def _tokens(samples: TokenSamples | Tensor) -> Tokens:
     return Tokens.of(samples) if isinstance(samples, Tensor) else samples.tokens
 
 
-def _trains(config: PruneConfig) -> bool:
-    """Whether text shapes the result: it trains the model, or a method reads it to decide."""
+def _shapes_the_result(config: PruneConfig) -> bool:
+    """Whether text does: it trains the model, a method reads it to decide, or biases hold its means."""
     decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
-    return bool(config.stages.before or config.stages.after) or decides
+    return bool(config.stages.before or config.stages.after) or decides or config.compensates
 
 
 def _target_ratio(config: PruneConfig) -> float | None:

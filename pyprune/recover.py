@@ -95,7 +95,7 @@ def recover(
         return train(model, samples, config.train, objective, description="recovery of all weights", **options)
     targets = projection_names(model)
     keep = False
-    with _adapters(model, targets, config) as adapted:
+    with adapters(model, targets, config) as adapted:
         try:
             report = train(adapted, samples, config.train, objective, description="LoRA recovery", **options)
             keep = True
@@ -160,13 +160,25 @@ def projection_names(model: PreTrainedModel) -> list[str]:
 
 
 @contextmanager
-def _adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) -> Iterator[Any]:
-    """The model wrapped by PEFT; which parameters require a gradient is put back afterwards."""
+def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) -> Iterator[Any]:
+    """The model wrapped by PEFT; which parameters require a gradient, and the mode, are put back afterwards.
+
+    The caller merges or unloads the adapters before the block ends.
+
+    Args:
+        model: a causal LM.
+        targets: full names of the linear modules that get an adapter.
+        config: rank, alpha, dropout, and the seed of the adapters (``train.seed``).
+
+    Raises:
+        MissingDependencyError: PEFT is not installed.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise MissingDependencyError("peft", "recover", "LoRA recovery") from error
+        raise MissingDependencyError("peft", "recover", "LoRA") from error
     required = {n: p.requires_grad for n, p in model.named_parameters()}
+    training = model.training
     lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
     # PEFT draws the adapters from the global stream; it must give the same adapters again when resuming.
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
@@ -180,5 +192,7 @@ def _adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig)
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required.get(name, True))
+        # The wrapper starts in training mode, and that is the mode that training would come back to.
+        model.train(training)
         if hasattr(model, "peft_config"):
             del model.peft_config

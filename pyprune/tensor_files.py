@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -186,20 +187,21 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as stream:
+    with path.open("wb", buffering=0) as stream, ThreadPoolExecutor(1) as pool:
         for piece in (struct.pack("<Q", len(text)), text):
-            _write_all(stream, memoryview(piece), digest)
+            _write_all(stream, memoryview(piece), digest, pool)
         for entry in entries:
             name, tensor = next(tensors)
             if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
                 raise RuntimeError(f"{name} {tensor.dtype} {tuple(tensor.shape)} came where {entry} was announced.")
             raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            _write_all(stream, raw.data, digest)
+            _write_all(stream, raw.data, digest, pool)
             del tensor, raw
     return digest.hexdigest()
 
 
-def _write_all(stream: Any, data: memoryview, digest: Any) -> None:
-    digest.update(data)
+def _write_all(stream: Any, data: memoryview, digest: Any, pool: Executor) -> None:
+    hashed = pool.submit(digest.update, data)  # both leave the interpreter to others, so they overlap
     while len(data):
         data = data[stream.write(data) :]
+    hashed.result()

@@ -30,7 +30,9 @@ from torch.nn import functional
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
-from pyprune.optimizer import RegularisedAdamW
+from pyprune.ops import available_isas
+from pyprune.ops.regularised_adamw import Penalty
+from pyprune.optimizer import RegularisedAdamW, clip_factor
 from pyprune.progress import console
 from pyprune.resume import TrainState, check_same_run, latest_state, load_state, save_state
 from pyprune.tokens import IGNORED as IGNORED
@@ -82,9 +84,9 @@ class Objective:
     """What a training run minimises; the base class is plain language-model fine-tuning.
 
     A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
-    ``parameter_groups``; ``load_state_dict`` when resuming; then per step ``before_step``, ``micro_loss`` for
-    every micro batch, ``step_penalty`` once, and ``after_optimizer_step``; at a regular end ``finish``; and
-    always ``teardown``.
+    ``parameter_groups``; ``optimiser_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``,
+    ``micro_loss`` for every micro batch, ``apply_step_penalty`` once, ``before_optimizer_step`` and
+    ``after_optimizer_step``; at a regular end ``finish``; and always ``teardown``.
     """
 
     name = "finetune"
@@ -107,6 +109,14 @@ class Objective:
         ]
         return [g for g in groups if g.parameters]
 
+    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """Weight penalties that the optimiser handles in its own pass; asked for with ``fused_adamw`` only.
+
+        What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too. The loop
+        clips gradients before such a penalty joins them.
+        """
+        return {}
+
     def before_step(self, model: nn.Module, step: int) -> None:
         """Called before the first micro batch of a step; must depend on ``step`` and the state only.
 
@@ -123,14 +133,25 @@ class Objective:
         return LossTerms(causal_loss(model, batch))
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Penalty on the weights (times its strength), differentiable, once per optimiser step; or None."""
+        """Penalty on the weights (times its strength), differentiable; or None."""
         return None
+
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimiser step, and return its value."""
+        penalty = self.step_penalty(model)
+        if penalty is None:
+            return None
+        penalty.backward()
+        return penalty.detach()
 
     def validation_penalty(self, model: nn.Module) -> float:
         """Weight penalty added to the validation loss; overridden where a solver hides it from the loss."""
         with torch.no_grad():
             penalty = self.step_penalty(model)
         return 0.0 if penalty is None else float(penalty)
+
+    def before_optimizer_step(self, model: nn.Module, step: int) -> None:
+        """Read the step's complete gradients, finite and clipped, while the weights are still those they belong to."""
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
@@ -361,7 +382,9 @@ class _Run:
         for group in groups:
             self.parameters.update(group.parameters)
         check_trainable(self.parameters)
-        self.optimizer = make_optimizer(groups, self.config)
+        own = uses_own_optimiser(self.config, self.device)
+        penalties = self.objective.optimiser_penalties(self.model, self.config) if own else {}
+        self.optimizer = make_optimizer(groups, self.config, penalties)
 
     def _step(self, step: int) -> None:
         config = self.config
@@ -375,6 +398,8 @@ class _Run:
         norm = self._finite_gradient_norm(step)
         if self.keep_last_good:
             self._remember_last_good(step)
+        with torch.no_grad():
+            self.objective.before_optimizer_step(self.model, step)
         with self._update():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -404,19 +429,21 @@ class _Run:
                 parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight
             self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
             loss.backward()
-        penalty = self.objective.step_penalty(self.model)
+        penalty = self.objective.apply_step_penalty(self.model)
         if penalty is not None:
-            penalty_sum += float(penalty.detach())
+            penalty_sum += float(penalty)
             self._check_finite(penalty_sum, "penalty", step)
-            penalty.backward()
         return lm_sum, penalty_sum, parts
 
     def _finite_gradient_norm(self, step: int) -> float:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         self._check_finite(float(norm), "gradient norm", step)
-        if self.config.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.config.max_grad_norm, norm)
+        limit = self.config.max_grad_norm
+        if limit is not None and isinstance(self.optimizer, RegularisedAdamW):
+            self.optimizer.gradient_scale = clip_factor(float(norm), limit)
+        elif limit is not None:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
         return float(norm)
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
@@ -602,8 +629,23 @@ class _Run:
         self.done = patience is not None and self.bad_validations >= patience
 
 
-def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.optim.Optimizer:
+def uses_own_optimiser(config: TrainConfig, device: torch.device) -> bool:
+    """Whether "fused_adamw" was asked for and has kernels on this device.
+
+    Without them torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
+    """
+    return config.optimiser == "fused_adamw" and (device.type != "cpu" or bool(available_isas()))
+
+
+def make_optimizer(
+    groups: list[ParameterGroup], config: TrainConfig, penalties: Mapping[nn.Parameter, Penalty] | None = None
+) -> torch.optim.Optimizer:
     """Build the optimiser (fused kernels, which exist for the CPU and CUDA).
+
+    Args:
+        groups: what is trained.
+        config: the loop's options.
+        penalties: what "fused_adamw" handles in its own pass.
 
     Raises:
         ConfigError: weight decay with "adam", which has none here.
@@ -613,13 +655,14 @@ def make_optimizer(groups: list[ParameterGroup], config: TrainConfig) -> torch.o
     parameters = [
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]
-    if config.optimiser == "fused_adamw":
-        return RegularisedAdamW(parameters, lr=config.learning_rate, seed=config.seed)
+    device = next(iter(groups[0].parameters.values())).device
+    if uses_own_optimiser(config, device):
+        return RegularisedAdamW(parameters, lr=config.learning_rate, penalties=penalties, seed=config.seed)
     kinds = {p.device.type for g in groups for p in g.parameters.values()}
     fused = kinds <= {"cpu", "cuda"}
     if config.optimiser == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate, fused=fused)
-    kind = torch.optim.AdamW if config.optimiser == "adamw" else torch.optim.Adam
+    kind = torch.optim.Adam if config.optimiser == "adam" else torch.optim.AdamW
     return kind(parameters, lr=config.learning_rate, fused=fused)
 
 

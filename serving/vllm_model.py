@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -55,10 +56,21 @@ class PrunedDecoderLayer(LlamaDecoderLayer):
         self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
         attention = self.attention_class if self.attends else NoAttention
         super().__init__(vllm_config, prefix, own, attn_layer_type=attention)
+        if getattr(whole, "output_bias", False):
+            self._give_output_biases(own, self.get_quant_config(vllm_config), prefix)
         if not self.attends:
             del self.self_attn, self.input_layernorm
         if not self.feeds:
             del self.mlp, self.post_attention_layernorm
+
+    def _give_output_biases(self, own: Any, quant_config: Any, prefix: str) -> None:
+        """Let the output projections carry a bias; vLLM's switch for the MLP would ask for one on gate and up too."""
+        options = {"output_size": own.hidden_size, "bias": True, "quant_config": quant_config}
+        if self.attends:
+            width = own.num_attention_heads * own.head_dim
+            self.self_attn.o_proj = RowParallelLinear(width, prefix=f"{prefix}.self_attn.o_proj", **options)
+        if self.feeds:
+            self.mlp.down_proj = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.down_proj", **options)
 
     def adapt(self, config: Any) -> Any:
         """Return the layer's configuration with what vLLM's LLaMA layer reads under another name."""

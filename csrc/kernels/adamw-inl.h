@@ -40,48 +40,60 @@ struct Code {
   static constexpr std::uint32_t kTop = kSigned ? 127 : 255;
   static constexpr std::uint32_t kBase = (127u << kMantissa) - kTop;
 
-  static void decode(const std::uint8_t* codes, float scale, float* out, int count) {
-    for (int i = 0; i < count; ++i) {
-      const std::uint32_t code = codes[i], magnitude = kSigned ? code & 127u : code;
-      const std::uint32_t sign = kSigned ? (code >> 7) << 31 : 0u;
-      const std::uint32_t bits = magnitude == 0 ? 0u : (magnitude + kBase) << kShift;
-      out[i] = float_of(bits | sign) * scale;
+  // All are blocks of kAdamBlock.
+  static void decode(const std::uint8_t* codes, float scale, float* out) {
+    for (int i = 0; i < kAdamBlock; i += kWidth) {
+      const Words code = load_bytes(codes + i), magnitude = kSigned ? code & 127u : code;
+      const Words sign = kSigned ? (code >> 7) << 31 : Words{};
+      const Words bits = magnitude == 0u ? Words{} : (magnitude + kBase) << kShift;
+      store_lanes(out + i, (Floats)(bits | sign) * scale);
     }
   }
 
-  static float encode(const float* values, const std::uint32_t* random, std::uint8_t* codes, int count) {
-    // Compared as integers: NaN is then larger than infinity, and infinity larger than every number.
-    std::uint32_t largest_bits = 0;
-    for (int i = 0; i < count; ++i) {
-      const std::uint32_t bits = bits_of(values[i]) & 0x7fffffffu;
-      largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
+  // Returns the scale of the codes.
+  static float encode(const float* values, const std::uint32_t* random, std::uint8_t* codes) {
+    const std::uint32_t largest_bits = largest_magnitude(values);
     const float largest = float_of(largest_bits);
-    if (largest_bits >= 0x7f800000u || largest_bits == 0) {
-      for (int i = 0; i < count; ++i) {
-        const std::uint32_t sign = kSigned && values[i] < 0 ? 128u : 0u;
-        codes[i] = static_cast<std::uint8_t>((largest_bits == 0 ? 0u : kTop) | sign);
+    if (largest_bits == 0 || largest_bits >= 0x7f800000u) {
+      for (int i = 0; i < kAdamBlock; i += kWidth) {
+        store_bytes(codes + i, sign_of(load_lanes(values + i)) | (largest_bits == 0 ? 0u : kTop));
       }
       return largest_bits == 0 ? 0.0f : float_of(0x7fc00000u);
     }
-    const float smallest = float_of((kBase + 1) << kShift);
-    for (int i = 0; i < count; ++i) {
-      const float share = float_of(bits_of(values[i]) & 0x7fffffffu) / largest;
-      const std::uint32_t regular = ((bits_of(share) + (random[i] << (kShift - 16))) >> kShift) - kBase;
-      const std::uint32_t below =
-          kSigned ? (share * 65536.0f > static_cast<float>(static_cast<std::int32_t>(random[i])) * smallest ? 1u : 0u)
-                  : (share > 0 ? 1u : 0u);
-      const std::uint32_t magnitude = share < smallest ? below : regular;
-      const std::uint32_t sign = kSigned && values[i] < 0 ? 128u : 0u;
-      codes[i] = static_cast<std::uint8_t>(magnitude | sign);
+    for (int i = 0; i < kAdamBlock; i += kWidth) {
+      Words bits;
+      std::memcpy(&bits, random + i, sizeof bits);
+      const Floats value = load_lanes(values + i);
+      const Floats share = (Floats)((Words)value & 0x7fffffffu) / largest;
+      store_bytes(codes + i, magnitude_of(share, bits) | sign_of(value));
     }
     return largest;
+  }
+
+  static Words magnitude_of(Floats share, Words random) {
+    const Floats smallest = spread(float_of((kBase + 1) << kShift));
+    const Words regular = (((Words)share + (random << (kShift - 16))) >> kShift) - kBase;
+    const Floats chance = __builtin_convertvector((Integers)random, Floats) * smallest;
+    const Words below = (Words)(kSigned ? share * 65536.0f > chance : share > 0.0f) & 1u;
+    return share < smallest ? below : regular;
+  }
+
+  static Words sign_of(Floats value) { return kSigned ? (Words)(value < 0.0f) & 128u : Words{}; }
+
+  // Compared as integers: NaN is then larger than infinity, and infinity larger than every number.
+  static std::uint32_t largest_magnitude(const float* values) {
+    Words largest{};
+    for (int i = 0; i < kAdamBlock; i += kWidth) {
+      const Words bits = (Words)load_lanes(values + i) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+    std::uint32_t result = 0;
+    for (int i = 0; i < kWidth; ++i) result = largest[i] > result ? largest[i] : result;
+    return result;
   }
 };
 using FirstCode = Code<3, true>;
 using SecondCode = Code<4, false>;
-
-inline float root(float value) { return __builtin_sqrtf(value); }
 
 // The coefficients of a block's elements: their groups'. Points into the groups' own where it can, else to `buffer`.
 inline const float* spread(const AdamTensor& t, const float* coefficients, std::int64_t start, int count,
@@ -204,20 +216,25 @@ struct AdamBlocks {
 
   template <AdamPenalty kPenalty>
   void step_coded(std::int64_t start, int count) const {
+    // A last block that is not whole is coded by way of one that is.
+    std::uint8_t first_codes[kAdamBlock] = {}, second_codes[kAdamBlock] = {};
     float first[kAdamBlock], second[kAdamBlock];
     std::uint32_t random[kAdamBlock];
     const std::int64_t block = start / kAdamBlock;
-    std::uint8_t* first_codes = static_cast<std::uint8_t*>(t.first) + start;
-    std::uint8_t* second_codes = static_cast<std::uint8_t*>(t.second) + start;
-    FirstCode::decode(first_codes, t.first_scale[block], first, count);
-    SecondCode::decode(second_codes, t.second_scale[block], second, count);
-    for (int i = 0; i < count; ++i) second[i] *= second[i];
+    const std::size_t size = static_cast<std::size_t>(count);
+    std::memcpy(first_codes, static_cast<std::uint8_t*>(t.first) + start, size);
+    std::memcpy(second_codes, static_cast<std::uint8_t*>(t.second) + start, size);
+    FirstCode::decode(first_codes, t.first_scale[block], first);
+    SecondCode::decode(second_codes, t.second_scale[block], second);
+    for (int i = 0; i < kAdamBlock; ++i) second[i] *= second[i];
     step<kPenalty>(start, count, first, second);
-    for (int i = 0; i < count; ++i) second[i] = root(second[i]);
+    for (int i = 0; i < kAdamBlock; i += kWidth) store_lanes(second + i, square_root(load_lanes(second + i)));
     randomise(block, kForFirst, random);
-    t.first_scale[block] = FirstCode::encode(first, random, first_codes, count);
+    t.first_scale[block] = FirstCode::encode(first, random, first_codes);
     randomise(block, kForSecond, random);
-    t.second_scale[block] = SecondCode::encode(second, random, second_codes, count);
+    t.second_scale[block] = SecondCode::encode(second, random, second_codes);
+    std::memcpy(static_cast<std::uint8_t*>(t.first) + start, first_codes, size);
+    std::memcpy(static_cast<std::uint8_t*>(t.second) + start, second_codes, size);
   }
 
   template <AdamPenalty kPenalty>

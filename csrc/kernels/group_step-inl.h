@@ -3,29 +3,27 @@
 // An element is evaluated twice, for the norm and for the product, instead of being stored (and rounded) in between.
 // Sums run in double over a fixed number of lanes: squares of float32 can neither overflow nor vanish, and the result
 // is the same on every instruction set.
-#include "kernels/simd-inl.h"
+#include "kernels/columns-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-constexpr int kLanes = 32;
 constexpr int kPairs = kLanes / kPair;
-// 16-bit values are squared and summed over this many blocks of lanes (or rows of a column) in float32 before the sum
-// goes on in double, which saves most of the conversions. See is_exact_enough().
+// 16-bit values are squared and summed over this many blocks of lanes in float32 before the sum goes on in double, which
+// saves most of the conversions. See usable().
 constexpr int kBlocks = 4;
 constexpr std::int64_t kHeadStart = 1024;
-// Columns are worked on in panels that stay in the shared cache between the pass for the norms and the product.
-constexpr std::int64_t kPanelBytes = 4 << 20;
-constexpr int kPanelColumns = 512;
-constexpr int kRowsAtOnce = 2 * kBlocks;
 
 template <class T>
 struct Plain {
   using Storage = T;
+  static constexpr int kArrays = 1;
   const T* x;
-  Pair at(std::int64_t i) const { return load_pair(x + i); }
-  Pair at(std::int64_t i, std::int64_t count) const { return load_pair_up_to(x + i, count); }
+  template <class Extent>
+  Pair at(std::int64_t i, Extent extent) const {
+    return extent.load(x + i);
+  }
   Plain shifted(std::int64_t offset) const { return {x + offset}; }
   void fetch(std::int64_t i) const { fetch_pair<3>(x + i); }
   void fetch_far(std::int64_t i) const { fetch_pair<2>(x + i); }
@@ -34,15 +32,14 @@ struct Plain {
 template <class T>
 struct Stepped {
   using Storage = T;
+  static constexpr int kArrays = 2;
   const T* delta;
   const T* grad;
   float decay;
   float gamma;
-  Pair at(std::int64_t i) const {
-    return load_pair(delta + i) * spread(decay) - load_pair(grad + i) * spread(gamma);
-  }
-  Pair at(std::int64_t i, std::int64_t count) const {
-    return load_pair_up_to(delta + i, count) * spread(decay) - load_pair_up_to(grad + i, count) * spread(gamma);
+  template <class Extent>
+  Pair at(std::int64_t i, Extent extent) const {
+    return extent.load(delta + i) * spread(decay) - extent.load(grad + i) * spread(gamma);
   }
   Stepped shifted(std::int64_t offset) const { return {delta + offset, grad + offset, decay, gamma}; }
   void fetch(std::int64_t i) const {
@@ -55,46 +52,28 @@ struct Stepped {
   }
 };
 
-// Whether float32 could hold the squares that a sum was made of: none was infinite, and none that matters vanished.
-inline bool is_exact_enough(double sum) { return sum > 1e-20 && sum < __builtin_inf(); }
-
-// The double lanes of a pair of registers: four registers of half as many lanes.
-inline void add_squares(Doubles* sums, Pair value) {
-  sums[0] = add_square(sums[0], lower(value.first));
-  sums[1] = add_square(sums[1], upper(value.first));
-  sums[2] = add_square(sums[2], lower(value.second));
-  sums[3] = add_square(sums[3], upper(value.second));
-}
-
-inline void add(Doubles* sums, Pair value) {
-  sums[0] += lower(value.first);
-  sums[1] += upper(value.first);
-  sums[2] += lower(value.second);
-  sums[3] += upper(value.second);
-}
-
 // Sums of squares of a row, in kLanes lanes: element i belongs to lane i % kLanes whatever the register's width is.
 template <class Source, bool kWide>
 struct RowSum {
   static constexpr int kStep = kWide ? kLanes : kBlocks * kLanes;
-  Doubles sums[4 * kPairs] = {};
+  Sums sums[kPairs] = {};
 
   // Elements [i, i + kStep), in the order in which `product` (if any) is made of another row's.
   template <class Also>
   void step(Source source, std::int64_t i, const Also& also) {
     for (int pair = 0; pair < kPairs; ++pair) {
       if constexpr (kWide) {
-        add_squares(sums + 4 * pair, source.at(i + pair * kPair));
+        sums[pair].add_squares(source.at(i + pair * kPair, Whole{}));
         also(i + pair * kPair);
       } else {
         Pair squares{};
         for (int block = 0; block < kBlocks; ++block) {
           const std::int64_t at = i + block * kLanes + pair * kPair;
-          const Pair value = source.at(at);
+          const Pair value = source.at(at, Whole{});
           squares = block == 0 ? value * value : squares + value * value;
           also(at);
         }
-        add(sums + 4 * pair, squares);
+        sums[pair].add(squares);
       }
     }
   }
@@ -106,7 +85,7 @@ struct RowSum {
     std::memcpy(unordered, sums, sizeof unordered);
     in_order<T>(unordered, lanes, kLanes);
     for (; i < count; i += kPair) {
-      const Pair last = source.at(i, count - i);
+      const Pair last = source.at(i, Part{count - i});
       float rest[kPair];
       std::memcpy(rest, &last, sizeof rest);
       for (int k = 0; k < kPair && i + k < count; ++k) {
@@ -137,7 +116,7 @@ constexpr bool kIsWide = sizeof(typename Source::Storage) == sizeof(float);
 template <class Source, class Also>
 double squared_norm(Source source, std::int64_t count, const Also& also) {
   const double sum = sum_of_squares<kIsWide<Source>>(source, count, also);
-  return kIsWide<Source> || is_exact_enough(sum) ? sum : sum_of_squares<true>(source, count, nothing);
+  return kIsWide<Source> || usable(sum) ? sum : sum_of_squares<true>(source, count, nothing);
 }
 
 // kNumbers: no element of the row is NaN. out may be what the source reads: an element is evaluated before it is written,
@@ -148,7 +127,7 @@ void multiply(Source source, T* out, std::int64_t count, float scale, const Also
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     for (int at = 0; at < kLanes; at += kPair) {
-      const Pair product = source.at(i + at) * scales;
+      const Pair product = source.at(i + at, Whole{}) * scales;
       if constexpr (kNumbers) {
         store_numbers(out + i + at, product);
       } else {
@@ -157,7 +136,7 @@ void multiply(Source source, T* out, std::int64_t count, float scale, const Also
       also(i + at);
     }
   }
-  for (; i < count; i += kPair) store_pair_up_to(out + i, source.at(i, count - i) * scales, count - i);
+  for (; i < count; i += kPair) store_pair_up_to(out + i, source.at(i, Part{count - i}) * scales, count - i);
 }
 
 template <class Source, class T>
@@ -191,91 +170,43 @@ void shrink_rows(Source all, T* out, const GroupRange& range) {
   }
 }
 
-// Adds the squares of `rows` rows of up to kPair columns to their sums, the rows in order.
-template <bool kWide, bool kWhole, class Source>
-void add_rows(Source block, std::int64_t stride, int rows, std::int64_t width, bool fetch, double* sums) {
-  Doubles totals[4];
-  std::memcpy(totals, sums, sizeof totals);
-  for (int i = 0; i < rows; i += kWide ? 1 : kBlocks) {
-    Pair squares{};
-    for (int k = i; k < rows && k < i + (kWide ? 1 : kBlocks); ++k) {
-      const Pair value = kWhole ? block.at(k * stride) : block.at(k * stride, width);
-      if constexpr (kWide) {
-        add_squares(totals, value);
-      } else {
-        squares = k == i ? value * value : squares + value * value;
-      }
-      if (fetch) block.fetch_far((k + kRowsAtOnce) * stride);
-    }
-    if constexpr (!kWide) add(totals, squares);
+template <class Source, bool kExactly = kIsWide<Source>>
+struct SquaresOf {
+  using Storage = typename Source::Storage;
+  static constexpr int kArrays = Source::kArrays;
+  static constexpr bool kExact = kExactly;
+  static constexpr int kChain = kExact ? 1 : kChainRows;
+  Source source;
+  SquaresOf<Source, true> exact() const { return {source}; }
+  template <class Extent>
+  Pair term(std::int64_t i, Extent extent) const {
+    const Pair value = source.at(i, extent);
+    return value * value;
   }
-  std::memcpy(sums, totals, sizeof totals);
-}
-
-// Squared norms of `width` columns, in the order of load_pair(). Every column adds its rows in order, whatever the panel.
-template <bool kWide, class Source>
-void column_sums(Source panel, const GroupRange& range, std::int64_t width, double* sums) {
-  std::int64_t row = 0;
-  for (; row + kRowsAtOnce <= range.rows; row += kRowsAtOnce) {
-    const Source block = panel.shifted(row * range.cols);
-    const bool fetch = row + 2 * kRowsAtOnce <= range.rows;
-    std::int64_t col = 0;
-    for (; col + kPair <= width; col += kPair) {
-      add_rows<kWide, true>(block.shifted(col), range.cols, kRowsAtOnce, kPair, fetch, sums + col);
-    }
-    if (col < width) {
-      add_rows<kWide, false>(block.shifted(col), range.cols, kRowsAtOnce, width - col, false, sums + col);
-    }
+  template <class Extent>
+  void add(std::int64_t i, Extent extent, Sums* sums) const {
+    sums->add_squares(source.at(i, extent));
   }
-  const Source rest = panel.shifted(row * range.cols);
-  for (std::int64_t col = 0; row < range.rows && col < width; col += kPair) {
-    add_rows<kWide, false>(rest.shifted(col), range.cols, static_cast<int>(range.rows - row), width - col, false,
-                           sums + col);
-  }
-}
-
-template <class Source>
-void squared_norms(Source panel, const GroupRange& range, int width, double* sums) {
-  const int padded = (width + kPair - 1) / kPair * kPair;
-  std::memset(sums, 0, padded * sizeof(double));
-  column_sums<kIsWide<Source>>(panel, range, width, sums);
-  if (kIsWide<Source>) return;
-  bool exact = width % kPair == 0;  // the lanes beyond the last column hold 0
-  for (int i = 0; i < width / kPair * kPair; ++i) exact = exact && is_exact_enough(sums[i]);
-  if (exact) return;
-  std::memset(sums, 0, padded * sizeof(double));
-  column_sums<true>(panel, range, width, sums);
-}
-
-// Once down for the norms, once up for the product: what was read last is found in the cache.
-template <class Source, class T>
-void shrink_panel(Source panel, T* out, const GroupRange& range, int width) {
-  double sums[kPanelColumns];
-  float scales[kPanelColumns];
-  squared_norms(panel, range, width, sums);
-  for (int i = 0; i < (width + kPair - 1) / kPair * kPair; ++i) scales[i] = shrink_scale(sums[i], range.threshold);
-  for (std::int64_t row = range.rows - 1; row >= 0; --row) {
-    const Source source = panel.shifted(row * range.cols);
-    T* target = out + row * range.cols;
-    for (int col = 0; col < width; col += kPair) {
-      const Floats first = load_lanes(scales + col), second = load_lanes(scales + col + kWidth);
-      const Pair value = source.at(col, width - col);
-      const Pair product{first == 0.0f ? Floats{} : value.first * first,
-                         second == 0.0f ? Floats{} : value.second * second};
-      store_pair_up_to(target + col, product, width - col);
-    }
-  }
-}
+};
 
 template <class Source, class T>
-void shrink_columns(Source all, T* out, const GroupRange& range) {
-  const std::int64_t column_bytes = range.rows * static_cast<std::int64_t>(sizeof(T));
-  std::int64_t panel = kPanelBytes / column_bytes / kLanes * kLanes;
-  panel = panel < kLanes ? kLanes : (panel > kPanelColumns ? kPanelColumns : panel);
-  for (std::int64_t col = range.begin; col < range.end; col += panel) {
-    const std::int64_t width = range.end - col < panel ? range.end - col : panel;
-    shrink_panel(all.shifted(col), out + col, range, static_cast<int>(width));
+struct ProductOf {
+  static constexpr int kArrays = Source::kArrays;
+  Source source;
+  T* out;
+  // Chosen, not multiplied: a removed group is exactly +0, whatever its signs were.
+  static Floats product(Floats value, Floats scale) { return scale == 0.0f ? Floats{} : value * scale; }
+  template <class Extent>
+  Pair at(std::int64_t i, Extent extent, Pair scale) const {
+    const Pair value = source.at(i, extent);
+    return {product(value.first, scale.first), product(value.second, scale.second)};
   }
+};
+
+template <class Source, class T>
+void shrink_columns(Source source, T* out, const GroupRange& range) {
+  reduce_and_update_columns(SquaresOf<Source>{source}, ProductOf<Source, T>{source, out}, range.columns,
+                            [&](double sum) { return shrink_scale(sum, range.threshold); });
 }
 
 template <class Source, class T>
@@ -298,9 +229,9 @@ void moreau_body(T* delta, const T* grad, float decay, float gamma, const GroupR
   if (range.threshold > 0) return shrink_groups(source, delta, range);
   // Without a threshold the groups do not interact; begin and end count rows.
   const std::int64_t end = range.end * range.cols;
-  for (std::int64_t i = range.begin * range.cols; i < end; i += kPair) {
-    store_pair_up_to(delta + i, source.at(i, end - i), end - i);
-  }
+  std::int64_t i = range.begin * range.cols;
+  for (; i + kPair <= end; i += kPair) store_pair(delta + i, source.at(i, Whole{}));
+  if (i < end) store_pair_up_to(delta + i, source.at(i, Part{end - i}), end - i);
 }
 
 }  // namespace

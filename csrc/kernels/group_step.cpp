@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "dispatch.h"
+#include "kernels/columns.h"
 #include "kernels/parallel.h"
 #include "kernels/simd.h"
 #include "kernels/with_storage.h"
@@ -18,6 +19,7 @@ struct GroupRange {
   double threshold;
   std::int64_t begin;
   std::int64_t end;
+  Piece columns;  // unless by_row
 };
 
 template <class T>
@@ -47,15 +49,32 @@ GroupKernels<T> active_kernels() {
   return table.active();
 }
 
-// Columns are handed out in blocks of this many, so that threads do not share cache lines.
-constexpr std::int64_t kColumnGrain = 64;
+template <class Call>
+void over_rows(const GroupMatrix& matrix, double threshold, const Call& call) {
+  parallel_for(matrix.rows, 1, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
+    call(GroupRange{matrix.rows, matrix.cols, true, threshold, begin, end, {}});
+  });
+}
+
+template <class Call>
+void over_columns(const GroupMatrix& matrix, double threshold, const Call& call) {
+  Columns state(matrix.cols);
+  parallel_for(matrix.cols, kColumnGrain, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
+    const Panel panel{begin, end, true};
+    GroupRange range{matrix.rows, matrix.cols, false, threshold, begin, end, {}};
+    range.columns.rows = matrix.rows;
+    range.columns.cols = matrix.cols;
+    range.columns.panels = &panel;
+    range.columns.panel_count = 1;
+    state.lend(&range.columns);
+    call(range);
+  });
+}
 
 template <class Call>
 void over_groups(const GroupMatrix& matrix, double threshold, bool by_row, const Call& call) {
-  const std::int64_t count = by_row ? matrix.rows : matrix.cols;
-  parallel_for(count, by_row ? 1 : kColumnGrain, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
-    call(GroupRange{matrix.rows, matrix.cols, by_row, threshold, begin, end});
-  });
+  if (by_row) return over_rows(matrix, threshold, call);
+  over_columns(matrix, threshold, call);
 }
 
 }  // namespace

@@ -6,38 +6,13 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "kernels/columns.h"
 #include "kernels/parallel.h"
 #include "kernels/simd.h"
 #include "kernels/with_storage.h"
 
 namespace pyprune {
 namespace {
-
-// Columns are worked on in blocks of this many, which is two registers on the widest instruction set.
-constexpr std::int64_t kColumnBlock = 32;
-
-// Neighbouring columns; begins at a block. whole: all of them are selected.
-struct Panel {
-  std::int64_t begin;
-  std::int64_t end;
-  bool whole;
-};
-
-// One thread's share: the positions [begin, end) of an index of rows, at least one; or panels of columns.
-struct Piece {
-  std::int64_t rows;
-  std::int64_t cols;
-  bool by_row;
-  float offset;
-  const std::int64_t* index;
-  std::int64_t begin;
-  std::int64_t end;
-  const Panel* panels;
-  std::int64_t panel_count;
-  double* sums;             // one a position, or one a column
-  float* scales;            // one a column
-  std::uint32_t* selected;  // one a column: every bit set, or none
-};
 
 template <class T>
 struct IndexSetKernels {
@@ -68,21 +43,12 @@ IndexSetKernels<T> active_kernels() {
   return table.active();
 }
 
-// Threads get whole blocks of columns, and whole cache lines of most matrices.
-constexpr std::int64_t kColumnGrain = 64;
-static_assert(kColumnGrain % kColumnBlock == 0, "no block is shared between threads");
-
-// The state of every column, with room for a last block that the matrix does not fill.
-struct Columns {
-  std::vector<double> sums;
-  std::vector<float> scales;
-  std::vector<std::uint32_t> selected;
-
-  explicit Columns(const Selection& selection)
-      : sums(selection.cols + kColumnBlock), scales(sums.size()), selected(sums.size()) {
-    for (std::int64_t k = 0; k < selection.count; ++k) selected[selection.index[k]] = ~std::uint32_t{0};
-  }
-};
+// The state of every column; the selected ones are marked.
+Columns columns_of(const Selection& selection) {
+  Columns columns(selection.cols);
+  for (std::int64_t k = 0; k < selection.count; ++k) columns.selected[selection.index[k]] = ~std::uint32_t{0};
+  return columns;
+}
 
 // The blocks of [begin, end) that hold a selected column, neighbours of one kind as one panel.
 std::vector<Panel> panels_of(const std::vector<std::uint32_t>& selected, std::int64_t begin, std::int64_t end) {
@@ -115,10 +81,8 @@ void over_rows(const Selection& selection, Piece piece, std::vector<double>* sum
 
 template <class Call>
 void over_columns(const Selection& selection, Piece piece, std::vector<double>* sums, const Call& call) {
-  Columns columns(selection);
-  piece.sums = columns.sums.data();
-  piece.scales = columns.scales.data();
-  piece.selected = columns.selected.data();
+  Columns columns = columns_of(selection);
+  columns.lend(&piece);
   parallel_for(selection.cols, kColumnGrain, selection.threads, [&](std::int64_t begin, std::int64_t end) {
     const std::vector<Panel> panels = panels_of(columns.selected, begin, end);
     Piece own = piece;

@@ -6,7 +6,6 @@ namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-using Integers = std::int32_t __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
 inline Floats float_from(Integers value) { return __builtin_convertvector(value, Floats); }
 
 // -ln((k + 1) / 2^24) for 24-bit k. Reduced to the mantissa in [sqrt(1/2), sqrt(2)); polynomial of Cephes' logf.

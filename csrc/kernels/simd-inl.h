@@ -11,6 +11,7 @@ constexpr int kWidth = PYPRUNE_TARGET_WIDTH;
 
 using Floats = float __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
 using Words = std::uint32_t __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
+using Integers = std::int32_t __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
 // Half as many lanes as Floats.
 using Doubles = double __attribute__((vector_size(4 * PYPRUNE_TARGET_WIDTH)));
 
@@ -42,7 +43,7 @@ inline Words rounded_to_bfloat16(Floats lanes) {
   return lanes == lanes ? number_to_bfloat16(lanes) : ((Words)lanes | 0x400000u);
 }
 
-// add_square() may fuse: the square of a float32 is exact in double, so both forms round once and alike.
+// load_bytes() and store_bytes(): one byte, 0 to 255, for each lane. add_square() may fuse: the square of a float32 is exact in double, so both forms round once and alike.
 #if PYPRUNE_TARGET_WIDTH == 16
 
 inline Floats load_lanes(const BFloat16* x) {
@@ -69,6 +70,14 @@ inline Doubles add_square(Doubles sum, Doubles value) { return _mm512_fmadd_pd(v
 
 inline Floats square_root(Floats value) { return _mm512_sqrt_ps(value); }
 
+inline Words load_bytes(const std::uint8_t* x) {
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)x));
+}
+
+inline void store_bytes(std::uint8_t* out, Words words) {
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)words));
+}
+
 #elif PYPRUNE_TARGET_WIDTH == 8
 
 inline Floats load_lanes(const BFloat16* x) {
@@ -94,6 +103,16 @@ inline Doubles upper(Floats lanes) { return _mm256_cvtps_pd(_mm256_extractf128_p
 inline Doubles add_square(Doubles sum, Doubles value) { return _mm256_fmadd_pd(value, value, sum); }
 
 inline Floats square_root(Floats value) { return _mm256_sqrt_ps(value); }
+
+inline Words load_bytes(const std::uint8_t* x) {
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x));
+}
+
+inline void store_bytes(std::uint8_t* out, Words words) {
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)words),
+                                          _mm256_extracti128_si256((__m256i)words, 1));
+  _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(halves, halves));
+}
 
 #else
 
@@ -144,6 +163,16 @@ inline Doubles lower(Floats lanes) { return Doubles{lanes[0], lanes[1]}; }
 inline Doubles upper(Floats lanes) { return Doubles{lanes[2], lanes[3]}; }
 
 inline Doubles add_square(Doubles sum, Doubles value) { return sum + value * value; }
+
+inline Words load_bytes(const std::uint8_t* x) {
+  Words words;
+  for (int i = 0; i < kWidth; ++i) words[i] = x[i];
+  return words;
+}
+
+inline void store_bytes(std::uint8_t* out, Words words) {
+  for (int i = 0; i < kWidth; ++i) out[i] = static_cast<std::uint8_t>(words[i]);
+}
 
 inline Floats square_root(Floats value) {
   for (int i = 0; i < kWidth; ++i) value[i] = __builtin_sqrtf(value[i]);

@@ -100,14 +100,13 @@ class StockTarget:
         model_type: the target's ``config.model_type``.
         why_not: (config, plan) -> reason it does not fit, or "" when it fits.
         config_changes: (config) -> config values to set on the target.
-        zero_biases: patterns of biases that the target has and the source lacks; written as zeros, sized
-            by the axis named with each.
+        zero_biases: (config) -> biases that the target has and the source lacks, (pattern, axis); written as zeros.
     """
 
     model_type: str
     why_not: Callable[[PretrainedConfig, PrunePlan], str]
     config_changes: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
-    zero_biases: tuple[tuple[str, Axis], ...] = ()
+    zero_biases: Callable[[PretrainedConfig], tuple[tuple[str, Axis], ...]] = lambda config: ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,8 @@ class Family:
         has_head_dim_field: the stock configuration honours an explicit head_dim.
         gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
             stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
+        carries_output_bias: the pruned architecture can hold biases on the output projections of attention and MLP
+            that the dense model lacks (``output_bias`` in the configuration).
         refuse: (config) -> reason this variant is not supported, or "".
     """
 
@@ -143,6 +144,7 @@ class Family:
     intermediate_field: str = "intermediate_size"
     has_head_dim_field: bool = True
     gauge: bool = False
+    carries_output_bias: bool = True
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
@@ -202,6 +204,12 @@ class Family:
             for row in self.rows
             if row.block == block and row.is_norm_weight
         )
+
+    def output_projection(self, block: Block) -> str:
+        """Name inside a layer of the linear module through which ``block`` writes to the stream."""
+        axes = ("hidden", "heads" if block == "attention" else "ffn")
+        (pattern,) = [row.pattern for row in self.rows if row.role == "writer" and row.axes == axes]
+        return pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
 
     def plan(self, config: PretrainedConfig) -> PrunePlan:
         """The identity plan of a model with this configuration."""

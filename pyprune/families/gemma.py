@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, Row, StockTarget
-from pyprune.families.llama import LAYER, divisible_or_why, uniform_or_why
+from pyprune.families.llama import LAYER, divisible_or_why, output_bias_or_why, uniform_or_why
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _why_not_gemma3(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return uniform_or_why(plan) or divisible_or_why(plan)
+    return output_bias_or_why(config, "Gemma 3's MLP") or uniform_or_why(plan) or divisible_or_why(plan)
 
 
 _ROWS = (
@@ -34,6 +34,7 @@ _ROWS = (
     Row(LAYER + "mlp.gate_proj.weight", ("ffn", "hidden"), "reader", "mlp"),
     Row(LAYER + "mlp.up_proj.weight", ("ffn", "hidden"), "reader", "mlp"),
     Row(LAYER + "mlp.down_proj.weight", ("hidden", "ffn"), "writer", "mlp"),
+    Row(LAYER + "mlp.down_proj.bias", ("hidden",), "writer", "mlp"),
     Row(LAYER + "post_feedforward_layernorm.weight", ("hidden",), "post_norm", "mlp"),
     Row("model.norm.weight", ("hidden",), "final_norm"),
     Row("lm_head.weight", ("vocab", "hidden"), "head"),

@@ -72,6 +72,7 @@ FAMILIES = (
         norm="layer",
         intermediate_field="ffn_dim",
         has_head_dim_field=False,
+        carries_output_bias=False,
         refuse=_refuse,
     ),
 )

@@ -56,6 +56,7 @@ FAMILIES = (
         stock_targets=(StockTarget("phi", _why_not_phi),),
         norm="layer",
         gauge=True,
+        carries_output_bias=False,
         refuse=_refuse,
     ),
 )

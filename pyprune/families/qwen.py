@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, Row, StockTarget
-from pyprune.families.llama import LAYER, decoder_rows, divisible_or_why, uniform_or_why
+from pyprune.families.llama import (
+    LAYER,
+    decoder_rows,
+    divisible_or_why,
+    llama_bias_flags,
+    llama_zero_biases,
+    output_bias_or_why,
+    uniform_or_why,
+)
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -16,7 +24,7 @@ def _why_not_qwen2(config: PretrainedConfig, plan: PrunePlan) -> str:
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
     if plan.dense.head_dim * heads != hidden:
         return f"serving engines derive Qwen2's head_dim as {hidden} / {heads}, not {plan.dense.head_dim}"
-    return uniform_or_why(plan)
+    return output_bias_or_why(config, "Qwen2") or uniform_or_why(plan)
 
 
 def _why_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
@@ -25,8 +33,8 @@ def _why_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
     return uniform_or_why(plan) or divisible_or_why(plan)
 
 
-def _llama_with_biases(config: PretrainedConfig) -> dict[str, Any]:
-    return {"attention_bias": True, "mlp_bias": False}
+def _why_not_qwen3(config: PretrainedConfig, plan: PrunePlan) -> str:
+    return output_bias_or_why(config, "Qwen3's MLP") or uniform_or_why(plan)
 
 
 _QK_NORMS = (
@@ -43,21 +51,15 @@ FAMILIES = (
         mlp_modules=("mlp",),
         stock_targets=(
             StockTarget("qwen2", _why_not_qwen2),
-            StockTarget(
-                "llama",
-                _why_not_llama,
-                _llama_with_biases,
-                # LLaMA's attention_bias covers the output projection too, which Qwen2 leaves without.
-                zero_biases=((LAYER + "self_attn.o_proj.bias", "hidden"),),
-            ),
+            StockTarget("llama", _why_not_llama, llama_bias_flags, llama_zero_biases),
         ),
     ),
     Family(
         model_type="qwen3",
-        rows=decoder_rows(attention_bias=True, output_bias=True) + _QK_NORMS,
+        rows=decoder_rows(attention_bias=True) + _QK_NORMS,
         layers_path="model.layers",
         attention_module="self_attn",
         mlp_modules=("mlp",),
-        stock_targets=(StockTarget("qwen3", lambda config, plan: uniform_or_why(plan)),),
+        stock_targets=(StockTarget("qwen3", _why_not_qwen3),),
     ),
 )

@@ -37,6 +37,8 @@ class PrunedConfigMixin:
             num_key_value_heads, the FFN width) and ``skip``, a list of "attention" and "mlp".
         head_dim: channels of a head, independent of hidden_size.
         norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
+        output_bias: the output projections of attention and MLP have biases although the stock family has none (bias
+            compensation put them there); absent = as in the stock family.
     """
 
     model_type: ClassVar[str]

@@ -25,6 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from pyprune.families import Family
+from pyprune.families.base import Block
 from pyprune.modeling.configuration import (
     PREFIX,
     PrunedConfigMixin,
@@ -59,7 +60,10 @@ class PrunedModelMixin:
         model = cast(Any, self)
         layers = family.layers(model)
         for i in range(config.num_hidden_layers):
-            layers.append(self._build_layer(config.layer_config(i), i, family))
+            layer = self._build_layer(config.layer_config(i), i, family)
+            if getattr(config, "output_bias", False):
+                _give_output_biases(layer, family)
+            layers.append(layer)
         norm_size = getattr(config, "norm_size", None)
         if norm_size is not None:
             _use_virtual_norms(model, config.hidden_size, norm_size)
@@ -87,6 +91,17 @@ def _skip_block(layer: nn.Module, block: Any, index: int, family: Family) -> Non
         setattr(layer, last, SkippedModule())
     for norm in family.block_norms(block):
         setattr(layer, norm, nn.Identity())
+
+
+def _give_output_biases(layer: nn.Module, family: Family) -> None:
+    """Let the output projections that the layer has carry a bias (bias compensation)."""
+    blocks: tuple[Block, ...] = ("attention", "mlp")
+    for name in map(family.output_projection, blocks):
+        parent, _, last = name.rpartition(".")
+        owner = dict(layer.named_modules()).get(parent)
+        projection = getattr(owner, last, None)
+        if isinstance(projection, nn.Linear):
+            setattr(owner, last, nn.Linear(projection.in_features, projection.out_features))
 
 
 def _use_virtual_norms(model: nn.Module, size: int, norm_size: int) -> None:

@@ -8,6 +8,7 @@ run raises.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -244,7 +245,7 @@ def rounded_scalar(threshold: float, dtype: torch.dtype) -> float:
     """A scalar as every backend sees it: in float32, unless the tensors are float64."""
     # Triton passes scalars as float32. Rounding for every backend keeps the set of removed groups the same on
     # all.
-    return threshold if dtype == torch.float64 else torch.tensor(threshold, dtype=torch.float32).item()
+    return threshold if dtype == torch.float64 else ctypes.c_float(threshold).value
 
 
 def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:

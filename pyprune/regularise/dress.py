@@ -11,6 +11,10 @@ Gemma's norms through 1 + w). Three ways to minimise it:
   weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
   and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
+
+With ``optimiser="fused_adamw"`` the optimiser applies subgradient or proximal map in its own pass over the weights.
+Two cases stay outside, so that the result is the same: a subgradient that is clipped together with the loss's
+gradient, and the proximal map after Phi's gauge.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from pyprune.effects import preserved_ratio, preserved_warnings, weight_sums
 from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
 from pyprune.mask import gauge_
-from pyprune.ops import group_penalty, group_prox, shrink
+from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
+from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
 from pyprune.regularise.base import Method, PlanDecision, RunOptions, nothing_to_do
 from pyprune.train import Objective, TrainReport, train
@@ -81,6 +86,17 @@ class _Target:
         """The sum of the selected channels' norms; differentiable."""
         return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.shift)
 
+    def add_gradient(self, norm: str, strength: float) -> Tensor:
+        """The penalty; ``strength`` times its gradient joins the parameter's, unless that is frozen."""
+        parameter = self.param.parameter
+        if not parameter.requires_grad:
+            return self.penalty(norm)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return add_group_penalty_(
+            parameter.grad, parameter, self.index, self.dim, norm, strength, offset=self.shift
+        )  # fmt: skip
+
     def value(self) -> Tensor:
         """The tensor that is penalised."""
         return self.param.parameter + 1.0 if self.offset else self.param.parameter
@@ -112,6 +128,7 @@ class DressObjective(Objective):
         self.targets: list[_Target] = []
         self.gauge_kept: tuple[int, ...] = ()
         self.anneal_steps = 0
+        self.in_optimiser = False
 
     def identity(self) -> dict[str, Any]:
         """R and the options of the penalty."""
@@ -140,6 +157,20 @@ class DressObjective(Objective):
         """Whether R is shrunk by a schedule instead of penalised."""
         return self.config.schedule == "anneal"
 
+    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """The whole penalty, where the optimiser's own pass gives the same result as a separate one."""
+        prox = self.config.solver == "prox"
+        apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
+        frozen = any(not t.param.parameter.requires_grad for t in self.targets)
+        if self.annealed or apart or frozen:
+            return {}
+        self.in_optimiser = True
+        c = self.config
+        return {
+            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, t.shift)
+            for t in self.targets
+        }
+
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without the strength; differentiable."""
         terms = [target.penalty(self.config.norm) for target in self.targets]
@@ -151,6 +182,17 @@ class DressObjective(Objective):
             return None
         penalty = self.penalty()
         return None if penalty is None else self.config.strength * penalty
+
+    @torch.no_grad()
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """The same without autograd: in one pass over the selected slices, or by the optimiser in its own."""
+        if self.in_optimiser:
+            return self.step_penalty(model)
+        if self.annealed or self.config.solver == "prox" or not self.targets:
+            return None
+        strength = self.config.strength
+        terms = [target.add_gradient(self.config.norm, strength) for target in self.targets]
+        return strength * torch.stack([t.to(terms[0].device) for t in terms]).sum()
 
     @torch.no_grad()
     def validation_penalty(self, model: nn.Module) -> float:
@@ -166,7 +208,7 @@ class DressObjective(Objective):
             gauge_(cast(PreTrainedModel, model), self.gauge_kept)
         if self.annealed:
             self._shrink(step)
-        elif self.config.solver == "prox":
+        elif self.config.solver == "prox" and not self.in_optimiser:
             self._prox(optimizer, learning_rate)
 
     def settled(self, step: int) -> bool:

@@ -64,7 +64,7 @@ def published_training(steps: int, validation_interval: int) -> TrainConfig:
 def short_training() -> TrainConfig:
     """20 steps of 8 x 256 tokens: what two CPU cores do in a few minutes on a 135M model (all constants ours)."""
     return TrainConfig(
-        optimiser="adamw",
+        optimiser="fused_adamw",
         learning_rate=3e-4,
         weight_decay=0.0,
         steps=20,

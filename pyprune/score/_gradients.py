@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
 
+from pyprune.activations import still
 from pyprune.errors import DataError
 from pyprune.families import NamedParam, family_for
 from pyprune.score.base import Scoring
@@ -90,7 +90,7 @@ def take_gradients(
     passes = [(draw, batch) for draw in range(draws) for batch in batches]
     layerwise = run.config.score.layerwise
     loss = 0.0
-    with _still(run.model):
+    with still(run.model):
         for number, (draw, batch) in enumerate(passes):
             share = len(batch) / (len(samples) * draws)
             one = _Pass(run, lambda p, d=draw: weights(p, d), consume, number == len(passes) - 1, per_sample)  # type: ignore[misc]
@@ -104,22 +104,6 @@ def take_gradients(
 
 class _NotLayerwiseError(Exception):
     """A layer is not a function from hidden states to hidden states."""
-
-
-@contextmanager
-def _still(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout and no graph for the model's own parameters meanwhile."""
-    training = model.training
-    thawed = [p for p in model.parameters() if p.requires_grad]
-    model.eval()
-    for parameter in thawed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in thawed:
-            parameter.requires_grad_(True)
-        model.train(training)
 
 
 class _Pass:

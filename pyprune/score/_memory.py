@@ -18,12 +18,13 @@ from pyprune.score.base import Scoring
 
 @dataclass
 class Account:
-    """Bytes held beside the model while gradients are taken.
+    """Bytes held beside the model while scores are taken.
 
     Attributes:
         model: weights of the model.
-        state: what lives through all steps (a displacement, or sums of gradients).
-        layer: changed weights and gradients that exist at once: of one layer, or of all open parameters.
+        state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
+        layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
+            methods without gradients.
         layerwise: which of the two.
         peak: largest memory of the process (CPU, resident) or of the device (GPU, allocated) meanwhile.
     """
@@ -57,6 +58,7 @@ class Account:
     def write(self) -> None:
         """Put the account into the run's details and notes."""
         unit = "one layer's" if self.layerwise else "all open layers'"
+        layer = f" and {_mb(self.layer)} for {unit} weights and gradients" if self.layer else ""
         self.run.details["memory"] = {
             "model_bytes": self.model,
             "state_bytes": self.state,
@@ -65,8 +67,8 @@ class Account:
             "peak_bytes": self.peak,
         }
         self.run.note(
-            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(self.state)} through all steps and "
-            f"{_mb(self.layer)} for {unit} weights and gradients; peak memory {_mb(self.peak)}."
+            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(self.state)} through all steps"
+            f"{layer}; peak memory {_mb(self.peak)}."
         )
 
 

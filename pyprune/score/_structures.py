@@ -155,7 +155,7 @@ class StructureScores:
             layer: dense layer index; None for the hidden axis.
             axis: heads, kv_heads, ffn or hidden.
             module: which of the coupled structures this is (weight and bias of a module are one).
-            values: [number of heads, KV heads, FFN or hidden channels], at least 0.
+            values: [heads, KV heads, FFN or hidden channels], finite; at least 0 where the aggregation is prod.
 
         Raises:
             ScoreError: the size does not fit, or a score is not a number.

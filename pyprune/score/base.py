@@ -20,7 +20,8 @@ may call:
   ``run.note(...)``, ``run.warn(...)`` and ``run.details`` for the report.
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
-(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them.
+(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
+``pyprune/activations.py`` statistics of what modules read and write.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ from pyprune.regularise.base import Method, PlanDecision, RunOptions
 from pyprune.score._rank import Ranking
 from pyprune.score._structures import Scope, ScoreError, StructureScores, model_scope, opened_places
 
-__all__ = ["ScoreError", "Scorer", "Scoring", "decide_by_scores", "score_method"]
+__all__ = [
+    "ScoreError", "ScoreMethod", "Scorer", "Scoring",
+    "decide_by_scores", "ranking_of", "score_method", "score_spread",
+]  # fmt: skip
 
 MANY_ZEROS = 0.5
 """Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
@@ -112,7 +116,7 @@ class Scoring:
         Args:
             layer: dense layer index; None for the hidden axis.
             axis: heads, kv_heads, ffn or hidden.
-            values: [units of that axis], at least 0.
+            values: [units of that axis], finite; at least 0 where the aggregation is prod.
             part: name of this share of the units; shares of one name add up, others are aggregated.
         """
         self.scores.add_structures(layer, axis, part, values)
@@ -130,7 +134,20 @@ Scorer = Callable[[Scoring], None]
 """Adds the scores of every open structure to the run."""
 
 
-def score_method(name: str, summary: str, scorer: Scorer, *, preset: str | None = None, text: bool = True) -> Method:
+@dataclass(frozen=True, kw_only=True)
+class ScoreMethod(Method):
+    """A method that scores structures.
+
+    Attributes:
+        scorer: adds the scores of one round; for those who rank the same scores to several goals.
+    """
+
+    scorer: Scorer
+
+
+def score_method(
+    name: str, summary: str, scorer: Scorer, *, preset: str | None = None, text: bool = True
+) -> ScoreMethod:
     """The registry's entry of a scoring method.
 
     Args:
@@ -149,10 +166,11 @@ def score_method(name: str, summary: str, scorer: Scorer, *, preset: str | None 
     ) -> PlanDecision:
         return decide_by_scores(scorer, model, samples, config)
 
-    return Method(
+    return ScoreMethod(
         name=name,
         axis="structures",
         summary=summary,
+        scorer=scorer,
         decide=decide,
         regularise=None,
         default_preset=preset or name,
@@ -176,22 +194,30 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         ScoreError: scores that cannot rank anything.
     """
     config.validate()
-    family = family_for(model)
-    identity = family.plan(model.config)
-    shapes = parameter_shapes(model)
-    ranking = Ranking(family, shapes, identity, model_scope(model, config.score), config)
+    ranking = ranking_of(model, config)
     rounds = config.score.iterations
-    plan = identity
+    plan = ranking.identity
     run = Scoring.of(model, samples, config)
     for number in range(1, rounds + 1):
         with masked(model, plan) if number > 1 else nullcontext():
             run = Scoring.of(model, samples, config, masked=number > 1)
             scorer(run)
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
-    share = share_of_parameters(family, shapes, plan)
-    notes = [*_goal_notes(config, share, parameters_after(family, shapes, plan)), *run.notes]
-    details = {"rounds": rounds, "share_removed": share, **_spread(run), **run.details}
+    share = share_of_parameters(ranking.family, ranking.shapes, plan)
+    notes = [*_goal_notes(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    details = {"rounds": rounds, "share_removed": share, "group_scores": score_spread(run), **run.details}
     return PlanDecision(plan, tuple(notes), {"scores": details}, (*_zero_warnings(run), *run.warnings))
+
+
+def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
+    """What turns one round's scores of a model into plans; only the goal in ``config`` changes which.
+
+    Raises:
+        ConfigError: open layers that the model does not have.
+    """
+    family = family_for(model)
+    scope = model_scope(model, config.score)
+    return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config)
 
 
 def _goal_notes(config: PruneConfig, share: float, left: int) -> list[str]:
@@ -206,9 +232,9 @@ def _goal_notes(config: PruneConfig, share: float, left: int) -> list[str]:
     return notes
 
 
-def _spread(run: Scoring) -> dict[str, Any]:
-    """Smallest, median and largest group score of every axis, and the share of exact zeros."""
-    found: dict[str, Any] = {}
+def score_spread(run: Scoring) -> dict[str, dict[str, float]]:
+    """Axis -> number of units, smallest, median and largest group score, and the share of exact zeros."""
+    found: dict[str, dict[str, float]] = {}
     for axis in run.scope.axes:
         values = _all_scores(run, axis)
         found[axis] = {
@@ -218,7 +244,7 @@ def _spread(run: Scoring) -> dict[str, Any]:
             "median": float(values.median()),
             "largest": float(values.max()),
         }
-    return {"group_scores": found}
+    return found
 
 
 def _all_scores(run: Scoring, axis: str) -> Tensor:

@@ -1,7 +1,8 @@
 """Presets of the scoring methods. Plain data; importing this file imports no torch.
 
-Calibration is the papers' 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
-ours; every other constant is MoreauPruner's. Recipes hold the papers' protocols for their models.
+Calibration is MoreauPruner's 10 samples of 128 tokens where a preset says nothing else. The calibration source, the
+global ranking and the ratio are ours; the other constants are the papers'. Recipes hold the papers' protocols for
+their models.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pyprune.config import DataConfig, MoreauConfig, PruneConfig, ScoreConfig, StageConfig
+from pyprune.config import DataConfig, LoraPruneConfig, MoreauConfig, PruneConfig, ScoreConfig, StageConfig
 
 
 def scoring(method: str) -> PruneConfig:
@@ -34,9 +35,28 @@ def _random() -> PruneConfig:
     return scoring("random")
 
 
+def _wanda() -> PruneConfig:
+    """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
+    base = scoring("wanda")
+    return replace(base, data=replace(base.data, samples=128))
+
+
+def _flap() -> PruneConfig:
+    """FLAP: the standardised fluctuation, with bias compensation; 1,024 samples of 128 tokens as the authors use."""
+    base = scoring("flap")
+    score = replace(base.score, aggregation="mean", compensate=True)
+    return replace(base, data=replace(base.data, samples=1024), score=score)
+
+
 def _taylor() -> PruneConfig:
     """LLM-Pruner's Taylor score, sum |w g|."""
     return scoring("taylor")
+
+
+def _loraprune() -> PruneConfig:
+    """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
+    base = scoring("loraprune")
+    return replace(base, data=replace(base.data, samples=128), loraprune=LoraPruneConfig())
 
 
 def _moreau() -> PruneConfig:
@@ -65,7 +85,10 @@ def _smoothgrad() -> PruneConfig:
 SCORE_PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "magnitude": _magnitude,
     "random": _random,
+    "wanda": _wanda,
+    "flap": _flap,
     "taylor": _taylor,
+    "loraprune": _loraprune,
     "moreau": _moreau,
     "moreau-converged": _moreau_converged,
     "moreau_gs": _moreau_gs,

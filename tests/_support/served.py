@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from pyprune.compact import compact_
+from pyprune.compensate import compensate_
 from pyprune.families import family_for
 from pyprune.load import load_model
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
-from tests._support.models import VOCAB, tiny_model
+from tests._support.models import VOCAB, tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
 Answer = dict[str, Any]
@@ -28,16 +29,27 @@ OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim"
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny dense model, what is cut from it, and the architecture that must come out."""
+    """A tiny dense model, what is cut from it, and the architecture that must come out.
+
+    ``compensated``: biases hold the mean of what is cut.
+    """
 
     model: str
     cut: Callable[[PrunePlan], PrunePlan]
     architecture: str
+    compensated: bool = False
 
 
 def uniform(hidden: int) -> Callable[[PrunePlan], PrunePlan]:
     """One layer less and a narrower stream: equal sizes in every layer."""
     return lambda plan: plan.drop_layers([1]).keep_hidden(range(hidden))
+
+
+def narrower(plan: PrunePlan) -> PrunePlan:
+    """A narrower FFN and one KV group in every layer."""
+    for layer in plan.kept_layers:
+        plan = plan.with_layer(layer, query_heads=[2, 3], kv_heads=[1], ffn=range(24))
+    return plan
 
 
 def per_layer(plan: PrunePlan) -> PrunePlan:
@@ -57,6 +69,11 @@ def skipping(plan: PrunePlan) -> PrunePlan:
     return plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, ffn=[])
 
 
+def skipping_and_narrower(plan: PrunePlan) -> PrunePlan:
+    """The same, and a narrower attention and MLP elsewhere."""
+    return skipping(plan).with_layer(2, query_heads=[0, 2], ffn=range(24))
+
+
 def everything(plan: PrunePlan) -> PrunePlan:
     """Four layers: no attention, other query heads and FFN, a KV group less, no MLP; and a narrower stream."""
     plan = plan.keep_hidden(range(104)).with_layer(0, query_heads=[], kv_heads=[])
@@ -69,6 +86,8 @@ def write_case(case: Case, out: Path) -> None:
     model = tiny_model(case.model, **(OPT_SIZES if case.model.startswith("opt") else SIZES))
     damp_(model)
     plan = case.cut(family_for(model).plan(model.config))
+    if case.compensated:
+        assert compensate_(model, plan, tiny_batch(batch=4, length=24)).blocks > 0
     compact_(model, plan)
     report = export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
     assert report.architecture == case.architecture

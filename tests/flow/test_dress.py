@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.compact import compact_
@@ -18,6 +18,7 @@ from pyprune.effects import compare, preserved_ratio, snapshot, weight_sums
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, named_axes
 from pyprune.mask import masked
+from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
 from pyprune.regularise import dress
 from pyprune.regularise.base import RunOptions
@@ -28,7 +29,7 @@ from pyprune.regularise.dress import (
     regularise_dress,
     select_channels,
 )
-from pyprune.train import train
+from pyprune.train import train as run_training
 from tests._support.models import tiny_batch, tiny_model
 
 R = tuple(range(36, 48))
@@ -103,8 +104,8 @@ def test_every_tensor_with_a_hidden_axis_is_penalised_in_R_only(family: str) -> 
 def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) -> None:
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
-    options = replace(TRAIN, steps=60, learning_rate=1e-2)
-    config = DressConfig(norm=norm, strength=0.3 if norm == "l2" else 0.05, train=options)  # type: ignore[arg-type]
+    train = replace(TRAIN, steps=60, learning_rate=1e-2)
+    config = DressConfig(norm=norm, strength=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
     report = regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert report.preserved_ratio is not None
@@ -129,8 +130,8 @@ def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
 
 def test_the_adam_metric_threshold_is_the_closed_form() -> None:
     model, plain = tiny_model(), tiny_model()
-    one = replace(TRAIN, steps=1, learning_rate=1e-2)
-    config = DressConfig(norm="l1", solver="prox", strength=1e-3, train=one)
+    train = replace(TRAIN, steps=1, learning_rate=1e-2)
+    config = DressConfig(norm="l1", solver="prox", strength=1e-3, train=train)
     name = "model.layers.0.mlp.down_proj.weight"
     moments: dict[str, Tensor] = {}
 
@@ -139,8 +140,8 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
             moments["v"] = optimizer.state[model.get_parameter(name)]["exp_avg_sq"].clone()
             super().after_optimizer_step(model, optimizer, step, learning_rate)
 
-    train(plain, samples(), config.train)
-    train(model, samples(), config.train, Spy(R, config))
+    run_training(plain, samples(), train)
+    run_training(model, samples(), train, Spy(R, config))
     step = plain.get_parameter(name).detach()[36:]
     scale = (moments["v"][36:] / (1 - 0.999)).sqrt() + 1e-8
     threshold = 1e-3 * 1e-2 / scale
@@ -152,8 +153,8 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_l2_prox_removes_whole_groups(family: str) -> None:
     model = tiny_model(family)
-    options = replace(TRAIN, steps=16)
-    config = DressConfig(norm="l2", solver="prox", strength=1.0, prox_step=0.3, train=options)
+    train = replace(TRAIN, steps=16)
+    config = DressConfig(norm="l2", solver="prox", strength=1.0, prox_step=0.3, train=train)
     assert ratio_after(model, config) < 0.05
     groups = channels_of(model, "model.layers.1.mlp.up_proj.weight", 1)
     zero = (groups == 0).all(dim=1)
@@ -166,8 +167,8 @@ def test_l2_prox_removes_whole_groups(family: str) -> None:
 @pytest.mark.parametrize(
     ("op", "options"),
     [
-        ("group_penalty", {"norm": "l1", "strength": 0.05}),
-        ("group_penalty", {"norm": "l2", "strength": 0.3}),
+        ("add_group_penalty_", {"norm": "l1", "strength": 0.05}),
+        ("add_group_penalty_", {"norm": "l2", "strength": 0.3}),
         ("group_prox", {"norm": "l2", "solver": "prox", "strength": 1.0, "prox_step": 0.05}),
         ("group_prox", {"norm": "l1", "solver": "prox", "strength": 0.1, "prox_step": 0.01}),
         ("shrink", {"schedule": "anneal", "anneal_share": 1.0}),
@@ -176,11 +177,11 @@ def test_l2_prox_removes_whole_groups(family: str) -> None:
 def test_every_step_goes_through_the_ops_and_equals_their_references(
     family: str, op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, tensors = getattr(dress, op), set()
+    original, seen = getattr(dress, op), set()
 
-    def counted(parameter: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        tensors.add(id(parameter))
-        result: Tensor = original(parameter, *arguments, **keywords)
+    def counted(*arguments: Any, **keywords: Any) -> Tensor:
+        seen.update(id(argument) for argument in arguments)
+        result: Tensor = original(*arguments, **keywords)
         return result
 
     config = DressConfig(train=replace(TRAIN, steps=3), **options)
@@ -191,10 +192,10 @@ def test_every_step_goes_through_the_ops_and_equals_their_references(
         objective = DressObjective(R, config)
         with monkeypatch.context() as patch:
             patch.setattr(dress, op, counted)
-            train(models[backend], samples(), config.train, objective)
-        owners = {id(p.parameter) for p in named_axes(models[backend]) if p.axis_dim("hidden") is not None}
-        assert tensors == owners, f"{op} was not called for every tensor with a hidden axis"
-        tensors.clear()
+            run_training(models[backend], samples(), config.train, objective)
+        for param in named_axes(models[backend]):
+            assert (id(param.parameter) in seen) == (param.axis_dim("hidden") is not None), f"{op} of {param.name}"
+        seen.clear()
     untouched = dict(tiny_model(family).named_parameters())
     for (name, plain), fast in zip(models["python"].named_parameters(), models["auto"].parameters(), strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6, msg=name)
@@ -316,6 +317,8 @@ def test_resuming_gives_the_same_bits(tmp_path: Path) -> None:
             if step == 3:
                 raise KeyboardInterrupt
 
+    from pyprune.train import train
+
     with pytest.raises(KeyboardInterrupt):
         train(tiny_model(), samples(), TRAIN, Stop(R, config), checkpoint_dir=tmp_path / "dress")
     resumed = tiny_model()
@@ -352,6 +355,103 @@ def test_effects_show_figures_5_and_6() -> None:
     assert all(removed == 0.0 and kept > 0.5 for removed, kept in report.matrix_ratios.values())
     assert all(removed == 0.0 for removed, _ in report.activation_ratios)
     assert len(report.to_dict()["cosines_after"]) == 4
+
+
+FUSED = [
+    # norm, solver, prox_step, max_grad_norm, family, whether the optimiser takes the penalty over
+    ("l2", "subgradient", None, None, "llama-head-dim", True),
+    ("l1", "subgradient", None, None, "gemma3", True),
+    ("l2", "subgradient", None, None, "phi", True),
+    ("l2", "subgradient", None, 0.05, "llama-head-dim", False),
+    ("l1", "prox", None, 0.05, "llama-head-dim", True),
+    ("l1", "prox", 1e-2, None, "mistral", True),
+    ("l2", "prox", 1e-2, 0.05, "gemma3", True),
+    ("l2", "prox", 1e-2, None, "phi", False),
+]
+
+
+def dress_options(norm: str, solver: str, prox_step: float | None, clip: float | None) -> DressConfig:
+    strength = 0.3 if norm == "l2" or solver == "prox" else 0.05
+    train = replace(TRAIN, max_grad_norm=clip, optimiser="fused_adamw", weight_decay=0.1)
+    return DressConfig(norm=norm, solver=solver, prox_step=prox_step, strength=strength, train=train)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("norm", "solver", "prox_step", "clip", "family", "taken_over"), FUSED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_fused_optimiser_follows_the_same_path(
+    norm: str, solver: str, prox_step: float | None, clip: float | None, family: str, taken_over: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    config = dress_options(norm, solver, prox_step, clip)
+    models = [tiny_model(family).to(dtype) for _ in range(3)]
+    objectives = [DressObjective(R, config), DressObjective(R, config)]
+    ours = run_training(models[0], samples(), config.train, objectives[0])
+    theirs = run_training(models[1], samples(), replace(config.train, optimiser="adamw"), objectives[1])
+    run_training(models[2], samples(), config.train)
+    assert [o.in_optimiser for o in objectives] == [taken_over and bool(available_isas()), False]
+    limit = 1e-9 if dtype == torch.float64 else 1e-5
+    assert ours.losses == pytest.approx(theirs.losses, rel=limit)
+    assert [r.penalty for r in ours.history] == pytest.approx([r.penalty for r in theirs.history], rel=limit)
+    pairs = list(zip(*(m.parameters() for m in models), strict=True))
+    # Where a gradient is noise, float32 rounding decides the direction of a step of 2e-3.
+    off = sum(int(((a - b).abs() > limit).sum()) for a, b, _ in pairs)
+    assert off <= (0 if dtype == torch.float64 else sum(p.numel() for p, _, _ in pairs) // 1000)
+    assert any((a - plain).abs().max() > 1e-3 for a, _, plain in pairs), "the penalty acts"
+
+
+@pytest.mark.parametrize(("norm", "solver"), [("l2", "subgradient"), ("l1", "prox")])
+def test_a_run_with_the_penalty_in_the_optimiser_resumes_to_the_same_bits(
+    norm: str, solver: str, tmp_path: Path
+) -> None:
+    class Interrupted(DressObjective):
+        def before_step(self, model: nn.Module, step: int) -> None:
+            if step == 5:
+                raise KeyboardInterrupt
+
+    config = dress_options(norm, solver, None, None)
+    whole, resumed = tiny_model(), tiny_model(seed=7)
+    run_training(whole, samples(), config.train, DressObjective(R, config))
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tiny_model(), samples(), config.train, Interrupted(R, config), checkpoint_dir=tmp_path)
+    run_training(resumed, samples(), config.train, DressObjective(R, config), checkpoint_dir=tmp_path, resume=True)
+    for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("family", ["gemma3", "phi"])
+def test_the_loops_penalty_gradient_is_that_of_autograd(norm: str, family: str) -> None:
+    model, expected = tiny_model(family), tiny_model(family)
+    config = DressConfig(norm=norm, strength=0.3)  # type: ignore[arg-type]
+    fast, slow = DressObjective(R, config), DressObjective(R, config)
+    for one, objective in ((model, fast), (expected, slow)):
+        objective.setup(one, TRAIN)
+        for number, parameter in enumerate(one.parameters()):
+            if number % 3:  # with and without a gradient from elsewhere
+                parameter.grad = torch.full_like(parameter, 0.01)
+        frozen = next(n for n, _ in one.named_parameters() if "layers.1" in n and "norm.weight" in n)
+        one.get_parameter(frozen).requires_grad_(False).grad = None
+    value, penalty = fast.apply_step_penalty(model), slow.step_penalty(expected)
+    assert value is not None
+    assert penalty is not None
+    assert not value.requires_grad
+    penalty.backward()
+    torch.testing.assert_close(value, penalty.detach())
+    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_frozen_weights_keep_the_proximal_map_outside() -> None:
+    model = tiny_model()
+    frozen = model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+    before = frozen.detach().clone()
+    config = dress_options("l2", "prox", 1e-2, None)
+    objective = DressObjective(R, config)
+    run_training(model, samples(), config.train, objective)
+    assert not objective.in_optimiser
+    assert not torch.equal(frozen[:, list(R)], before[:, list(R)])
+    assert torch.equal(frozen[:, :36], before[:, :36])
 
 
 def test_erasing_what_has_no_gradient_is_refused() -> None:

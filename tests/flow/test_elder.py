@@ -31,6 +31,7 @@ from pyprune.regularise.elder import (
     learn_layer_gates,
     regularise_elder,
 )
+from pyprune.tokens import Tokens
 from pyprune.train import train
 from tests._support.models import TINY, tiny_batch, tiny_model
 
@@ -351,3 +352,30 @@ def test_the_norm_does_not_depend_on_batch_or_length() -> None:
     assert residual_diff_norm(before, after, "l2").item() == 2.0
     assert residual_diff_norm(before.expand(3, 7, 4), after.expand(3, 7, 4), "l2").item() == 2.0
     assert math.isclose(residual_diff_norm(before, after, "l1").item(), 4.0)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_stage_two_minimises_the_op_and_its_gradient_reaches_the_layer(
+    norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def spy(x_in: Tensor, x_out: Tensor, kind: str) -> Tensor:
+        assert kind == norm
+        value = residual_diff_norm(x_in, x_out, kind)
+        calls.append((x_in.detach(), x_out.detach(), value))
+        return value
+
+    monkeypatch.setattr("pyprune.regularise.elder.residual_diff_norm", spy)
+    model = tiny_model()
+    objective = ElderObjective(P, ElderConfig(norm=norm, strength=0.5))  # type: ignore[arg-type]
+    objective.setup(model, TRAIN)
+    terms = objective.micro_loss(model, Tokens.of(samples()))
+    objective.teardown(model)
+    assert len(calls) == len(P)
+    by_hand = sum(float(torch.linalg.vector_norm(b - a, int(norm[1]), dim=-1).mean()) for a, b, _ in calls)
+    assert terms.penalty is not None
+    assert float(terms.penalty.detach()) == pytest.approx(0.5 * by_hand, rel=1e-5)
+    terms.penalty.backward()
+    reached = [i for i in range(4) if model.model.layers[i].mlp.down_proj.weight.grad is not None]
+    assert reached == [0, 1, 2], "the layers of P and what comes before them, not what comes after"

@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 from pyprune.cli import ERROR_CODE, app
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError
+from pyprune.families import family_for
 from pyprune.load import load_model, read_pruning_json
 from pyprune.mask import masked
 from pyprune.pipeline import prune, prune_
 from pyprune.recipe import build_config
+from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 
-METHODS = ("magnitude", "random", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = ("magnitude", "random", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_from_the_command_line(method: str, text: Path, tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
-    few = ["--set", "moreau.draws=2", "--set", "moreau.steps=2"]
+    few = ["--set", "moreau.draws=2", "--set", "moreau.steps=2", "--set", "loraprune.train.steps=2"]
     arguments = [
         "prune", str(folder), "--method", method, "--ratio", "0.2", "--out", str(tmp_path / "out"),
         "--calibration", str(text), "--samples", "4", "--sequence-length", "64", *few,
@@ -76,7 +78,10 @@ def test_every_method_runs_from_the_command_line(method: str, text: Path, tmp_pa
     record = read_pruning_json(tmp_path / "out", verify_files=True)
     assert record.provenance["method"] == method
     assert record.provenance["report"]["stages"] == []
-    assert 0.15 < 1 - record.provenance["parameters"] / record.provenance["dense_parameters"] <= 0.2
+    removed = 1 - record.provenance["parameters"] / record.provenance["dense_parameters"]
+    added = 4 * 2 * 48 if method == "flap" else 0  # LLaMA has no biases on its output projections
+    assert 0.15 < removed + added / record.provenance["dense_parameters"] <= 0.2
+    assert any("Bias compensation" in note for note in record.provenance["report"]["notes"]) == (method == "flap")
     # What reads no text marks none.
     assert bool(record.provenance["training_marks"]) == (method not in ("magnitude", "random"))
 
@@ -145,3 +150,74 @@ def test_the_command_line_refuses_it_too(text: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == ERROR_CODE
     assert "regularises nothing" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-tied", "qwen3", "opt", "phi", "gemma3"])
+def test_flap_s_biases_come_through_the_whole_flow(name: str, text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model(name), tmp_path / "dense")
+    base = replace(config("flap", text), verify=True)
+    without = replace(base, score=replace(base.score, compensate=False))
+    results = [prune(folder, c, out=tmp_path / o) for c, o in ((base, "with"), (without, "without"))]
+    assert results[0].plan == results[1].plan
+    assert not results[0].plan.is_uniform
+    for result in results:
+        assert result.verified is not None
+        assert result.verified["compacted_perplexity"] == pytest.approx(result.verified["masked_perplexity"], rel=1e-4)
+        assert result.compact is not None
+        assert result.compact.dense_parameters == sum(p.numel() for p in tiny_model(name).parameters())
+    assert results[0].verified != results[1].verified
+    assert results[0].decision["compensation"]["blocks"] > 0
+    models = [load_model(tmp_path / o)[0] for o in ("with", "without")]
+    batch = tiny_batch() % 200 + 3
+    with torch.no_grad():
+        difference = (models[0](batch).logits - models[1](batch).logits).abs().max()
+    assert difference > 1e-4
+    exported = export(tmp_path / "with", tmp_path / "exported")
+    with torch.no_grad():
+        again = load_model(exported.path)[0](batch).logits
+        assert_same_logits(again, models[0](batch).logits)
+
+
+def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    first = config("magnitude", None, ranking="local", heads=3, ffn=20)
+    prune(folder, first, out=tmp_path / "plain")
+    base = config("magnitude", text)
+    base = replace(base, data=replace(base.data, sequence_length=64))  # a mark needs a passage of that length
+    replayed = replace(base, method="none", plan=str(tmp_path / "plain"), score=replace(base.score, compensate=True))
+    result = prune(folder, replayed, out=tmp_path / "out")
+    assert any("Bias compensation" in note for note in result.notes)
+    record = read_pruning_json(tmp_path / "out")
+    assert record.provenance["training_marks"]
+    assert record.provenance["architecture"] == "LlamaForCausalLM"
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["attention_bias"] is settings["mlp_bias"] is True
+
+
+def test_stock_alone_is_refused_before_the_cut_where_no_stock_architecture_has_the_biases(
+    text: Path, tmp_path: Path
+) -> None:
+    folder = write_model(tiny_model("qwen3"), tmp_path / "dense")
+    arguments = [
+        "prune", str(folder), "--method", "flap", "--uniform", "--out", str(tmp_path / "out"), "--calibration",
+        str(text), "--samples", "4", "--sequence-length", "32", "--set", "target=stock",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == ERROR_CODE
+    assert "no biases on its output projections" in result.stderr
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, [*arguments, "--set", "score.compensate=false"])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_compensation_without_effect_is_a_warning(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    plan = family_for(tiny_model("llama")).plan(tiny_model("llama").config).drop_layers([1])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    base = config("magnitude", text)
+    replayed = replace(
+        base, method="none", plan=str(tmp_path / "plan.json"), score=replace(base.score, compensate=True)
+    )
+    result = prune(folder, replayed, out=tmp_path / "out")
+    assert any("HAD NO EFFECT" in warning for warning in result.warnings)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["mlp_bias"] is False

@@ -26,7 +26,7 @@ from pyprune.regularise.presets import PRESETS
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
-COMMANDS = ("prune", "recover", "eval", "export", "serve", "bench", "inspect", "env")
+COMMANDS = ("prune", "recover", "eval", "robustness", "export", "serve", "bench", "inspect", "env")
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
 
 
@@ -117,6 +117,7 @@ def test_every_option_is_explained(command: str) -> None:
         ("prune", ["layers, hidden or parameters", "Default: 0.25", "between 0 and 1", "Replace --out", "--resume"]),
         ("recover", ["that PRUNED was cut from", "Default: the preset's", "recover.adapters=none", "--resume"]),
         ("eval", ["ppl-2048", "ppl-128", "lm-eval tasks"]),
+        ("robustness", ["Default: 10", "ppl-128 or ppl-2048", "default: taylor,smoothgrad,moreau", "is continued"]),
         ("export", ["float32, bfloat16 or float16", "auto (a stock architecture"]),
         ("bench", ["auto (vLLM if installed", "default: 64", "default: 128", "default: 2048"]),
     ],

@@ -15,7 +15,7 @@ from pyprune.config import TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.optimizer import RegularisedAdamW
-from pyprune.train import Objective, causal_loss, train
+from pyprune.train import Objective, causal_loss, make_optimizer, train
 from tests._support.models import tiny_batch, tiny_model
 
 CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3, optimiser="fused_adamw")
@@ -49,6 +49,46 @@ def test_trains_like_torchs_adamw() -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert ((a - b).abs() > 1e-5).float().mean() < 0.001
     assert report.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_clipping_in_the_pass_is_torchs_clipping() -> None:
+    """The gradients are far above the limit, so a clipping that did nothing would show in the moments."""
+    samples, config = tiny_batch(1, 12, 16), replace(CONFIG, max_grad_norm=1e-2)
+    states = []
+    for optimiser in ("fused_adamw", "adamw"):
+        model = tiny_model()
+
+        class Spy(Objective):
+            def after_optimizer_step(self, model: nn.Module, optimizer: Any, step: int, learning_rate: float) -> None:
+                if step == 2:
+                    states.append([optimizer.state[p]["exp_avg"].clone() for p in model.parameters()])
+
+        report = train(model, samples, replace(config, optimiser=optimiser), Spy())  # type: ignore[arg-type]
+        assert min(record.grad_norm for record in report.history) > 0.1
+    for ours, theirs in zip(*states, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-9)
+
+
+def test_a_gradient_scale_serves_one_step() -> None:
+    model = model_of()
+    optimizer = RegularisedAdamW(model.parameters(), 0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.gradient_scale = 0.5
+    optimizer.step()
+    first = optimizer.state[next(model.parameters())]["exp_avg"].clone()
+    torch.testing.assert_close(first, torch.full_like(first, 0.05))
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[next(model.parameters())]["exp_avg"], 0.9 * first + 0.1)
+
+
+def test_without_kernels_torchs_fused_adamw_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    groups = Objective().parameter_groups(model, CONFIG)
+    monkeypatch.setattr("pyprune.train.available_isas", lambda: ("scalar",))
+    assert isinstance(make_optimizer(groups, CONFIG), RegularisedAdamW)
+    monkeypatch.setattr("pyprune.train.available_isas", tuple)
+    assert type(make_optimizer(groups, CONFIG)) is torch.optim.AdamW
 
 
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import named_axes
 from pyprune.recipe import build_config
 from pyprune.registry import get_method, method_modules
-from pyprune.score import magnitude, moreau, moreau_gs, smoothgrad, taylor
+from pyprune.score import flap, loraprune, magnitude, moreau, moreau_gs, smoothgrad, taylor, wanda
 from pyprune.score import random as random_scores
 from pyprune.score._descent import Descent, Noise
 from pyprune.score._structures import opened_places
@@ -26,6 +26,9 @@ SAMPLES = tiny_batch(batch=3, length=11)
 SCORERS: dict[str, Scorer] = {
     "magnitude": magnitude.score,
     "random": random_scores.score,
+    "wanda": wanda.score,
+    "flap": flap.score,
+    "loraprune": loraprune.score,
     "taylor": taylor.score,
     "moreau": moreau.score,
     "moreau_gs": moreau_gs.score,
@@ -35,7 +38,9 @@ SCORERS: dict[str, Scorer] = {
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
     base = build_config(options={"method": method})
-    return replace(base, score=replace(base.score, **score), moreau=replace(base.moreau, **(moreau or {})))
+    lora = replace(base.loraprune, train=replace(base.loraprune.train, steps=2, batch_size=2, micro_batch_size=2))
+    moreaus = replace(base.moreau, **(moreau or {}))
+    return replace(base, score=replace(base.score, **score), moreau=moreaus, loraprune=lora)
 
 
 def scored(model: Any, config: PruneConfig) -> Scoring:

@@ -27,13 +27,15 @@ FAMILIES = (
     "phi", "phi-tied", "gemma3",
 )  # fmt: skip
 GROUPED = tuple(n for n in FAMILIES if n not in ("llama-mha-bias", "opt", "phi-tied"))
-METHODS = ("magnitude", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = ("magnitude", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
     base = build_config(options={"method": method})
     few = {"draws": 3} if method == "smoothgrad" else {"steps": 3}
-    return replace(base, score=replace(base.score, **score), moreau=replace(base.moreau, **{**few, **(moreau or {})}))
+    lora = replace(base.loraprune, train=replace(base.loraprune.train, steps=3, batch_size=4, micro_batch_size=4))
+    moreaus = replace(base.moreau, **{**few, **(moreau or {})})
+    return replace(base, score=replace(base.score, **score), moreau=moreaus, loraprune=lora)
 
 
 def decided(model: Any, config: PruneConfig) -> PrunePlan:
@@ -102,7 +104,7 @@ def test_the_planted_ffn_channels_go(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "opt", "gemma3"])
-@pytest.mark.parametrize("method", ["magnitude", "taylor", "moreau"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "loraprune", "taylor", "moreau"])
 def test_the_planted_hidden_channels_go(name: str, method: str) -> None:
     model = tiny_model(name)
     planted = torch.tensor([0, 3, 8, 9, 22, 31, 40, 47])

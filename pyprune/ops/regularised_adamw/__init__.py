@@ -136,12 +136,12 @@ def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Ten
             raise OpError(f"a gradient has {name} {getattr(gradient, name)}, its weight {getattr(weight, name)}")
     if not weight.is_contiguous():
         raise OpError(f"weights must be contiguous, one has strides {weight.stride()}: pass w.contiguous()")
-    expected = Moments.zeros(weight.to("meta"), quantised=moments.quantised)
+    expected = Moments.layout(weight, quantised=moments.quantised)
     for name in ("first", "second", "first_scale", "second_scale"):
-        own, wanted = getattr(moments, name), getattr(expected, name)
+        own, wanted = getattr(moments, name), expected.get(name)
         if wanted is None and own is None:
             continue
-        if own is None or wanted is None or own.shape != wanted.shape or own.dtype != wanted.dtype:
+        if own is None or wanted is None or (tuple(own.shape), own.dtype) != wanted:
             raise OpError(f"moments.{name} does not fit its weight; make it with Moments.zeros(weight)")
         if not own.is_contiguous() or own.device != weight.device:
             raise OpError(f"moments.{name} must be contiguous and on {weight.device}")

@@ -75,14 +75,21 @@ class Moments:
     @staticmethod
     def zeros(weight: Tensor, *, quantised: bool = False) -> Moments:
         """The moments before the first step."""
+        layout = Moments.layout(weight, quantised=quantised)
+        made = {
+            name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in layout.items()
+        }  # fmt: skip
+        return Moments(**made)
+
+    @staticmethod
+    def layout(weight: Tensor, *, quantised: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every attribute that is not None."""
+        shape = tuple(weight.shape)
         if not quantised:
             dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            first, second = (torch.zeros(weight.shape, dtype=dtype, device=weight.device) for _ in range(2))
-            return Moments(first, second)
-        codes = [torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device) for _ in range(2)]
-        blocks = -(-weight.numel() // BLOCK)
-        scales = [torch.zeros(blocks, dtype=torch.float32, device=weight.device) for _ in range(2)]
-        return Moments(codes[0], codes[1], scales[0], scales[1])
+            return {"first": (shape, dtype), "second": (shape, dtype)}
+        codes, scales = (shape, torch.uint8), ((-(-weight.numel() // BLOCK),), torch.float32)
+        return {"first": codes, "second": codes, "first_scale": scales, "second_scale": scales}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""Interleaved timing: what bench/ops.py and bench/optimizer.py share."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyprune.ops import available_isas
+from pyprune.serving.stats import append_jsonl, mad, median
+
+ROOT = Path(__file__).resolve().parents[1]
+CEILING = "ceiling"
+GPU_CALLS = 10
+"""Calls in one sample on a GPU, where a single one takes a fraction of a millisecond."""
+
+
+@dataclass
+class Case:
+    """One implementation of one thing, with its samples in milliseconds.
+
+    Attributes:
+        op: what is done.
+        dtype: of the weights.
+        variant: which groups, which penalty; empty if there is only one.
+        implementation: "ceiling", a backend, "eager", "compiled", ...
+        call: does it once.
+        traffic: bytes that it must read and write at least.
+        ceiling: the probe of its streams, or None.
+        prepare: done before every call, not timed.
+        samples: milliseconds a call.
+    """
+
+    op: str
+    dtype: str
+    variant: str
+    implementation: str
+    call: Callable[[], object]
+    traffic: int = 0
+    ceiling: Case | None = None
+    prepare: Callable[[], object] | None = None
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Median in milliseconds."""
+        return median(self.samples)
+
+    @property
+    def deviation(self) -> float:
+        """Median absolute deviation in milliseconds."""
+        return mad(self.samples)
+
+    @property
+    def share(self) -> float | None:
+        """The ceiling's time over this one's."""
+        return quotient(self.ceiling, self)
+
+    @property
+    def speed(self) -> float:
+        """GB/s (10^9 bytes) of the traffic that is needed at least."""
+        return self.traffic / self.median / 1e6
+
+    def record(self) -> dict[str, Any]:
+        """What goes to the JSONL file."""
+        names = ("op", "dtype", "variant", "implementation", "traffic")
+        return {**{name: getattr(self, name) for name in names}, "samples_ms": self.samples}
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Select a backend of the ops for the duration of the block."""
+    before = os.environ.get("PYPRUNE_BACKEND")
+    os.environ["PYPRUNE_BACKEND"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYPRUNE_BACKEND"]
+        else:
+            os.environ["PYPRUNE_BACKEND"] = before
+
+
+def on_backend(name: str, function: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:
+    """``function(*args, **options)`` as a call without arguments, on one backend."""
+
+    def call() -> object:
+        with backend(name):
+            return function(*args, **options)
+
+    return call
+
+
+def interleave(cases: Sequence[Case], repeats: int, device: torch.device) -> None:
+    """Run every case once unmeasured (it compiles there), then sample each in turn until there are ``repeats``."""
+    for number in range(repeats + 1):
+        print(f"\r{cases[0].op}: round {number}/{repeats} ", end="", file=sys.stderr, flush=True)
+        for case in cases:
+            calls = GPU_CALLS if device.type == "cuda" and case.prepare is None else 1
+            if case.prepare is not None:
+                case.prepare()
+            _synchronise(device)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                case.call()
+            _synchronise(device)
+            if number:
+                case.samples.append(1e3 * (time.perf_counter() - begin) / calls)
+    print(file=sys.stderr)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def release(cases: Iterable[Case]) -> None:
+    """Drop the calls, and with them the arrays that they hold."""
+    for case in cases:
+        case.call, case.prepare = int, None
+
+
+def find(cases: Iterable[Case], op: str, dtype: str, variant: str, implementation: str) -> Case | None:
+    """The case of this name, if it was measured."""
+    wanted = (op, dtype, variant, implementation)
+    return next((c for c in cases if (c.op, c.dtype, c.variant, c.implementation) == wanted), None)
+
+
+def quotient(above: Case | None, below: Case | None) -> float | None:
+    """How many times longer the first takes, if both were measured.
+
+    The median over rounds of each round's ratio: the speed of a shared machine's memory changes between rounds more
+    than within one.
+    """
+    if above is None or below is None:
+        return None
+    if len(above.samples) != len(below.samples):  # of separate runs
+        return above.median / below.median
+    return median([a / b for a, b in zip(above.samples, below.samples, strict=True)])
+
+
+def conditions(device: torch.device) -> dict[str, object]:
+    """What a number needs beside it to mean something."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
+    return {
+        "commit": commit.stdout.strip() or None,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        "isas": available_isas(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def keep(path: Path, cases: Iterable[Case], about: dict[str, object]) -> None:
+    """Append every sample to the results file."""
+    append_jsonl(path, ({**about, **case.record()} for case in cases))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that is asked for, and what was measured.
+
+    Attributes:
+        what: in words.
+        wanted: the limit.
+        measured: None if it was not measured in this run.
+        at_least: whether ``wanted`` is a lower limit.
+        note: why a limit cannot be reached, or which case was the worst.
+    """
+
+    what: str
+    wanted: float
+    measured: float | None
+    at_least: bool = True
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Met, missed or not measured."""
+        if self.measured is None:
+            return "not measured"
+        return "met" if (self.measured >= self.wanted) == self.at_least or self.measured == self.wanted else "MISSED"
+
+
+def print_targets(targets: Sequence[Target]) -> None:
+    """One line a target."""
+    print("\n| target | asked | measured | |\n|---|---:|---:|---|")
+    for target in targets:
+        measured = "" if target.measured is None else f"{target.measured:.2f}"
+        sign = ">=" if target.at_least else "<="
+        verdict = target.verdict + (f" ({target.note})" if target.note else "")
+        print(f"| {target.what} | {sign} {target.wanted:.2f} | {measured} | {verdict} |")
