@@ -205,7 +205,7 @@ double checked_row_sum(Terms terms, std::int64_t start, std::int64_t count, Also
 }
 
 template <class Update>
-void update_row(const OfRow<Update>& row, std::int64_t count) {
+void update_row(OfRow<Update> row, std::int64_t count) {  // a copy, which no store can change
   std::int64_t i = 0;
   for (; i + kPair <= count; i += kPair) row(i, Whole{});
   if (i < count) row(i, Part{count - i});
