@@ -38,7 +38,7 @@ sanitize: setup
 	PYPRUNE_SANITIZED_EXTENSION=$$(ls $(CURDIR)/$(SANITIZED)/_C*.so) \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
-	  $(PY) -m pytest -p tests._support.sanitized tests/ops -k "cpp or bindings" $(TEST_ARGS)
+	  $(PY) -m pytest tests/ops -k "cpp or bindings" $(TEST_ARGS)
 
 setup: $(VENV)/.stamp-package
 

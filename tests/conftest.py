@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests._support import sanitized
+
+if sanitized.VARIABLE in os.environ:
+    # Before any test module, conftest or plugin asks which instruction sets there are.
+    sanitized.install()
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Triton decides what a kernel is when triton itself is imported, and many packages import it: the switch must
     # be set before the first of them, here.

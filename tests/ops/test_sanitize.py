@@ -8,14 +8,15 @@ import sys
 
 import pytest
 
+from pyprune.ops import _dispatch, available_isas
 from tests._support import sanitized
 from tests._support.paths import REPO
 
 BEYOND_THE_END = """
-import pytest, sys, torch
+import sys, torch
 sys.path.insert(0, ".")
 from tests._support import sanitized
-sanitized.pytest_configure(None)
+sanitized.install()
 from pyprune.ops import _dispatch
 module, w = _dispatch.extension(), torch.zeros(3, 5)
 index = torch.tensor([0, 3])
@@ -24,7 +25,16 @@ module.shrink(lie, _dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
 """
 
 
-@pytest.mark.skipif(sanitized.VARIABLE not in os.environ, reason="runs in make sanitize")
+pytestmark = pytest.mark.skipif(sanitized.VARIABLE not in os.environ, reason="runs in make sanitize")
+
+
+def test_cpp_is_the_sanitized_build() -> None:
+    module = _dispatch.extension()
+    assert module is not None
+    assert module.__file__ == os.environ[sanitized.VARIABLE]
+    assert available_isas()
+
+
 def test_cpp_access_beyond_a_tensor_is_caught() -> None:
     command = [sys.executable, "-c", BEYOND_THE_END]
     child = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
