@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "kernels/parallel.h"
+#include "kernels/simd.h"
 
 namespace pyprune {
 namespace {
