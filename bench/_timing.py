@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,9 +14,8 @@ from typing import Any
 import torch
 
 from pyprune.ops import available_isas
-from pyprune.serving.stats import append_jsonl, mad, median
+from pyprune.serving.stats import append_jsonl, environment_record, mad, median
 
-ROOT = Path(__file__).resolve().parents[1]
 CEILING = "ceiling"
 GPU_CALLS = 10
 """Calls in one sample on a GPU, where a single one takes a fraction of a millisecond."""
@@ -150,14 +147,10 @@ def quotient(above: Case | None, below: Case | None) -> float | None:
 
 def conditions(device: torch.device) -> dict[str, object]:
     """What a number needs beside it to mean something."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
     return {
-        "commit": commit.stdout.strip() or None,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        **environment_record(torch.cuda.get_device_name() if device.type == "cuda" else None),
         "isas": available_isas(),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 

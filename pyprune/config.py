@@ -157,6 +157,14 @@ def _require(ok: bool, message: str, into: list[str]) -> None:
         into.append(message)
 
 
+def _adapter_problems(rank: int, alpha: float, dropout: float) -> list[str]:
+    found: list[str] = []
+    _require(rank >= 1, f"rank is {rank}; it must be at least 1.", found)
+    _require(alpha > 0, f"alpha is {alpha}; it must be > 0.", found)
+    _require(0 <= dropout < 1, f"dropout is {dropout}; it must be in [0, 1).", found)
+    return found
+
+
 @dataclass(frozen=True)
 class DataConfig(Config):
     """Where text comes from and how it is cut into fixed-length samples.
@@ -603,10 +611,7 @@ class LoraPruneConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
-        _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
-        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be in [0, 1).", found)
+        found = _adapter_problems(self.rank, self.alpha, self.dropout)
         _require(0 <= self.momentum < 1, f"momentum is {self.momentum}; it must be in [0, 1).", found)
         _require(
             self.train.early_stop_patience is None,
@@ -678,11 +683,7 @@ class RecoverConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(self.rank >= 1, f"rank is {self.rank}; it must be at least 1.", found)
-        _require(self.alpha > 0, f"alpha is {self.alpha}; it must be > 0.", found)
-        _require(0 <= self.dropout < 1, f"dropout is {self.dropout}; it must be in [0, 1).", found)
-        return found
+        return _adapter_problems(self.rank, self.alpha, self.dropout)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ constexpr int kLanes = kColumnBlock;
 // Columns: this many streams from memory at once, and rows in blocks that no chain of sums crosses.
 constexpr int kStreams = 8;
 constexpr int kChainRows = 4;
+constexpr std::int64_t kHeadStart = 1024;
+
 inline Floats absolute(Floats value) { return (Floats)((Words)value & 0x7fffffffu); }
 
 inline Floats select(Words mask, Floats yes, Floats no) {
@@ -104,6 +106,59 @@ struct Rows {
 inline bool usable(double sum) {
   const double magnitude = __builtin_fabs(sum);
   return magnitude > 1e-30 && magnitude < 1e38;
+}
+
+// A source evaluates elements in float32: here the stored ones as they are.
+template <class T>
+struct Plain {
+  using Storage = T;
+  static constexpr int kArrays = 1;
+  const T* x;
+  template <class Extent>
+  Pair at(std::int64_t i, Extent extent) const {
+    return extent.load(x + i);
+  }
+  Plain shifted(std::int64_t offset) const { return {x + offset}; }
+  void fetch(std::int64_t i) const { fetch_pair<3>(x + i); }
+  void fetch_far(std::int64_t i) const { fetch_pair<2>(x + i); }
+};
+
+// Chosen, not multiplied: what is removed is exactly +0, whatever it was.
+inline Floats scaled(Floats value, Floats scale) { return select((Words)(scale == 0.0f), Floats{}, value * scale); }
+inline Pair scaled(Pair value, Pair scale) {
+  return {scaled(value.first, scale.first), scaled(value.second, scale.second)};
+}
+
+// The squares of what a source evaluates.
+template <class Source, bool kExactly = sizeof(typename Source::Storage) == sizeof(float)>
+struct Squares {
+  using Storage = typename Source::Storage;
+  static constexpr int kArrays = Source::kArrays;
+  static constexpr bool kExact = kExactly;
+  static constexpr int kChain = kExact ? 1 : kChainRows;
+  Source source;
+  Squares<Source, true> exact() const { return {source}; }
+  template <class Extent>
+  Pair term(std::int64_t i, Extent extent) const {
+    const Pair value = source.at(i, extent);
+    return value * value;
+  }
+  template <class Extent>
+  void add(std::int64_t i, Extent extent, Sums* sums) const {
+    sums->add_squares(source.at(i, extent));
+  }
+};
+
+// Asks for what of the next row comes beside the work on this one. 16-bit rows fit into a core's own cache twice: half of the
+// next one is fetched in each pass over this one. float32 rows only get a head start, because more requests would delay
+// what is needed first.
+template <class Source>
+inline void fetch_ahead(const Source& next, std::int64_t i, std::int64_t cols, bool summing) {
+  if (sizeof(typename Source::Storage) < sizeof(float)) {
+    next.fetch_far((summing ? i : cols + i) / 2);
+  } else if (!summing && i < kHeadStart) {
+    next.fetch(i);
+  }
 }
 
 // From lanes' order to the columns' own, or back.

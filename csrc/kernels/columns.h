@@ -16,7 +16,8 @@ struct Panel {
   bool whole;
 };
 
-// One thread's share: the positions [begin, end) of an index of rows, at least one; or panels of columns.
+// One thread's share: the rows [begin, end), or those that the positions [begin, end) of an index name, at least one; or
+// panels of columns.
 struct Piece {
   std::int64_t rows;
   std::int64_t cols;
@@ -31,6 +32,17 @@ struct Piece {
   float* scales;            // one a column
   std::uint32_t* selected;  // one a column: every bit set, or none
 };
+
+// A matrix whose groups are rows of one element, as the columns of a single row, which fill whole registers.
+template <class Matrix>
+Matrix widened(Matrix matrix) {
+  if (matrix.by_row && matrix.cols == 1) {
+    matrix.cols = matrix.rows;
+    matrix.rows = 1;
+    matrix.by_row = false;
+  }
+  return matrix;
+}
 
 // Threads get whole blocks of columns, and whole cache lines of most matrices.
 constexpr std::int64_t kColumnGrain = 64;

@@ -13,21 +13,6 @@ constexpr int kPairs = kLanes / kPair;
 // 16-bit values are squared and summed over this many blocks of lanes in float32 before the sum goes on in double, which
 // saves most of the conversions. See usable().
 constexpr int kBlocks = 4;
-constexpr std::int64_t kHeadStart = 1024;
-
-template <class T>
-struct Plain {
-  using Storage = T;
-  static constexpr int kArrays = 1;
-  const T* x;
-  template <class Extent>
-  Pair at(std::int64_t i, Extent extent) const {
-    return extent.load(x + i);
-  }
-  Plain shifted(std::int64_t offset) const { return {x + offset}; }
-  void fetch(std::int64_t i) const { fetch_pair<3>(x + i); }
-  void fetch_far(std::int64_t i) const { fetch_pair<2>(x + i); }
-};
 
 template <class T>
 struct Stepped {
@@ -140,96 +125,64 @@ void multiply(Source source, T* out, std::int64_t count, float scale, const Also
 }
 
 template <class Source, class T>
-void shrink_rows(Source all, T* out, const GroupRange& range) {
-  for (std::int64_t row = range.begin; row < range.end; ++row) {
-    const Source source = all.shifted(row * range.cols);
-    T* target = out + row * range.cols;
-    const Source next = row + 1 < range.end ? source.shifted(range.cols) : source;
-    // 16-bit rows fit into a core's own cache twice: half of the next one is fetched in each pass over this one. float32
-    // rows only get a head start, because more requests would delay what is needed first.
-    const auto early = [&](std::int64_t i) {
-      if (sizeof(T) < sizeof(float)) next.fetch_far(i / 2);
-    };
-    const auto late = [&](std::int64_t i) {
-      if (sizeof(T) < sizeof(float)) {
-        next.fetch_far((range.cols + i) / 2);
-      } else if (i < kHeadStart) {
-        next.fetch(i);
-      }
-    };
-    const double sum = squared_norm(source, range.cols, early);
-    const float scale = shrink_scale(sum, range.threshold);
+void shrink_rows(Source all, T* out, double threshold, const Piece& piece) {
+  for (std::int64_t row = piece.begin; row < piece.end; ++row) {
+    const Source source = all.shifted(row * piece.cols);
+    T* target = out + row * piece.cols;
+    const Source next = row + 1 < piece.end ? source.shifted(piece.cols) : source;
+    const auto early = [&](std::int64_t i) { fetch_ahead(next, i, piece.cols, true); };
+    const auto late = [&](std::int64_t i) { fetch_ahead(next, i, piece.cols, false); };
+    const double sum = squared_norm(source, piece.cols, early);
+    const float scale = shrink_scale(sum, threshold);
     if (scale == 0.0f) {
       // Written, not multiplied: a removed group is exactly +0, whatever its signs were.
-      std::memset(target, 0, range.cols * sizeof(T));
+      std::memset(target, 0, piece.cols * sizeof(T));
     } else if (std::isfinite(sum)) {
-      multiply<true>(source, target, range.cols, scale, late);
+      multiply<true>(source, target, piece.cols, scale, late);
     } else {
-      multiply<false>(source, target, range.cols, scale, late);
+      multiply<false>(source, target, piece.cols, scale, late);
     }
   }
 }
-
-template <class Source, bool kExactly = kIsWide<Source>>
-struct SquaresOf {
-  using Storage = typename Source::Storage;
-  static constexpr int kArrays = Source::kArrays;
-  static constexpr bool kExact = kExactly;
-  static constexpr int kChain = kExact ? 1 : kChainRows;
-  Source source;
-  SquaresOf<Source, true> exact() const { return {source}; }
-  template <class Extent>
-  Pair term(std::int64_t i, Extent extent) const {
-    const Pair value = source.at(i, extent);
-    return value * value;
-  }
-  template <class Extent>
-  void add(std::int64_t i, Extent extent, Sums* sums) const {
-    sums->add_squares(source.at(i, extent));
-  }
-};
 
 template <class Source, class T>
 struct ProductOf {
   static constexpr int kArrays = Source::kArrays;
   Source source;
   T* out;
-  // Chosen, not multiplied: a removed group is exactly +0, whatever its signs were.
-  static Floats product(Floats value, Floats scale) { return scale == 0.0f ? Floats{} : value * scale; }
   template <class Extent>
   Pair at(std::int64_t i, Extent extent, Pair scale) const {
-    const Pair value = source.at(i, extent);
-    return {product(value.first, scale.first), product(value.second, scale.second)};
+    return scaled(source.at(i, extent), scale);
   }
 };
 
 template <class Source, class T>
-void shrink_columns(Source source, T* out, const GroupRange& range) {
-  reduce_and_update_columns(SquaresOf<Source>{source}, ProductOf<Source, T>{source, out}, range.columns,
-                            [&](double sum) { return shrink_scale(sum, range.threshold); });
+void shrink_columns(Source source, T* out, double threshold, const Piece& piece) {
+  reduce_and_update_columns(Squares<Source>{source}, ProductOf<Source, T>{source, out}, piece,
+                            [=](double sum) { return shrink_scale(sum, threshold); });
 }
 
 template <class Source, class T>
-void shrink_groups(Source source, T* out, const GroupRange& range) {
-  if (range.by_row) {
-    shrink_rows(source, out, range);
+void shrink_groups(Source source, T* out, double threshold, const Piece& piece) {
+  if (piece.by_row) {
+    shrink_rows(source, out, threshold, piece);
   } else {
-    shrink_columns(source, out, range);
+    shrink_columns(source, out, threshold, piece);
   }
 }
 
 template <class T>
-void threshold_body(const T* x, T* out, const GroupRange& range) {
-  shrink_groups(Plain<T>{x}, out, range);
+void threshold_body(const T* x, T* out, double threshold, const Piece& piece) {
+  shrink_groups(Plain<T>{x}, out, threshold, piece);
 }
 
 template <class T>
-void moreau_body(T* delta, const T* grad, float decay, float gamma, const GroupRange& range) {
+void moreau_body(T* delta, const T* grad, float decay, float gamma, double threshold, const Piece& piece) {
   const Stepped<T> source{delta, grad, decay, gamma};
-  if (range.threshold > 0) return shrink_groups(source, delta, range);
+  if (threshold > 0) return shrink_groups(source, delta, threshold, piece);
   // Without a threshold the groups do not interact; begin and end count rows.
-  const std::int64_t end = range.end * range.cols;
-  std::int64_t i = range.begin * range.cols;
+  const std::int64_t end = piece.end * piece.cols;
+  std::int64_t i = piece.begin * piece.cols;
   for (; i + kPair <= end; i += kPair) store_pair(delta + i, source.at(i, Whole{}));
   if (i < end) store_pair_up_to(delta + i, source.at(i, Part{end - i}), end - i);
 }

@@ -11,21 +11,10 @@
 namespace pyprune {
 namespace {
 
-// The groups [begin, end) of a matrix: rows or columns.
-struct GroupRange {
-  std::int64_t rows;
-  std::int64_t cols;
-  bool by_row;
-  double threshold;
-  std::int64_t begin;
-  std::int64_t end;
-  Piece columns;  // unless by_row
-};
-
 template <class T>
 struct GroupKernels {
-  void (*soft_threshold)(const T* x, T* out, const GroupRange& range);
-  void (*moreau)(T* delta, const T* grad, float decay, float gamma, const GroupRange& range);
+  void (*soft_threshold)(const T* x, T* out, double threshold, const Piece& piece);
+  void (*moreau)(T* delta, const T* grad, float decay, float gamma, double threshold, const Piece& piece);
 };
 
 }  // namespace
@@ -50,45 +39,36 @@ GroupKernels<T> active_kernels() {
 }
 
 template <class Call>
-void over_rows(const GroupMatrix& matrix, double threshold, const Call& call) {
+void over_rows(const GroupMatrix& matrix, Piece piece, const Call& call) {
+  piece.by_row = true;
   parallel_for(matrix.rows, 1, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
-    call(GroupRange{matrix.rows, matrix.cols, true, threshold, begin, end, {}});
+    Piece own = piece;
+    own.begin = begin;
+    own.end = end;
+    call(own);
   });
 }
 
 template <class Call>
-void over_columns(const GroupMatrix& matrix, double threshold, const Call& call) {
-  Columns state(matrix.cols);
+void over_columns(const GroupMatrix& matrix, Piece piece, const Call& call) {
+  Columns columns(matrix.cols);
+  columns.lend(&piece);
   parallel_for(matrix.cols, kColumnGrain, matrix.threads, [&](std::int64_t begin, std::int64_t end) {
     const Panel panel{begin, end, true};
-    GroupRange range{matrix.rows, matrix.cols, false, threshold, begin, end, {}};
-    range.columns.rows = matrix.rows;
-    range.columns.cols = matrix.cols;
-    range.columns.panels = &panel;
-    range.columns.panel_count = 1;
-    state.lend(&range.columns);
-    call(range);
+    Piece own = piece;
+    own.panels = &panel;
+    own.panel_count = 1;
+    call(own);
   });
 }
 
 template <class Call>
-void over_groups(const GroupMatrix& matrix, double threshold, bool by_row, const Call& call) {
-  if (by_row) return over_rows(matrix, threshold, call);
-  over_columns(matrix, threshold, call);
-}
-
-}  // namespace
-
-namespace {
-
-// Rows of one element are the columns of a single row, which fill whole registers.
-GroupMatrix widened(GroupMatrix matrix) {
-  if (matrix.by_row && matrix.cols == 1) {
-    matrix.cols = matrix.rows;
-    matrix.rows = 1;
-    matrix.by_row = false;
-  }
-  return matrix;
+void over_groups(const GroupMatrix& matrix, bool by_row, const Call& call) {
+  Piece piece{};
+  piece.rows = matrix.rows;
+  piece.cols = matrix.cols;
+  if (by_row) return over_rows(matrix, piece, call);
+  over_columns(matrix, piece, call);
 }
 
 }  // namespace
@@ -98,8 +78,8 @@ void group_soft_threshold(const void* x, void* out, double threshold, const Grou
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().soft_threshold;
-    over_groups(matrix, threshold, matrix.by_row, [&](const GroupRange& range) {
-      kernel(static_cast<const T*>(x), static_cast<T*>(out), range);
+    over_groups(matrix, matrix.by_row, [&](const Piece& piece) {
+      kernel(static_cast<const T*>(x), static_cast<T*>(out), threshold, piece);
     });
   });
 }
@@ -112,8 +92,8 @@ void moreau_step(void* delta, const void* grad, float decay, float gamma, double
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().moreau;
-    over_groups(matrix, threshold, by_row, [&](const GroupRange& range) {
-      kernel(static_cast<T*>(delta), static_cast<const T*>(grad), decay, gamma, range);
+    over_groups(matrix, by_row, [&](const Piece& piece) {
+      kernel(static_cast<T*>(delta), static_cast<const T*>(grad), decay, gamma, threshold, piece);
     });
   });
 }

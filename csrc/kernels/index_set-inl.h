@@ -7,30 +7,18 @@ namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-constexpr std::int64_t kHeadStart = 1024;
 constexpr float kLargest = 3.4028234663852886e38f;
 
-// What is summed; kArrays is how many arrays that reads. Exact terms join their lanes' sums in double, one by one. The others are for 16-bit storage, whose
-// conversion to double costs more than memory takes to deliver: the terms are made in float32, where the square or
-// product of two such numbers is exact, and kChain of them are added there first, which costs a sum at most 2e-7 of
-// itself. That fails beyond the range of float32; usable() tells, and the sum is made of exact terms then.
-template <class T, bool kExactly = sizeof(T) == sizeof(float)>
-struct Squares {
+// A source: the weights with their offset.
+template <class T>
+struct Weights {
   using Storage = T;
   static constexpr int kArrays = 1;
-  static constexpr bool kExact = kExactly;
-  static constexpr int kChain = kExact ? 1 : kChainRows;
   const T* w;
   float offset;
-  Squares<T, true> exact() const { return {w, offset}; }
   template <class Extent>
-  Pair term(std::int64_t i, Extent extent) const {
-    const Pair value = extent.weights(w + i, offset);
-    return value * value;
-  }
-  template <class Extent>
-  void add(std::int64_t i, Extent extent, Sums* sums) const {
-    sums->add_squares(extent.weights(w + i, offset));
+  Pair at(std::int64_t i, Extent extent) const {
+    return extent.weights(w + i, offset);
   }
 };
 
@@ -112,14 +100,9 @@ struct Multiply {
   static constexpr int kArrays = 1;
   T* out;
   float offset;
-  // Chosen, not multiplied: a removed element is exactly +0, whatever it was.
-  static Floats product(Floats value, Floats scale) {
-    return select((Words)(scale == 0.0f), Floats{}, value * scale);
-  }
   template <class Extent>
   Pair at(std::int64_t i, Extent extent, Pair scale) const {
-    const Pair value = extent.weights(out + i, offset);
-    return Pair{product(value.first, scale.first), product(value.second, scale.second)} - both(offset);
+    return scaled(extent.weights(out + i, offset), scale) - both(offset);
   }
 };
 
@@ -255,22 +238,17 @@ void reduce_and_update_all(Terms terms, Update update, const Piece& piece, float
   }
 }
 
-// Asks for what comes next beside the work on a row. 16-bit rows fit into a core's own cache with the next one, half of which is
-// fetched in each pass over this one. float32 rows only get a head start, because more requests would delay what is needed
-// first. Gradients are not in the cache when the sum is done: they are fetched beside it.
+// What memory is asked for beside the work on a row. Gradients are not in the cache when the sum is done: they are fetched
+// beside it.
 template <class T, bool kGradient>
 struct FetchAhead {
-  const T* next;
+  Plain<T> next;
   const T* gradient;
   std::int64_t cols;
   bool summing;
   template <class Extent>
   void operator()(std::int64_t i, Extent) const {
-    if (sizeof(T) < sizeof(float)) {
-      fetch_pair<2>(next + (summing ? i : cols + i) / 2);
-    } else if (!summing && i < kHeadStart) {
-      fetch_pair<3>(next + i);
-    }
+    fetch_ahead(next, i, cols, summing);
     if (kGradient && summing) fetch_pair<2>(gradient + i);
   }
 };
@@ -281,7 +259,7 @@ void reduce_and_update_rows(Terms terms, Update update, const Piece& piece, Scal
   using Fetch = FetchAhead<T, (Update::kArrays > 1)>;
   for (std::int64_t k = piece.begin; k < piece.end; ++k) {
     const std::int64_t start = piece.index[k] * piece.cols;
-    const T* next = terms.w + piece.index[k + 1 < piece.end ? k + 1 : k] * piece.cols;
+    const Plain<T> next{terms.source.w + piece.index[k + 1 < piece.end ? k + 1 : k] * piece.cols};
     const double sum = checked_row_sum(terms, start, piece.cols, Fetch{next, update.out + start, piece.cols, true});
     const OfRow<Update> row{update, start, both(scale_of(sum))};
     update_row(row, piece.cols, Fetch{next, nullptr, piece.cols, false});
@@ -307,7 +285,7 @@ inline float slope_scale(double sum, double strength) {
 
 template <class T>
 void penalty_body(const T* w, T* grad, double strength, bool l1, const Piece& piece) {
-  const Squares<T> squares{w, piece.offset};
+  const Squares<Weights<T>> squares{{w, piece.offset}};
   const Magnitudes<T> magnitudes{w, piece.offset};
   if (grad == nullptr) {
     if (l1) return reduce(magnitudes, piece);
@@ -324,7 +302,7 @@ void penalty_body(const T* w, T* grad, double strength, bool l1, const Piece& pi
 template <class T>
 void prox_body(T* w, double threshold, bool l1, const Piece& piece) {
   if (l1) return update_all<T>(SoftThreshold<T>{w, piece.offset}, piece, static_cast<float>(threshold));
-  reduce_and_update(Squares<T>{w, piece.offset}, Multiply<T>{w, piece.offset}, piece,
+  reduce_and_update(Squares<Weights<T>>{{w, piece.offset}}, Multiply<T>{w, piece.offset}, piece,
                     [=](double sum) { return shrink_scale(sum, threshold); });
 }
 

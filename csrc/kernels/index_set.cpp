@@ -95,13 +95,8 @@ void over_columns(const Selection& selection, Piece piece, std::vector<double>* 
 
 // Calls call(piece) on every thread's share. Returns the sum of each group, in the order of the index.
 template <class Call>
-std::vector<double> over_selection(Selection selection, const Call& call) {
-  // Rows of one element are the columns of a single row, which fill whole registers.
-  if (selection.by_row && selection.cols == 1) {
-    selection.cols = selection.rows;
-    selection.rows = 1;
-    selection.by_row = false;
-  }
+std::vector<double> over_selection(const Selection& given, const Call& call) {
+  const Selection selection = widened(given);
   Piece piece{};
   piece.rows = selection.rows;
   piece.cols = selection.cols;
