@@ -150,8 +150,14 @@ class Objective:
             penalty = self.step_penalty(model)
         return 0.0 if penalty is None else float(penalty)
 
-    def before_optimizer_step(self, model: nn.Module, step: int) -> None:
-        """Read the step's complete gradients, finite and clipped, while the weights are still those they belong to."""
+    def before_optimizer_step(self, model: nn.Module, step: int, gradient_scale: float) -> None:
+        """Read the step's complete gradients, finite, while the weights are still those they belong to.
+
+        Args:
+            model: the model; what the optimiser steps along is ``parameter.grad * gradient_scale``.
+            step: counts from 1.
+            gradient_scale: the part of clipping that the optimiser does in its own pass (``fused_adamw``); else 1.
+        """
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
@@ -395,11 +401,11 @@ class _Run:
         self.objective.before_step(self.model, step)
         batch = self.samples[batch_indices(len(self.samples), config.batch_size, step, config.seed)]
         lm, penalty, parts = self._backward(batch, step)
-        norm = self._finite_gradient_norm(step)
+        norm, scale = self._clip(step)
         if self.keep_last_good:
             self._remember_last_good(step)
         with torch.no_grad():
-            self.objective.before_optimizer_step(self.model, step)
+            self.objective.before_optimizer_step(self.model, step, scale)
         with self._update():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -435,16 +441,18 @@ class _Run:
             self._check_finite(penalty_sum, "penalty", step)
         return lm_sum, penalty_sum, parts
 
-    def _finite_gradient_norm(self, step: int) -> float:
+    def _clip(self, step: int) -> tuple[float, float]:
+        """The gradients' norm before clipping, finite, and the factor that is left to the optimiser."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         self._check_finite(float(norm), "gradient norm", step)
         limit = self.config.max_grad_norm
         if limit is not None and isinstance(self.optimizer, RegularisedAdamW):
             self.optimizer.gradient_scale = clip_factor(float(norm), limit)
-        elif limit is not None:
+            return float(norm), self.optimizer.gradient_scale
+        if limit is not None:
             nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
-        return float(norm)
+        return float(norm), 1.0
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):

@@ -112,13 +112,13 @@ class _Guided(Objective):
             self._hold_removed_at_zero()
 
     @override
-    def before_optimizer_step(self, model: nn.Module, step: int) -> None:
+    def before_optimizer_step(self, model: nn.Module, step: int, gradient_scale: float) -> None:
         now = StructureScores(self.run.scope, self.run.config.score.aggregation)
         for module, param in self.projections.items():
             a, b, scale = self._factors(module)
             if a.grad is None or b.grad is None:
                 raise RuntimeError(f"The factors of {module} got no gradient. This is a bug.")
-            guided = guided_gradient(a, b, a.grad, b.grad)
+            guided = guided_gradient(a, b, a.grad * gradient_scale, b.grad * gradient_scale)
             weight = param.parameter.detach().to(guided.dtype) + scale * (b @ a)
             now.add_elements(param, guided.mul_(weight).square_())
         self._join(now)

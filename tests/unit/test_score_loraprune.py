@@ -100,6 +100,31 @@ def test_training_moves_b_and_with_it_the_scores() -> None:
     assert not torch.equal(*order)
 
 
+@pytest.mark.parametrize("optimiser", ["adamw", "fused_adamw"])
+def test_the_gradients_are_the_clipped_ones(optimiser: str) -> None:
+    """Whether the loop clips them or the optimiser does: at B = 0 a score is quadratic in the gradient."""
+    one_step: dict[str, Any] = {"steps": 1, "optimiser": optimiser}
+    model = tiny_model("llama")
+    whole, clipped = (
+        scored(model, options({"momentum": 0.0}, {**one_step, "max_grad_norm": limit})) for limit in (None, 1e-4)
+    )
+    norm = sum(float(g.square().sum()) for g in _first_gradients(model).values()) ** 0.5
+    assert norm > 1e-3
+    torch.testing.assert_close(group_scores(clipped), group_scores(whole) * (1e-4 / norm) ** 2, rtol=2e-2, atol=0)
+
+
+def _first_gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients of the factors before the first step."""
+    config = options({}, {"steps": 1})
+    targets = [n.removesuffix(".weight") for n in (p.name for p in Scoring.of(model, SAMPLES, config).opened)]
+    lora = RecoverConfig(rank=8, alpha=16.0, train=config.loraprune.train)
+    with adapters(model, targets, lora) as adapted:
+        causal_loss(adapted, SAMPLES).backward()
+        found = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
+        adapted.unload()
+    return found
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_nothing_is_left_behind(training: bool) -> None:
     model = tiny_model("qwen3-tied").train(training)
