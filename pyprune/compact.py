@@ -1,6 +1,6 @@
 """The only code that cuts: a dense model and a plan become a physically smaller model.
 
-``compact_tensor`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
+``tensor_cut`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
 ``compact_checkpoint`` to a checkpoint on disk, one tensor at a time. The hidden axis is exact because the
 residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the embedding times
 s, norms of the stream times 1/s, the final norm once more times 1/s when the head is tied to the scaled
@@ -11,6 +11,7 @@ zero.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ def compact_checkpoint(
     """Cut a checkpoint on disk to the plan and write the result as another, one tensor in memory at a time.
 
     The written tensors equal bit for bit those of loading the checkpoint in its own dtype, :func:`compact_` and
-    saving. A model far larger than memory needs room for its largest tensor only.
+    saving. A model far larger than memory needs room for some megabytes only (for its largest tensor in float32 where
+    LayerNorm is cut through the gauge). The tokenizer's files are copied as they are.
 
     Args:
         folder: a dense checkpoint of a known family, safetensors in one file or in shards.
@@ -141,7 +143,7 @@ def compact_checkpoint(
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
-    from pyprune.load import PruningRecord, atomic_folder, load_tokenizer, write_record
+    from pyprune.load import PruningRecord, atomic_folder, copy_tokenizer, write_record
 
     source = TensorFiles(Path(folder))
     config = AutoConfig.from_pretrained(folder)
@@ -168,14 +170,12 @@ def compact_checkpoint(
         "dtype": str(model.config.dtype).removeprefix("torch."),
     }
     tensors = _streamed_tensors(source, names, family, config, plan, target)
-    tokenizer = load_tokenizer(folder)
     with atomic_folder(out, overwrite=overwrite) as temporary:
         digests = write_shards(temporary, entries, tensors, max_shard_bytes)
         model.config.save_pretrained(temporary)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        copy_tokenizer(Path(folder), temporary)
         write_record(temporary, PruningRecord(plan, facts), digests)
     return report
 
@@ -241,20 +241,39 @@ def _streamed_tensors(
     config: PretrainedConfig,
     plan: PrunePlan,
     target: Target,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Iterator[Tensor]]]:
     tied = bool(config.tie_word_embeddings)
     through_gauge = bool(plan.removed_hidden) and family.gauges(config)
     dtype = None
+    buffers = _Buffers()
     for name, dense in names.items():
+        cut = tensor_cut(dense, family, plan, tied=tied)
+        if cut is None:
+            continue
         tensor = source.read(name)
         if through_gauge:
             tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
-        result = compact_tensor(dense, tensor, family, plan, tied=tied)
+        dtype = dtype or tensor.dtype
+        yield cut.name, cut.pieces(tensor, buffers)
         del tensor
-        if result is not None:
-            dtype = dtype or result[1].dtype
-            yield result
-    yield from zero_biases(target, plan, dtype=dtype or torch.float32)
+    for name, zeros in zero_biases(target, plan, dtype=dtype or torch.float32):
+        yield name, iter((zeros,))
+
+
+class _Buffers:
+    """Two pieces of memory that take turns, small enough to stay in the cache until they are written and hashed."""
+
+    nbytes = 4 << 20
+
+    def __init__(self) -> None:
+        self.free = itertools.cycle([torch.empty(self.nbytes, dtype=torch.uint8) for _ in range(2)])
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the memory of the last but one; of its own where it is larger."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        return next(self.free)[:nbytes].view(dtype).view(shape)
 
 
 def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
@@ -275,14 +294,43 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
     return Target(_pruned_config(family, config, plan), None, tuple(reasons))
 
 
-def compact_tensor(
-    name: str, tensor: Tensor, family: Family, plan: PrunePlan, *, tied: bool
-) -> tuple[str, Tensor] | None:
-    """What one dense tensor becomes: (new name, new tensor), or None when it goes.
+@dataclass(frozen=True, eq=False)
+class TensorCut:
+    """What becomes of one dense tensor.
+
+    Attributes:
+        name: new parameter name.
+        rows: kept positions along the first dimension, int64; None = all.
+        columns: the same along the second.
+        factor: what the values are multiplied by, in float32 (float64) and rounded once.
+        offset: the factor is one on ``value + offset``.
+    """
+
+    name: str
+    rows: Tensor | None
+    columns: Tensor | None
+    factor: float
+    offset: float
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The new tensor, any dtype."""
+        return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
+
+    def pieces(self, tensor: Tensor, buffers: _Buffers) -> Iterator[Tensor]:
+        """The new tensor in runs of rows that fit the buffers."""
+        rows = torch.arange(len(tensor)) if self.rows is None else self.rows
+        row_shape = tensor.shape[1:] if self.columns is None else self.columns.shape
+        most = max(1, buffers.nbytes // max(1, row_shape.numel() * tensor.itemsize))
+        for some in rows.split(most):
+            out = buffers.take((len(some), *row_shape), tensor.dtype)
+            yield slice_gather(tensor, some, self.columns, self.factor, offset=self.offset, out=out)
+
+
+def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> TensorCut | None:
+    """What becomes of one dense tensor, or None when it goes.
 
     Args:
         name: dense parameter name.
-        tensor: its value, any dtype; the scale is applied in float32 (float64) and rounded once.
         family: of the dense model.
         plan: what stays.
         tied: the head shares the embedding's tensor.
@@ -300,10 +348,10 @@ def compact_tensor(
         if block_is_skipped(row, layer):
             return None
         name = row.pattern.replace("{i}", str(position[index]))
-    rows, *columns = (kept_indices(axis, layer, plan) for axis in row.axes)
+    kept = [kept_indices(axis, layer, plan) for axis in row.axes]
+    rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
     offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
-    factor = stream_factor(row, family, plan, tied=tied)
-    return name, slice_gather(tensor, rows, columns[0] if columns else None, factor, offset=offset)
+    return TensorCut(name, rows, columns, stream_factor(row, family, plan, tied=tied), offset)
 
 
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
@@ -344,9 +392,9 @@ def _compact_state(
 ) -> Iterator[tuple[str, Tensor]]:
     tied = bool(model.config.tie_word_embeddings)
     for name, parameter in model.named_parameters():
-        result = compact_tensor(name, parameter.detach(), family, plan, tied=tied)
-        if result is not None:
-            yield result
+        cut = tensor_cut(name, family, plan, tied=tied)
+        if cut is not None:
+            yield cut.name, cut.of(parameter.detach())
     yield from zero_biases(target, plan, dtype=model.dtype, device=model.device)
 
 

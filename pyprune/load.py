@@ -44,6 +44,12 @@ CARD_NAME = "README.md"
 RECORD_VERSION = 1
 REPLACEABLE = ("config.json", "metrics.json")
 """One of these files marks a folder that may be replaced: ``--overwrite --out .`` must not cost a home folder."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+    "sentencepiece.bpe.model", "spiece.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+)  # fmt: skip
+"""Everything that Transformers writes or reads for the tokenizers of decoder-only models."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -195,6 +201,15 @@ def packaged_gguf(package: str) -> tuple[Path, str]:
 def load_tokenizer(path_or_id: str | Path, **options: Any) -> Any:
     """The tokenizer of a folder or hub id, or None when a folder has none."""
     return _load_tokenizer(str(path_or_id), options)
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the tokenizer's files of a checkpoint, byte for byte, to another folder; nothing where there are none."""
+    for path in (folder / name for name in TOKENIZER_FILES):
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
+        elif path.is_dir():
+            shutil.copytree(path, out / path.name)
 
 
 def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:

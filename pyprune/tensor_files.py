@@ -1,7 +1,7 @@
 """safetensors files read and written one tensor at a time.
 
 The library's writer takes all tensors at once. Here the headers are written first, from shapes alone, and the
-tensors follow as they are made, so that a checkpoint far larger than memory can be rewritten.
+tensors follow piece by piece as they are made, so that a checkpoint far larger than memory can be rewritten.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -132,14 +133,15 @@ def _read_header(path: Path) -> list[_Place]:
 
 
 def write_shards(
-    folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int
+    folder: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Iterable[Tensor]]], max_shard_bytes: int
 ) -> dict[str, str]:
-    """Write tensors as they come.
+    """Write tensors as they come; a piece is written and hashed while the next one is made.
 
     Args:
         folder: where to.
         entries: what will come, in this order.
-        tensors: (name, tensor) in the same order; each is dropped once it is written.
+        tensors: (name, values) in the same order; the values come in pieces, split along the first dimension. A piece
+            may be overwritten as soon as the next but one is asked for, so that two buffers are enough.
         max_shard_bytes: size at which a new file is begun (a larger tensor has a file of its own).
 
     Returns:
@@ -177,7 +179,7 @@ def _shards(entries: Sequence[Entry], max_shard_bytes: int) -> list[list[Entry]]
     return shards
 
 
-def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Tensor]]) -> str:
+def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Iterable[Tensor]]]) -> str:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
@@ -186,22 +188,56 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as stream, ThreadPoolExecutor(1) as pool:
-        for piece in (struct.pack("<Q", len(text)), text):
-            _write_all(stream, memoryview(piece), digest, pool)
+    with path.open("wb", buffering=0) as stream, _Behind(stream) as behind:
+        behind.put(np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8).data)
         for entry in entries:
-            name, tensor = next(tensors)
-            if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
-                raise RuntimeError(f"{name} {tensor.dtype} {tuple(tensor.shape)} came where {entry} was announced.")
-            raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            _write_all(stream, raw.data, digest, pool)
-            del tensor, raw
-    return digest.hexdigest()
+            name, pieces = next(tensors)
+            _write_tensor(behind, entry, name, pieces)
+    return behind.digest.hexdigest()
 
 
-def _write_all(stream: Any, data: memoryview, digest: Any, pool: Executor) -> None:
-    hashed = pool.submit(digest.update, data)  # both leave the interpreter to others, so they overlap
-    while len(data):
-        data = data[stream.write(data) :]
-    hashed.result()
+def _write_tensor(behind: _Behind, entry: Entry, name: str, pieces: Iterable[Tensor]) -> None:
+    rows = 0
+    for piece in pieces:
+        rows += len(piece)
+        if (name, piece.dtype, *piece.shape[1:]) != (entry.name, entry.dtype, *entry.shape[1:]):
+            raise RuntimeError(f"{name} {piece.dtype} {tuple(piece.shape)} came where {entry} was announced.")
+        behind.put(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    if (name, rows) != (entry.name, entry.shape[0]):
+        raise RuntimeError(f"{rows} rows of {name} came where {entry} was announced.")
+
+
+class _Behind:
+    """Writes and hashes one piece while the next one is made."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.digest = hashlib.sha256()
+        self.pool = ThreadPoolExecutor(2)
+        self.pending: tuple[Future[None], ...] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._settle()
+        finally:
+            self.pool.shutdown()
+
+    def put(self, data: memoryview) -> None:
+        """Begin with a piece; the one before is done when this returns."""
+        self._settle()
+        # Both let go of the interpreter, so they overlap with each other and with the making of the next piece.
+        self.pending = (self.pool.submit(self.digest.update, data), self.pool.submit(self._write, data))
+
+    def _settle(self) -> None:
+        pending, self.pending = self.pending, ()
+        for done in pending:
+            done.result()
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            data = data[self.stream.write(data) :]

@@ -18,6 +18,7 @@ from pyprune.plan import PrunePlan
 from pyprune.tensor_files import Entry, TensorFiles, write_shards
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
+from tests._support.tokenizer import tiny_tokenizer
 
 
 def dense_folder(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32, shard: str = "50GB") -> Path:
@@ -92,7 +93,7 @@ def test_shards_in_and_out(tmp_path: Path) -> None:
 
 
 def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor is gone before the next but one is read: the one being written and the one just made."""
+    """Every tensor is gone before the next one is read."""
     dense = dense_folder(tmp_path / "dense")
     plan = plan_for(dense, "hidden")
     alive: list[Any] = []
@@ -112,6 +113,31 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(TensorFiles, "read", watched)
     compact_checkpoint(dense, plan, tmp_path / "out")
     assert most == 1
+
+
+def test_pieces_smaller_than_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of a few rows, of half a row, and of more than all give the same file."""
+    dense = dense_folder(tmp_path / "dense")
+    plan = plan_for(dense, "everything")
+    for nbytes in (1 << 20, 1000, 16):
+        monkeypatch.setattr("pyprune.compact._Buffers.nbytes", nbytes)
+        compact_checkpoint(dense, plan, tmp_path / str(nbytes))
+    digests = [read_pruning_json(tmp_path / str(n), verify_files=True).files for n in (1 << 20, 1000, 16)]
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_the_tokenizer_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    tiny_tokenizer(chat_template=True).save_pretrained(dense)
+    (dense / "additional_chat_templates").mkdir()
+    (dense / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    compact_checkpoint(dense, plan_for(dense, "hidden"), tmp_path / "out")
+    record = read_pruning_json(tmp_path / "out", verify_files=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tool.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (dense / name).read_bytes()
+        assert name in record.files
+    _, tokenizer = load_model(tmp_path / "out")
+    assert tokenizer("a b")["input_ids"] == tiny_tokenizer()("a b")["input_ids"]
 
 
 def test_what_transformers_does_not_load_is_left_out(tmp_path: Path) -> None:
@@ -189,6 +215,8 @@ class TestRefusals:
     def test_tensors_that_were_not_announced(self, tmp_path: Path) -> None:
         entry = Entry("a", torch.float32, (2,))
         with pytest.raises(RuntimeError, match="announced"):
-            write_shards(tmp_path, [entry], iter([("b", torch.ones(2))]), 100)
+            write_shards(tmp_path, [entry], iter([("b", [torch.ones(2)])]), 100)
+        with pytest.raises(RuntimeError, match="announced"):
+            write_shards(tmp_path, [entry], iter([("a", [torch.ones(1)])]), 100)
         with pytest.raises(RuntimeError, match="more tensors"):
-            write_shards(tmp_path, [entry], iter([("a", torch.ones(2)), ("b", torch.ones(2))]), 100)
+            write_shards(tmp_path, [entry], iter([("a", [torch.ones(2)]), ("b", [torch.ones(2)])]), 100)
