@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from pyprune.calibrate import SpanSet, TokenStream, check_sequence_length
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, PypruneError, did_you_mean
+from pyprune.loss import token_losses
 from pyprune.progress import track
 from pyprune.sources import evaluation_split, read_corpus, text_sha256
 
 Protocol = Literal["ppl-2048", "ppl-128"]
 WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
 """Tokens in a window of each protocol (METHODS.md, "Evaluation protocols")."""
-
-_LOSS_POSITIONS = 128
-"""Positions converted to float32 at once (25 MB for 49,152 tokens); all others stay in the model's dtype."""
 
 _FORWARD_TOKENS = 2048
 
@@ -235,13 +232,8 @@ def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = windows.to(device)
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    # Vocabulary last and contiguous: the transposed [B, V, T] form of the call is five times slower. The last position
-    # has no token to predict: taking it along leaves the logits in one piece, a copy of which would cost more.
-    positions, targets = logits.flatten(0, 1), ids.roll(-1, dims=1).flatten()
-    parts = zip(positions.split(_LOSS_POSITIONS), targets.split(_LOSS_POSITIONS), strict=True)
-    losses = torch.cat([F.cross_entropy(part.float(), wanted, reduction="none") for part, wanted in parts])
     # Summing thousands of float32 losses would cost digits that the protocols' mean keeps.
-    return losses.view_as(ids)[:, :-1].double().cpu()
+    return token_losses(logits, ids).double().cpu()
 
 
 def _check_finite(losses: Tensor, first: int, size: int, source: str) -> None:

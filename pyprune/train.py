@@ -26,10 +26,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
+from pyprune.loss import causal_loss
 from pyprune.ops import available_isas
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.optimizer import RegularisedAdamW, clip_factor
@@ -230,23 +230,6 @@ class TrainReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return asdict(self)
-
-
-def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
-    """Mean next-token cross-entropy over the predicted tokens, in float32 (scalar, nats a token).
-
-    Args:
-        model: a causal LM whose output has ``logits`` [B, T, V].
-        batch: sequences on the model's device; plain token ids, int64 [B, T], predict every token
-            (:data:`IGNORED` marks right padding).
-    """
-    tokens = Tokens.of(batch)
-    logits = model(input_ids=tokens.inputs, use_cache=False).logits[:, :-1]
-    targets = tokens.targets.to(logits.device)
-    total = functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / tokens.predicted.sum().clamp(min=1)
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:

@@ -28,6 +28,7 @@ from pyprune.decide import decide_layer_count
 from pyprune.effects import UNCHANGED_SHARE
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, parameter_shapes
+from pyprune.loss import causal_loss
 from pyprune.mask import mask_
 from pyprune.ops import residual_diff_norm
 from pyprune.plan import PrunePlan
@@ -39,7 +40,6 @@ from pyprune.train import (
     Objective,
     ParameterGroup,
     TrainReport,
-    causal_loss,
     micro_batch_for,
     train,
 )

@@ -21,8 +21,8 @@ from torch.func import functional_call
 from pyprune.activations import still
 from pyprune.errors import DataError
 from pyprune.families import NamedParam, family_for
+from pyprune.loss import causal_loss
 from pyprune.score.base import Scoring
-from pyprune.train import causal_loss
 
 Weights = Callable[[NamedParam, int], Tensor]
 """(parameter, draw) -> the values at which the gradient is taken: shape and dtype of the parameter, no graph. Asked

@@ -15,8 +15,8 @@ from pyprune.compact import compact_
 from pyprune.config import RecoverConfig, TrainConfig
 from pyprune.errors import MissingDependencyError, TrainingError
 from pyprune.families import family_for
+from pyprune.loss import causal_loss
 from pyprune.recover import finetune, projection_names, recover
-from pyprune.train import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 
 TRAIN = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-2)

@@ -18,11 +18,11 @@ from pyprune.distill import Distillation
 from pyprune.errors import CheckpointError, ConfigError, TrainingError
 from pyprune.families import family_for
 from pyprune.load import load_model, save_checkpoint
+from pyprune.loss import causal_loss
 from pyprune.mask import mask_
 from pyprune.plan import PrunePlan
 from pyprune.recover import projection_names, recover
 from pyprune.tokens import IGNORED, Tokens
-from pyprune.train import causal_loss
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
+from pyprune.loss import causal_loss
 from pyprune.resume import latest_state
 from pyprune.train import (
     IGNORED,
     LossTerms,
     Objective,
     batch_indices,
-    causal_loss,
     learning_rate_factor,
     micro_batch_for,
     train,

@@ -17,10 +17,11 @@ from pyprune.config import DistillConfig
 from pyprune.distill import Distillation
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import decoder_layers, family_for
+from pyprune.loss import causal_loss
 from pyprune.mask import mask_
 from pyprune.plan import PrunePlan
 from pyprune.tokens import IGNORED, Tokens
-from pyprune.train import LossTerms, causal_loss
+from pyprune.train import LossTerms
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 

@@ -16,10 +16,11 @@ from pyprune.calibrate import ExampleStream, TokenSamples, assert_disjoint, samp
 from pyprune.config import DataConfig, PruneConfig
 from pyprune.errors import ConfigError, DataError
 from pyprune.instructions import encode_examples
+from pyprune.loss import causal_loss
 from pyprune.marks import marked_passages, training_marks
 from pyprune.sources import read_corpus
 from pyprune.tokens import IGNORED, Tokens
-from pyprune.train import TrainConfig, causal_loss, check_samples, train
+from pyprune.train import TrainConfig, check_samples, train
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.paths import SHARED_DATA
 from tests._support.text import prose

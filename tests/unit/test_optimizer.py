@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.config import TrainConfig
 from pyprune.errors import ConfigError
+from pyprune.loss import causal_loss
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.optimizer import RegularisedAdamW
-from pyprune.train import Objective, causal_loss, make_optimizer, train
+from pyprune.train import Objective, make_optimizer, train
 from tests._support.models import tiny_batch, tiny_model
 
 CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3, optimiser="fused_adamw")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from pyprune.config import PruneConfig
 from pyprune.errors import DataError
 from pyprune.families import NamedParam
+from pyprune.loss import causal_loss
 from pyprune.recipe import build_config
 from pyprune.score._descent import Noise
 from pyprune.score._gradients import Summed, take_gradients
 from pyprune.score.base import Scoring
-from pyprune.train import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
 
 SAMPLES = tiny_batch(batch=3, length=11)

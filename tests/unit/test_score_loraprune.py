@@ -13,6 +13,7 @@ from torch import Tensor
 from pyprune.config import PruneConfig, RecoverConfig
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, TrainingError
 from pyprune.families import named_axes
+from pyprune.loss import causal_loss
 from pyprune.mask import masked
 from pyprune.recipe import build_config
 from pyprune.recover import adapters
@@ -20,7 +21,6 @@ from pyprune.registry import get_method
 from pyprune.score import loraprune
 from pyprune.score._structures import opened_places
 from pyprune.score.base import Scoring
-from pyprune.train import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 
 SAMPLES = tiny_batch(batch=4, length=13)

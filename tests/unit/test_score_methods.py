@@ -12,6 +12,7 @@ from torch import Tensor
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import named_axes
+from pyprune.loss import causal_loss
 from pyprune.recipe import build_config
 from pyprune.registry import get_method, method_modules
 from pyprune.score import flap, loraprune, magnitude, moreau, moreau_gs, smoothgrad, taylor, wanda
@@ -19,7 +20,6 @@ from pyprune.score import random as random_scores
 from pyprune.score._descent import Descent, Noise
 from pyprune.score._structures import opened_places
 from pyprune.score.base import Scorer, Scoring
-from pyprune.train import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 
 SAMPLES = tiny_batch(batch=3, length=11)
