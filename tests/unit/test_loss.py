@@ -62,7 +62,8 @@ def test_value_and_gradient_are_those_of_the_plain_loss(dtype: torch.dtype) -> N
     eps = torch.finfo(dtype).eps
     # The logits are rounded to the dtype (up to 12 of them), the loss is taken in float32.
     torch.testing.assert_close(found.double(), plain_loss(exact, batch).detach(), rtol=0, atol=12 * eps + 1e-6)
-    assert exact.table.grad is not None and model.table.grad is not None
+    assert exact.table.grad is not None
+    assert model.table.grad is not None
     largest = float(exact.table.grad.abs().max())
     torch.testing.assert_close(model.table.grad.double(), exact.table.grad, rtol=0, atol=12 * eps * largest + 1e-8)
 
@@ -89,7 +90,8 @@ def test_nothing_to_predict() -> None:
     loss = causal_loss(model, Tokens(ids, torch.full_like(ids, IGNORED)))
     loss.backward()
     assert float(loss.detach()) == 0.0
-    assert model.table.grad is not None and not model.table.grad.any()
+    assert model.table.grad is not None
+    assert not model.table.grad.any()
 
 
 def test_a_second_gradient_is_refused() -> None:
