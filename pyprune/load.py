@@ -44,10 +44,12 @@ CARD_NAME = "README.md"
 RECORD_VERSION = 1
 REPLACEABLE = ("config.json", "metrics.json")
 """One of these files marks a folder that may be replaced: ``--overwrite --out .`` must not cost a home folder."""
+TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A folder with one of these files has a tokenizer."""
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
-    "sentencepiece.bpe.model", "spiece.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+    *TOKENIZER_MARKS, "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "spiece.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates",
 )  # fmt: skip
 """Everything that Transformers writes or reads for the tokenizers of decoder-only models."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -214,10 +216,9 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
 
 def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
     folder = Path(source)
-    if folder.is_dir() and "gguf_file" not in options:
-        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        if not any((folder / name).exists() for name in names):
-            return None
+    local = folder.is_dir() and "gguf_file" not in options
+    if local and not any((folder / name).exists() for name in TOKENIZER_MARKS):
+        return None
     return AutoTokenizer.from_pretrained(source, **options)
 
 

@@ -36,7 +36,7 @@ def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
-    """Negative log-likelihoods of the tokens after the first, without gradient: nats, float32, [B, T - 1].
+    """Negative log-likelihoods of the tokens after the first, no gradient: nats, [B, T - 1], in float32 or wider.
 
     Args:
         logits: [B, T, V].
