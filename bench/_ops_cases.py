@@ -53,12 +53,14 @@ class Setting:
         cols: of every weight, a multiple of 8.
         device: CPU or CUDA.
         compiled: whether torch.compile is measured.
+        selected: share of the rows or columns that the ops on an index set work on.
     """
 
     rows: int
     cols: int
     device: torch.device
     compiled: bool
+    selected: float = 0.25
 
     @cached_property
     def kernel(self) -> str:
@@ -123,16 +125,16 @@ def read(*arrays: Tensor) -> None:
         x.view(torch.float32).sum()
 
 
-def last_quarter(x: Tensor, axis: int) -> Tensor:
-    """Positions of the last quarter along ``axis``."""
+def last(x: Tensor, axis: int, share: float = 0.25) -> Tensor:
+    """Positions of the last ``share`` along ``axis``."""
     size = x.shape[axis]
-    return torch.arange(size * 3 // 4, size, device=x.device)
+    return torch.arange(size - round(size * share), size, device=x.device)
 
 
-def region(x: Tensor, axis: int) -> Tensor:
-    """The last quarter along ``axis``, as a view."""
-    size = x.shape[axis]
-    return x.narrow(axis, size * 3 // 4, size - size * 3 // 4)
+def region(x: Tensor, axis: int, share: float) -> Tensor:
+    """The last ``share`` along ``axis``, as a view."""
+    count = round(x.shape[axis] * share)
+    return x.narrow(axis, x.shape[axis] - count, count)
 
 
 # --- ops 1 and 2 ------------------------------------------------------------------------------------------------------
@@ -228,14 +230,14 @@ def perturb_cases(s: Setting, dtype: str) -> list[Case]:
 
 
 def penalty_cases(s: Setting, dtype: str) -> list[Case]:
-    """Op 4: the penalty's value and gradient, added to a gradient; a quarter of the rows or columns."""
+    """Op 4: the penalty's value and gradient, added to a gradient; some of the rows or columns."""
     op, w = "group_penalty", s.array(dtype)
     grad, probe = torch.full_like(w, 1e-3), torch.zeros_like(w)
     result = []
     for axis, groups in enumerate(AXES):
-        index, part = last_quarter(w, axis), region(w, axis)
+        index, part = last(w, axis, s.selected), region(w, axis, s.selected)
         traffic = 3 * part.nbytes
-        ceiling = Case(op, dtype, groups, CEILING, partial(add, region(probe, axis), part), traffic)
+        ceiling = Case(op, dtype, groups, CEILING, partial(add, region(probe, axis, s.selected), part), traffic)
         reading = Case(op, dtype, f"{groups}, value only", CEILING, partial(read, part), part.nbytes)
         result += [ceiling, reading]
         for kind in ("l2", "l1"):
@@ -255,7 +257,7 @@ def penalty_cases(s: Setting, dtype: str) -> list[Case]:
 
 
 def _penalty_gradient(grad: Tensor, w: Tensor, axis: int, kind: str) -> Tensor:
-    add_group_penalty_(grad, w, last_quarter(w, axis), axis, kind, 0.5)
+    add_group_penalty_(grad, w, last(w, axis), axis, kind, 0.5)
     return grad
 
 
@@ -269,15 +271,15 @@ def eager_penalty(w: Tensor, grad: Tensor, index: Tensor, axis: int, kind: str) 
 
 
 def prox_cases(s: Setting, dtype: str) -> list[Case]:
-    """Op 4: the proximal maps and the multiplicative shrink of a quarter of the rows or columns, in place."""
+    """Op 4: the proximal maps and the multiplicative shrink of some rows or columns, in place."""
     w = s.array(dtype)
     probe = w.clone()
     result = []
     for axis, groups in enumerate(AXES):
-        index, part = last_quarter(w, axis), region(w, axis)
+        index, part = last(w, axis, s.selected), region(w, axis, s.selected)
         traffic = 2 * part.nbytes
         ceilings = {
-            op: Case(op, dtype, groups, CEILING, partial(touch, region(probe, axis)), traffic)
+            op: Case(op, dtype, groups, CEILING, partial(touch, region(probe, axis, s.selected)), traffic)
             for op in ("group_prox", "shrink")
         }
         result += ceilings.values()
@@ -298,11 +300,11 @@ def prox_cases(s: Setting, dtype: str) -> list[Case]:
 
 
 def _proximal(w: Tensor, axis: int, kind: str) -> Tensor:
-    return group_prox(w, last_quarter(w, axis), axis, kind, 0.25)
+    return group_prox(w, last(w, axis), axis, kind, 0.25)
 
 
 def _shrunk(w: Tensor, axis: int) -> Tensor:
-    return shrink(w, last_quarter(w, axis), axis, 0.75)
+    return shrink(w, last(w, axis), axis, 0.75)
 
 
 def eager_prox(w: Tensor, index: Tensor, axis: int, kind: str) -> None:
@@ -365,7 +367,7 @@ def _adamw(kernel: str, weight: Tensor, gradient: Tensor, moments: Moments, pena
 
 
 def _adamw_penalty(weight: Tensor, axis: int, kind: Kind, solver: Solver, strength: float = 1e-3) -> Penalty:
-    return Penalty(last_quarter(weight, axis), axis, kind, strength, solver)
+    return Penalty(last(weight, axis), axis, kind, strength, solver)
 
 
 def _adamw_step(axis: int, kind: Kind, solver: Solver, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -394,7 +396,7 @@ def _torch_adamw_cases(s: Setting, weight: Tensor, gradient: Tensor, moments: Mo
     parameter.grad = gradient.clone()
     fused = torch.optim.AdamW([parameter], lr=TINY, weight_decay=0.0, fused=True)
     plain = torch.optim.AdamW([parameter], lr=TINY, weight_decay=0.0, foreach=False, fused=False)
-    index = last_quarter(parameter, 1)
+    index = last(parameter, 1)
 
     def penalised(optimizer: torch.optim.Optimizer) -> None:
         norms = torch.linalg.vector_norm(parameter.index_select(1, index), dim=0, dtype=torch.float32)
