@@ -436,7 +436,8 @@ class ScoreConfig(Config):
         last_layer: last open layer, inclusive; negative counts from the end (-1 is the last).
         layers: the open layers, listed (instead of first_layer and last_layer).
         uniform: give every layer the same widths, so that a stock architecture fits: all layers are open and ranking
-            is local, whatever the options above say.
+            is local, whatever the options above say; of the numbers of heads only those go that such an architecture
+            takes.
         iterations: rounds; each removes its share of the goal and scores the masked model anew.
         ffn_multiple: FFN widths that result are multiples of this; channels go in bundles.
         allow_empty: a layer may lose its last unit of an axis, and the sub-block is skipped.
@@ -531,6 +532,12 @@ class ScoreConfig(Config):
         _require(
             self.normalise == "none" or self.ranking == "global",
             f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none.",
+            found,
+        )
+        _require(
+            self.normalise != "size" or self.aggregation != "prod",
+            "normalise is 'size' and aggregation is 'prod': a product is kept as its logarithm, which a number of "
+            "parameters cannot divide; use normalise none or standard, or another aggregation.",
             found,
         )
         return found

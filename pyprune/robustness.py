@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pyprune.calibrate import check_sequence_length, sample_sequences
-from pyprune.config import Config, PruneConfig, ScoreAxis
+from pyprune.config import Config, DataConfig, PruneConfig, ScoreAxis
 from pyprune.decide import share_of_parameters
 from pyprune.errors import CheckpointError, ConfigError, did_you_mean
 from pyprune.evaluate import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
@@ -52,6 +52,8 @@ from pyprune.variants import DENSE, VARIANTS, Adapter, VariantReport, set_varian
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
+CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
+"""What every method reads unless the options say otherwise, whatever its preset does: only so are they comparable."""
 
 Json = dict[str, Any]
 
@@ -106,7 +108,7 @@ class RobustnessConfig(Config):
         Raises:
             ConfigError: an unknown option, or scoring in several rounds.
         """
-        given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1}
+        given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
         found = build_config(preset=method, options=given | dict(self.options), settings=self.settings)
@@ -173,6 +175,8 @@ class ScoringFacts:
         zeros: axis -> share of the units whose score is exactly zero.
         seconds: it took.
         warnings: of the scorer.
+        steps: of a method that takes steps, else None.
+        residual: after the last step, how far the minimiser's condition is missed, relative to the displacement.
     """
 
     seed: int
@@ -181,6 +185,8 @@ class ScoringFacts:
     zeros: Mapping[str, float]
     seconds: float
     warnings: tuple[str, ...]
+    steps: int | None = None
+    residual: float | None = None
 
 
 @dataclass(frozen=True)
@@ -263,11 +269,21 @@ class RobustnessResult:
     def _scorings(self) -> Table:
         axes = self.config.axes
         rows = tuple(
-            (str(s.seed), s.method, s.variant, *(_percent(s.zeros[axis]) for axis in axes), f"{s.seconds:.1f}")
+            (
+                str(s.seed),
+                s.method,
+                s.variant,
+                *(_percent(s.zeros[axis]) for axis in axes),
+                f"{s.seconds:.1f}",
+                s.steps,
+                _percent(s.residual),
+            )
             for s in self.scorings
         )
-        columns = ("seed", "method", "variant", *(f"scores of {axis} exactly zero" for axis in axes), "seconds")
-        return Table("The scores", columns, rows)
+        columns = ("seed", "method", "variant", *(f"scores of {axis} exactly zero" for axis in axes), "seconds",
+                   "steps", "condition missed by")  # fmt: skip
+        note = "Condition: delta = -rho g at the envelope's minimiser, relative to |delta|."
+        return Table("The scores", columns, rows, note)
 
     def _remarks(self) -> list[str]:
         same = [v.name for v in self.variants if v.name != DENSE and not v.changed]
@@ -329,7 +345,7 @@ class _Bench:
     originals: Mapping[str, Tensor]
     kept: _Kept
     holds: str | None = None
-    samples: dict[int, Tensor] = field(default_factory=dict)
+    samples: dict[DataConfig, Tensor] = field(default_factory=dict)
     reports: dict[str, VariantReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -364,7 +380,7 @@ class _Bench:
             for pair in self.pairs
         )
         facts = tuple(
-            ScoringFacts(*at, zeros=r["zeros"], seconds=r["seconds"], warnings=tuple(r["warnings"]))
+            ScoringFacts(*at, r["zeros"], r["seconds"], tuple(r["warnings"]), r.get("steps"), r.get("residual"))
             for at, r in scored.items()
         )
         reports = tuple(self.report_of(name) for name in self.names)
@@ -457,6 +473,8 @@ class _Bench:
                 "seconds": seconds,
                 "zeros": {axis: values["zeros"] for axis, values in score_spread(run).items()},
                 "warnings": list(run.warnings),
+                "steps": run.details.get("steps"),
+                "residual": next(iter(run.details.get("residuals", [])[-1:]), None),
                 "plans": known["plans"] | plans,
             }
         )
@@ -472,11 +490,11 @@ class _Bench:
     def _samples(self, config: PruneConfig) -> Tensor:
         """The calibration samples of a seed, int64 [N, T], none of them part of a test text."""
         data = config.data
-        if data.seed not in self.samples:
+        if data not in self.samples:
             check_sequence_length(self.model.config, data.sequence_length)
             reserved = [text.spans for text in self.texts]
-            self.samples[data.seed] = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
-        return self.samples[data.seed]
+            self.samples[data] = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
+        return self.samples[data]
 
     def perplexity(self, pruned: tuple[Json, float] | None, variant: str, text: EvaluationText) -> float:
         """Of a variant, pruned by the plan of (scores, ratio) or whole, on one text."""
@@ -519,6 +537,8 @@ class _Bench:
             f"{first.ratio_of or 'parameters'}",
             "perplexity": f"{config.protocol} on {', '.join(config.texts)}, {tokens} tokens, masked models, float32",
         }
+        if compensated := [name for name, method in methods.items() if method.compensates]:
+            found["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
         if "smoothgrad" in methods:
             of = methods["smoothgrad"].moreau
             found["smoothgrad"] = (

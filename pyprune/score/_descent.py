@@ -33,6 +33,9 @@ from pyprune.score._gradients import GradientReport, Summed, take_gradients
 from pyprune.score._memory import measured
 from pyprune.score.base import ScoreError, Scoring
 
+STALL = 10
+"""Steps without a smaller residual that are called a stall; one or two larger ones are usual on the way."""
+
 
 def wide_zeros(param: NamedParam) -> Tensor:
     """Zeros of the parameter's shape, float32 (float64 for float64)."""
@@ -129,6 +132,12 @@ class Descent:
         return report
 
     @property
+    def stalled(self) -> bool:
+        """Whether the last steps came no nearer: they are too long for the loss's curvature, and go round."""
+        recent, earlier = self.residuals[-STALL:], self.residuals[:-STALL]
+        return bool(earlier) and min(recent) >= min(earlier)
+
+    @property
     def converged(self) -> bool:
         """Whether the last step was within the tolerance."""
         tolerance = self.config.tolerance
@@ -151,9 +160,19 @@ def score_by_descent(run: Scoring) -> None:
     if config.tolerance is not None and not descent.converged:
         run.warn(
             f"THE DISPLACEMENT DID NOT CONVERGE: after {config.steps} steps the optimality condition is still off by "
-            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). Use more moreau.steps or a "
-            "larger moreau.gamma" + ("." if not config.redraw else ", and redraw: false: new noise never settles.")
+            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). {_advice(descent)}"
         )
+
+
+def _advice(descent: Descent) -> str:
+    if descent.config.redraw:
+        return "Set moreau.redraw to false, for new noise never settles, and use more moreau.steps."
+    if descent.stalled:
+        return (
+            f"The last {STALL} steps came no nearer, so they are too long for the loss's curvature: use a smaller "
+            "moreau.gamma, or a smaller moreau.rho, which keeps the minimiser near."
+        )
+    return "Use more moreau.steps or a larger moreau.gamma."
 
 
 def score_by_smooth_gradient(run: Scoring) -> None:

@@ -22,7 +22,8 @@ class Account:
 
     Attributes:
         model: weights of the model.
-        state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
+        saved: the weights that undo the mask of earlier rounds; 0 in the first round.
+        state: what else lives through all steps (a displacement, sums of gradients, or statistics of activations).
         layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
             methods without gradients.
         layerwise: which of the two.
@@ -31,6 +32,7 @@ class Account:
 
     run: Scoring
     model: int
+    saved: int = 0
     state: int = 0
     layer: int = 0
     layerwise: bool = True
@@ -57,17 +59,18 @@ class Account:
 
     def write(self) -> None:
         """Put the account into the run's details and notes."""
+        held = self.saved + self.state
         unit = "one layer's" if self.layerwise else "all open layers'"
         layer = f" and {_mb(self.layer)} for {unit} weights and gradients" if self.layer else ""
         self.run.details["memory"] = {
             "model_bytes": self.model,
-            "state_bytes": self.state,
+            "state_bytes": held,
             "layer_bytes": self.layer,
             "layerwise": self.layerwise,
             "peak_bytes": self.peak,
         }
         self.run.note(
-            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(self.state)} through all steps"
+            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(held)} through all steps"
             f"{layer}; peak memory {_mb(self.peak)}."
         )
 
@@ -76,7 +79,8 @@ class Account:
 def measured(run: Scoring) -> Iterator[Account]:
     """Measure the peak meanwhile and report it."""
     cuda = run.model.device.type == "cuda"
-    account = Account(run, sum(_bytes(p) for p in run.model.parameters()))
+    model = sum(_bytes(p) for p in run.model.parameters())
+    account = Account(run, model, saved=model if run.masked else 0)
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.model.device)
     else:

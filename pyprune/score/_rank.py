@@ -1,9 +1,10 @@
 """From group scores to a plan: bundles in ascending order, and how many of each layer and axis go.
 
-Within one layer and axis the units with the smallest scores go first, ties by the smaller index. So a plan is one
-count for every (layer, axis), and both rankings only choose these counts: local removes the same count in every open
-layer, global merges all orders into one (ties by layer, then heads before ffn) and takes a prefix. Counts are exact:
-the largest number whose share of ALL parameters does not exceed the ratio.
+Within one layer and axis the units with the smallest scores go first, ties by the smaller index. So a plan is one count
+for every (layer, axis), and both rankings only choose these counts: local removes the same count in every open layer,
+the same share of every axis as far as its steps allow and then what still fits, global merges all orders into one (ties
+by layer, then heads before ffn) and takes a prefix. Counts are exact: the largest number whose share of ALL parameters
+does not exceed the ratio.
 """
 
 from __future__ import annotations
@@ -57,14 +58,24 @@ class Ranking:
         identity: the plan that removes nothing.
         scope: what is open.
         config: every option.
+        why_not_stock: why no stock architecture can hold a plan; nothing when one can.
     """
 
-    def __init__(self, family: Family, shapes: Shapes, identity: PrunePlan, scope: Scope, config: PruneConfig) -> None:
+    def __init__(
+        self,
+        family: Family,
+        shapes: Shapes,
+        identity: PrunePlan,
+        scope: Scope,
+        config: PruneConfig,
+        why_not_stock: Callable[[PrunePlan], Sequence[str]],
+    ) -> None:
         self.family = family
         self.shapes = shapes
         self.identity = identity
         self.scope = scope
         self.config = config
+        self.why_not_stock = why_not_stock
         self.score: ScoreConfig = config.score
 
     def plan(self, scores: StructureScores, before: PrunePlan, done: Fraction) -> PrunePlan:
@@ -119,6 +130,13 @@ class Ranking:
         sums = tuple(math.fsum(numbers[i] for i in bundle) for bundle in bundles)
         keep = 0 if self.score.allow_empty and axis != "hidden" else 1
         return Order(layer, axis, bundles, sums, max(0, len(bundles) - keep))
+
+    def remaining(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> torch.Tensor:
+        """Scores of the units of one place that ``before`` has not removed, float64 [units]."""
+        values = scores.group_scores(layer, axis)
+        alive = torch.ones(len(values), dtype=torch.bool)
+        alive[list(self._removed(before, layer, axis))] = False
+        return values[alive]
 
     def _removed(self, plan: PrunePlan, layer: int | None, axis: ScoreAxis) -> tuple[int, ...]:
         if axis == "hidden":
@@ -182,15 +200,47 @@ class Ranking:
         return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
 
     def _local(self, orders: Sequence[Order], goal: float) -> Counts:
-        """The largest share p, with floor(p * units) bundles of every layer and axis, that stays within the goal."""
-        sizes = {len(order.bundles) for order in orders}
-        shares = sorted({Fraction(k, n) for n in sizes for k in range(n + 1)})
+        """The largest share p, with floor(p * units) bundles of every layer and axis, that stays within the goal.
+
+        Where the next step of one axis is too large for what is left (a KV head of few), the others go on alone, those
+        with the larger steps first.
+        """
+        first = {o.axis: o for o in orders}
+        allowed = {axis: self._allowed(orders, order) for axis, order in first.items()}
+        shares = sorted({Fraction(k, len(o.bundles)) for o in first.values() for k in range(len(o.bundles) + 1)})
 
         def counts_at(step: int) -> Counts:
-            share = shares[step]
-            return {(o.layer, o.axis): min(o.removable, math.floor(share * len(o.bundles))) for o in orders}
+            wanted = {axis: math.floor(shares[step] * len(o.bundles)) for axis, o in first.items()}
+            counts = {axis: allowed[axis][bisect_right(allowed[axis], wanted[axis]) - 1] for axis in first}
+            return {(o.layer, o.axis): counts[o.axis] for o in orders}
 
-        return self._largest(orders, goal, len(shares) - 1, counts_at)
+        counts = self._largest(orders, goal, len(shares) - 1, counts_at)
+        for axis in sorted(first, key=lambda axis: len(first[axis].bundles)):
+            counts = self._filled(orders, goal, counts, axis, allowed[axis])
+        return counts
+
+    def _filled(
+        self, orders: Sequence[Order], goal: float, counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
+    ) -> Counts:
+        """The same with as many bundles of one axis, the same in every layer, as the goal allows."""
+        places: list[Place] = [(o.layer, o.axis) for o in orders if o.axis == axis]
+        larger = [count for count in allowed if count >= counts[places[0]]]
+
+        def counts_at(step: int) -> Counts:
+            return counts | dict.fromkeys(places, larger[step])
+
+        return counts_at(self._last_within(orders, goal, len(larger) - 1, counts_at))
+
+    def _allowed(self, orders: Sequence[Order], order: Order) -> list[int]:
+        """How many bundles of ``order``'s axis may go in every layer, ascending from 0.
+
+        For uniform only the numbers of heads that a stock architecture takes, if one takes the dense model.
+        """
+        counts = list(range(order.removable + 1))
+        if not self.score.uniform or order.axis != "heads" or self.why_not_stock(self.identity):
+            return counts
+        places: list[Place] = [(o.layer, o.axis) for o in orders if o.axis == order.axis]
+        return [k for k in counts if not k or not self.why_not_stock(self._remove(orders, dict.fromkeys(places, k)))]
 
     def _global(self, orders: Sequence[Order], goal: float) -> Counts:
         """The longest prefix of the one order over all open layers that stays within the goal."""
@@ -217,11 +267,11 @@ class Ranking:
             return [order.scores for order in orders]
         if how == "standard":
             return [_standard(order.scores) for order in orders]
-        sizes: dict[str, int] = {}
+        sizes: dict[str, float] = {}
         for order in orders:
             if order.axis not in sizes:
-                sizes[order.axis] = self._parameters_of_first(order)
-        return [tuple(score / sizes[order.axis] for score in order.scores) for order in orders]
+                sizes[order.axis] = self._parameters_of_first(order) / len(order.bundles[0])
+        return [tuple(s / (sizes[o.axis] * len(b)) for s, b in zip(o.scores, o.bundles, strict=True)) for o in orders]
 
     def _parameters_of_first(self, order: Order) -> int:
         plan = self._remove([order], {(order.layer, order.axis): 1})
@@ -229,21 +279,35 @@ class Ranking:
         return round(share_of_parameters(self.family, self.shapes, plan) * total)
 
     def _largest(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> Counts:
-        """The counts of the last step whose share of parameters is within the goal (shares grow with the steps)."""
-
-        def share(step: int) -> float:
-            plan = self._remove(orders, counts_at(step))
-            return share_of_parameters(self.family, self.shapes, plan)
-
-        # bisect_right finds the first step beyond the goal; rounding of the share itself must not decide.
-        beyond = bisect_right(range(steps + 1), goal + 1e-12, key=share)
-        if beyond == steps + 1 and share(steps) < goal - 1e-12:
+        """The counts of the last step within the goal, which not all steps may fall short of."""
+        last = self._last_within(orders, goal, steps, counts_at)
+        most = self._share(orders, counts_at(last))
+        if last == steps and most < goal - 1e-12:
             raise ConfigError(
                 f"ratio {self.config.ratio} cannot be reached: all that may go of axes {list(self.scope.axes)} in "
-                f"layers {self.scope.layers[0]} to {self.scope.layers[-1]} is {share(steps):.2%} of the parameters. "
-                "Open more layers or axes, or lower the ratio."
+                f"layers {self.scope.layers[0]} to {self.scope.layers[-1]} is {most:.2%} of the parameters. "
+                f"Open more layers or axes, or lower the ratio{self._heads_hint(orders)}."
             )
-        return counts_at(beyond - 1)
+        return counts_at(last)
+
+    def _heads_hint(self, orders: Sequence[Order]) -> str:
+        """What else helps where heads have to stay."""
+        if self.score.uniform and "heads" in self.scope.axes:
+            return "; with score.uniform only as many heads go as a stock architecture allows"
+        if self.score.allow_empty or all(o.axis != "heads" or o.removable for o in orders):
+            return ""
+        if self.scope.whole_groups and self.scope.dense.group_size > 1:
+            return "; each layer has one KV head, which stays: score.heads_unit=query_head opens its query heads"
+        return "; each layer has one head, which stays unless score.allow_empty is on"
+
+    def _last_within(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> int:
+        """The last step, 0 to ``steps``, whose share of parameters is within the goal (shares grow with the steps)."""
+        # bisect_right finds the first step beyond the goal; rounding of the share itself must not decide.
+        beyond = bisect_right(range(steps + 1), goal + 1e-12, key=lambda step: self._share(orders, counts_at(step)))
+        return beyond - 1
+
+    def _share(self, orders: Sequence[Order], counts: Counts) -> float:
+        return share_of_parameters(self.family, self.shapes, self._remove(orders, counts))
 
     def _remove(self, orders: Sequence[Order], counts: Mapping[Place, int]) -> PrunePlan:
         gone: dict[Place, set[int]] = {}

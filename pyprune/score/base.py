@@ -26,7 +26,7 @@ A scorer leaves the model as it was. In later rounds of ``score.iterations`` it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -36,10 +36,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.compact import choose_target
+from pyprune.compensate import compensated_config
 from pyprune.config import PruneConfig
 from pyprune.decide import share_of_parameters
 from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
 from pyprune.mask import masked
+from pyprune.plan import PrunePlan
 from pyprune.regularise.base import Method, PlanDecision, RunOptions
 from pyprune.score._rank import Ranking
 from pyprune.score._structures import Scope, ScoreError, StructureScores, model_scope, opened_places
@@ -181,7 +184,8 @@ def score_method(
 def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
-    Later rounds score the masked model and hold one more copy of its weights meanwhile.
+    Later rounds score the masked model and hold one more copy of its weights meanwhile. Notes and details are those of
+    the last round, warnings those of all.
 
     Args:
         scorer: adds the scores of a round.
@@ -198,15 +202,21 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     rounds = config.score.iterations
     plan = ranking.identity
     run = Scoring.of(model, samples, config)
+    warnings: list[str] = []
     for number in range(1, rounds + 1):
         with masked(model, plan) if number > 1 else nullcontext():
             run = Scoring.of(model, samples, config, masked=number > 1)
             scorer(run)
+        prefix = f"Round {number}: " if rounds > 1 else ""
+        warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
     notes = [*_goal_notes(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    if config.score.uniform:
+        notes += _uniform_notes(config, plan)
+        warnings += _uniform_warnings(ranking.why_not_stock(plan))
     details = {"rounds": rounds, "share_removed": share, "group_scores": score_spread(run), **run.details}
-    return PlanDecision(plan, tuple(notes), {"scores": details}, (*_zero_warnings(run), *run.warnings))
+    return PlanDecision(plan, tuple(notes), {"scores": details}, tuple(warnings))
 
 
 def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
@@ -217,7 +227,13 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
     """
     family = family_for(model)
     scope = model_scope(model, config.score)
-    return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config)
+    cut_config = compensated_config(model, family) if config.compensates else model.config
+
+    def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
+        target = choose_target(family, cut_config, plan)
+        return () if target.stock else target.reasons
+
+    return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
 
 
 def _goal_notes(config: PruneConfig, share: float, left: int) -> list[str]:
@@ -227,38 +243,63 @@ def _goal_notes(config: PruneConfig, share: float, left: int) -> list[str]:
     else:
         asked = f"asked for {config.ratio:.2%}"
     notes = [f"{share:.2%} of the parameters go, {left:,} stay; {asked}."]
-    if config.score.uniform:
-        notes.append("uniform: all layers are open and lose the same count (ranking, first_layer, last_layer unused).")
     return notes
 
 
-def score_spread(run: Scoring) -> dict[str, dict[str, float]]:
-    """Axis -> number of units, smallest, median and largest group score, and the share of exact zeros."""
-    found: dict[str, dict[str, float]] = {}
+def _uniform_notes(config: PruneConfig, plan: PrunePlan) -> list[str]:
+    notes = [
+        "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
+    ]
+    if "heads" in config.score.axes and all(len(x.query_heads) == plan.dense.num_attention_heads for x in plan.layers):
+        notes.append("uniform: no heads go; every smaller number is beyond the goal or fits no stock architecture.")
+    return notes
+
+
+def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
+    if not reasons:
+        return []
+    return [
+        f"NO STOCK ARCHITECTURE FITS although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
+        "beside vLLM or Transformers; score.axes=[ffn] keeps the heads, which is what most architectures want."
+    ]
+
+
+def score_spread(run: Scoring) -> dict[str, dict[str, float | None]]:
+    """Axis -> number of units, smallest, median and largest group score, and the share of exact zeros.
+
+    None stands for a score that is not finite: the logarithm of a product of 0.
+    """
+    found: dict[str, dict[str, float | None]] = {}
     for axis in run.scope.axes:
         values = _all_scores(run, axis)
         found[axis] = {
             "units": values.numel(),
             "zeros": float((values == 0).double().mean()),
-            "smallest": float(values.min()),
-            "median": float(values.median()),
-            "largest": float(values.max()),
+            "smallest": _finite(values.min()),
+            "median": _finite(values.median()),
+            "largest": _finite(values.max()),
         }
     return found
+
+
+def _finite(value: Tensor) -> float | None:
+    """JSON has no infinity."""
+    return float(value) if bool(torch.isfinite(value)) else None
 
 
 def _all_scores(run: Scoring, axis: str) -> Tensor:
     return torch.cat([run.scores.group_scores(layer, a) for layer, a in opened_places(run.scope) if a == axis])
 
 
-def _zero_warnings(run: Scoring) -> list[str]:
-    """Scores that are all alike say nothing; a ranking by them is the tie-break."""
+def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[str]:
+    """Scores that are all alike say nothing; a ranking by them is the tie-break. What has gone does not count."""
     found = []
     for axis in run.scope.axes:
-        values = _all_scores(run, axis)
+        places = [place for place in opened_places(run.scope) if place[1] == axis]
+        values = torch.cat([ranking.remaining(run.scores, before, *place) for place in places])
         zeros = float((values == 0).double().mean())
         if values.numel() > 1 and bool((values == values[0]).all()):
             found.append(f"THE SCORES SAY NOTHING: every unit of {axis} has the score {float(values[0]):.4g}.")
-        elif not run.masked and run.config.score.aggregation != "prod" and zeros > MANY_ZEROS:
+        elif run.config.score.aggregation != "prod" and zeros > MANY_ZEROS:
             found.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
     return found

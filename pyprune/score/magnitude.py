@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from pyprune.score._memory import measured
 from pyprune.score.base import Scoring, score_method
 
 
 @torch.no_grad()
 def score(run: Scoring) -> None:
     """Add |w| or w^2 of every open parameter."""
-    for param in run.opened:
-        weight = run.weight(param)
-        if run.config.score.magnitude == "l1":
-            run.add_elements(param, weight)
-        else:
-            run.add(param, weight)
+    with measured(run):
+        for param in run.opened:
+            weight = run.weight(param)
+            if run.config.score.magnitude == "l1":
+                run.add_elements(param, weight)
+            else:
+                run.add(param, weight)
 
 
 METHOD = score_method("magnitude", "Remove the heads and channels with the smallest weights.", score, text=False)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyprune.score._memory import measured
 from pyprune.score._structures import Scope, opened_places
 from pyprune.score.base import Scoring, score_method
 
 
 def score(run: Scoring) -> None:
     """Add a number from [0, 1) to every unit; the weights are not looked at."""
-    for layer, axis in opened_places(run.scope):
-        # One generator a place, so that opening another layer or axis changes no other scores.
-        place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
-        generator = torch.Generator().manual_seed(run.config.score.seed * 1_000_003 + place)
-        run.add_units(layer, axis, _numbers(run.scope, axis, generator))
+    with measured(run):
+        for layer, axis in opened_places(run.scope):
+            # One generator a place, so that opening another layer or axis changes no other scores.
+            place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
+            generator = torch.Generator().manual_seed(run.config.score.seed * 1_000_003 + place)
+            run.add_units(layer, axis, _numbers(run.scope, axis, generator))
 
 
 def _numbers(scope: Scope, axis: str, generator: torch.Generator) -> Tensor:

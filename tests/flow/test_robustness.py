@@ -181,6 +181,27 @@ def test_without_new_noise_smoothgrad_repeats_the_same_draws_too() -> None:
     assert RobustnessConfig().of("moreau").moreau.tolerance is None
 
 
+def test_every_method_reads_the_same_text_whatever_its_preset_and_their_order(texts: tuple[Path, Path]) -> None:
+    options = {"data.source": str(texts[0])}
+    for methods in (("wanda", "taylor", "flap", "loraprune"), ("taylor", "wanda")):
+        chosen = RobustnessConfig(methods=methods, options=options)
+        for method in methods:
+            data = chosen.of(method).data
+            assert (data.samples, data.sequence_length) == (10, 128)
+    small = config(texts, methods=("flap", "taylor"), ratios=(0.2,), variants=("bfloat16",))
+    result = run(small)
+    assert result.conditions["calibration"].startswith("3 samples x 24 tokens")
+    assert "left out of flap" in result.conditions["compensation"]
+
+
+def test_the_table_says_how_far_from_the_minimiser_the_steps_ended(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    small = config(texts, methods=("taylor", "moreau"), ratios=(0.2,), variants=("bfloat16",))
+    result = run(small, tmp_path / "rows.jsonl")
+    for facts in result.scorings:
+        assert (facts.steps, facts.residual is None) == ((2, False) if facts.method == "moreau" else (None, True))
+    assert run(small, tmp_path / "rows.jsonl").scorings == result.scorings, "kept with the record"
+
+
 def test_the_hidden_axis_is_a_share_of_the_channels(texts: tuple[Path, Path]) -> None:
     result = run(config(texts, axes=("hidden",), ratios=(0.05, 0.25)))
     for row in result.rows:

@@ -19,7 +19,7 @@ from pyprune.score import flap, loraprune, magnitude, moreau, moreau_gs, smoothg
 from pyprune.score import random as random_scores
 from pyprune.score._descent import Descent, Noise
 from pyprune.score._structures import opened_places
-from pyprune.score.base import Scorer, Scoring
+from pyprune.score.base import Scorer, Scoring, decide_by_scores
 from tests._support.models import tiny_batch, tiny_model
 
 SAMPLES = tiny_batch(batch=3, length=11)
@@ -200,7 +200,25 @@ def test_a_run_that_does_not_converge_says_so() -> None:
     run = scored(tiny_model("llama"), options("moreau", {"steps": 2, "tolerance": 1e-3}))
     assert len(run.warnings) == 1
     assert "DID NOT CONVERGE" in run.warnings[0]
-    assert "redraw: false" in run.warnings[0]
+    assert "redraw to false" in run.warnings[0]
+
+
+def test_steps_that_are_too_long_are_told_from_too_few() -> None:
+    constants = {"sigma": 0.0, "rho": 5.0, "gamma": 2.0, "steps": 40, "tolerance": 0.05, "redraw": False}
+    long = scored(tiny_model("llama"), options("moreau", constants, layers=(1,)))
+    assert "use a smaller moreau.gamma" in long.warnings[0]
+    few = scored(tiny_model("llama"), options("moreau", constants | {"rho": 0.01, "gamma": 1e-5}, layers=(1,)))
+    assert "larger moreau.gamma" in few.warnings[0]
+
+
+def test_the_memory_of_a_masked_round_counts_the_saved_weights() -> None:
+    model = tiny_model("llama")
+    model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    once, twice = (
+        decide_by_scores(magnitude.score, model, SAMPLES, options("magnitude", iterations=rounds)) for rounds in (1, 2)
+    )
+    assert once.details["scores"]["memory"]["state_bytes"] == 0
+    assert twice.details["scores"]["memory"]["state_bytes"] == model_bytes
 
 
 def test_noise_is_a_function_of_the_seed_and_disjoint_between_parameters_and_draws() -> None:

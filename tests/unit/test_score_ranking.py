@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from pyprune.config import PruneConfig
 from pyprune.decide import share_of_parameters
@@ -17,6 +17,7 @@ from pyprune.families import check_plan, family_for, parameter_shapes, parameter
 from pyprune.pipeline import NO_SAMPLES, make_plan
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config
+from pyprune.registry import get_method
 from pyprune.score.base import PlanDecision, Scoring, decide_by_scores
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.paths import REPO
@@ -66,12 +67,21 @@ def widths(plan: PrunePlan) -> list[tuple[int, int, int]]:
 )
 def test_every_plan_is_valid_and_within_the_ratio(name: str, score: dict[str, Any]) -> None:
     model = tiny_model(name)
-    plan = make_plan(model, NO_SAMPLES, options("random", 0.15, **score))
+    # OPT's heads cannot go where a stock architecture is wanted, and its FFN holds 13 % only.
+    ratio = 0.1 if score.get("uniform") else 0.15
+    decided = get_method("random").decide(model, NO_SAMPLES, options("random", ratio, **score))
+    plan = decided.plan
     check_plan(plan, family_for(model), model.config)
     removed = share(model, plan)
-    assert 0 < removed <= 0.15 + 1e-12
+    assert 0 < removed <= ratio + 1e-12
+    if score.get("uniform") or score == {"ranking": "local"}:
+        # One more channel in every layer would be beyond the goal, whatever the heads' steps are.
+        dense = family_for(model).plan(model.config)
+        one_channel = replace(dense, layers=tuple(replace(layer, ffn=layer.ffn[1:]) for layer in dense.layers))
+        assert removed > ratio - share(model, one_channel)
     if score.get("uniform"):
         assert plan.is_uniform
+        assert not any("NO STOCK" in w for w in decided.warnings)
     if score.get("ffn_multiple"):
         assert all(layer.widths[2] % 4 == 0 for layer in plan.layers)
 
@@ -156,6 +166,65 @@ def test_uniform_opens_every_layer_and_says_so() -> None:
     assert any("uniform" in note for note in decision.notes)
 
 
+def test_uniform_takes_only_as_many_heads_as_a_stock_architecture_holds() -> None:
+    """Qwen2-7B: 3584 is no multiple of 24 or 21 heads, so that a step of one KV group has no stock model."""
+    model = meta_qwen2(hidden_size=3584, intermediate_size=18944)
+    for ratio in (0.25, 0.6):
+        decision = get_method("random").decide(model, NO_SAMPLES, options("random", ratio, uniform=True))
+        heads = decision.plan.layers[0].widths[0]
+        assert heads in (28, 14, 7)
+        assert share(model, decision.plan) == pytest.approx(ratio, abs=1e-3)
+        assert not any("NO STOCK" in warning for warning in decision.warnings)
+        assert any("no heads go" in note for note in decision.notes) == (heads == 28)
+
+
+def test_uniform_without_a_stock_architecture_warns() -> None:
+    config = options("random", uniform=True, heads=21, ffn=30)
+    decision = get_method("random").decide(meta_qwen2(hidden_size=56, intermediate_size=40), NO_SAMPLES, config)
+    assert any("NO STOCK ARCHITECTURE FITS" in warning for warning in decision.warnings)
+
+
+def test_normalise_size_divides_each_bundle_by_its_own_parameters() -> None:
+    model = tiny_model("llama")
+    # 40 channels in bundles of 8, 16 and 16; a KV group is worth just more per parameter than any of them.
+    scores: dict[tuple[int | None, str], list[float]] = {(i, "ffn"): [144.0] * 40 for i in range(4)}
+    scores |= {(i, "heads"): [3072 / 3 * 1.01] * 6 for i in range(4)}
+    plan = injected(model, options(ratio=0.1, normalise="size", ffn_multiple=16), scores).plan
+    assert all(layer.widths[0] == 6 for layer in plan.layers)
+    assert {layer.widths[2] for layer in plan.layers} <= {40, 32, 16}
+    assert any(layer.widths[2] == 16 for layer in plan.layers), "a whole bundle is worth no more than the short one"
+
+
+def test_every_round_s_warnings_are_kept_and_zeros_are_counted_among_what_is_left() -> None:
+    model = tiny_model("llama")
+
+    def scorer(run: Scoring) -> None:
+        for layer in run.scope.layers:
+            values = torch.arange(40.0)
+            values[: 25 if not run.masked else 10] = 0.0
+            run.add_units(layer, "ffn", values)
+        run.warn("first" if not run.masked else "later")
+
+    decision = decide_by_scores(
+        scorer, model, tiny_batch(), options(axes=("ffn",), ranking="local", ffn=20, iterations=2)
+    )
+    texts = list(decision.warnings)
+    assert [t for t in texts if "first" in t or "later" in t] == ["Round 1: first", "Round 2: later"]
+    assert [t for t in texts if "exactly zero" in t] == [
+        "Round 1: 62.5% of the ffn scores are exactly zero; their order is only the tie-break."
+    ]
+
+
+def test_a_single_kv_head_that_must_stay_is_named() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, intermediate_size=64,
+                        vocab_size=64, num_hidden_layers=2)
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match="heads_unit=query_head"):
+        make_plan(model, NO_SAMPLES, options("random", 0.2, axes=("heads",)))
+
+
 def test_the_last_unit_stays_unless_an_empty_block_is_allowed() -> None:
     model = tiny_model("llama")
     weak: dict[tuple[int | None, str], list[float]] = {(2, "heads"): [1.0] * 6, (2, "ffn"): [0.001] * 40}
@@ -236,6 +305,7 @@ def test_the_hidden_axis_takes_its_own_unit_of_the_ratio() -> None:
         ({"heads": 3, "ffn": 4}, "set ranking to local"),
         ({"axes": ["ffn", "hidden"]}, "cannot compare hidden"),
         ({"ranking": "local", "normalise": "size"}, "only a global ranking"),
+        ({"aggregation": "prod", "normalise": "size"}, "kept as its logarithm"),
         ({"layers": [1], "first_layer": 1}, "one way of naming"),
         ({"iterations": 0}, "iterations is 0"),
         ({"axes": ["head"]}, "Did you mean 'heads'"),
@@ -264,6 +334,12 @@ def test_a_scoring_method_with_a_regularise_stage_is_refused() -> None:
 # --- models without weights in memory ---
 
 
+def meta_qwen2(**sizes: int) -> PreTrainedModel:
+    config = Qwen2Config(num_attention_heads=28, num_key_value_heads=4, num_hidden_layers=4, vocab_size=64, **sizes)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
 def meta_model(**sizes: int) -> PreTrainedModel:
     config = LlamaConfig(num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, **sizes)  # type: ignore[arg-type]
     with torch.device("meta"):
@@ -287,6 +363,9 @@ def test_the_recipes_leave_exactly_the_papers_parameters(recipe: str) -> None:
     sizes, dense, left, ffn, kv_heads = MODELS[recipe]
     model = meta_model(**sizes)
     config = build_config(recipe=REPO / f"recipes/llama/{recipe}.yaml")
+    assert config.recovery_data is not None
+    assert (config.recovery_data.layout, config.recovery_data.mask_prompt) == ("instructions", True)
+    assert config.recovery_data.samples == 50_000
     # No weights, no scores: random ones stand in; the rest of the way is the recipe's own.
     plan = make_plan(model, NO_SAMPLES, replace(config, method="random"))
     shapes = parameter_shapes(model)
