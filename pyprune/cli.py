@@ -2,15 +2,18 @@
 
 Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
 stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
-traceback), 130 stopped with Ctrl-C.
+traceback), 130 stopped with Ctrl-C (prune and recover: or SIGTERM).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -46,12 +49,14 @@ def main() -> None:
 
 
 def _guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a PypruneError into one message and exit code 2, and Ctrl-C into exit code 130."""
+    """Turn a PypruneError into one message and exit code 2, and Ctrl-C or a polite kill into exit code 130."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            _check_json_file(kwargs.get("json_file"))
+            with _termination_interrupts(kwargs):
+                command(*args, **kwargs)
         except PypruneError as error:
             if kwargs.get("debug"):
                 traceback.print_exc()
@@ -64,6 +69,26 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(INTERRUPTED_CODE) from None
 
     return run
+
+
+def _check_json_file(path: Any) -> None:
+    from pyprune.report import refuse_unwritable
+
+    if path is not None and path != "-":
+        refuse_unwritable(Path(path))
+
+
+@contextmanager
+def _termination_interrupts(options: Mapping[str, Any]) -> Iterator[None]:
+    """SIGTERM (docker stop, Slurm, Kubernetes) ends a command that keeps training checkpoints as Ctrl-C does."""
+    if "resume" not in options or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _say(text: str, style: str) -> None:

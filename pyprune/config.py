@@ -821,7 +821,13 @@ class PruneConfig(Config):
             )
         elif self.method not in method_modules():
             found.append(did_you_mean(self.method, method_modules(), "method"))
-        elif is_scoring(self.method):
+        elif not is_scoring(self.method):
+            _require(
+                not self.score.uniform,
+                f"score.uniform is on, but method {self.method!r} scores nothing: its widths are its own.",
+                found,
+            )
+        else:
             _require(
                 "regularise" not in (*self.stages.before, *self.stages.after),
                 f"method is {self.method!r}, which scores and regularises nothing; take regularise out of "

@@ -201,6 +201,8 @@ def _cut(
 ) -> Tensor:
     """Return the windows, int64 [windows, size]."""
     ids = torch.as_tensor(token_ids, dtype=torch.int64).reshape(-1)
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
     used = ids if max_tokens is None else ids[:max_tokens]
     count = len(used) // size
     if count == 0:

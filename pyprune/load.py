@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -532,9 +532,12 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_existing(out: str | Path, *, overwrite: bool) -> None:
-    """Raise :class:`OutputError` when ``out`` exists and may not be replaced."""
+def refuse_existing(out: str | Path, *, overwrite: bool, reads: Sequence[str | Path | None] = ()) -> None:
+    """Raise :class:`OutputError` when ``out`` exists and may not be replaced, or is a folder that is read."""
     out = Path(out)
+    for source in reads:
+        if source is not None and out.exists() and Path(source).exists() and out.samefile(source):
+            raise OutputError(f"{out} is the model that is read; it is not replaced. Choose another folder.")
     if out.exists() and not overwrite:
         raise OutputError(f"{out} exists already. Choose another folder or give --overwrite.")
     if out.exists() and not out.is_dir():

@@ -56,6 +56,16 @@ def _long(samples: TokenSamples) -> bool:
     return samples.input_ids.shape[1] >= SHINGLE
 
 
+def unguarded(samples: Iterable[TokenSamples]) -> list[str]:
+    """What to warn of where sequences are too short to be marked, one sentence a length."""
+    lengths = sorted({s.input_ids.shape[1] for s in samples if not _long(s)})
+    return [
+        f"Sequences of {length} tokens are shorter than {SHINGLE} and leave no marks: pyprune eval cannot tell that a "
+        "test text was read here."
+        for length in lengths
+    ]
+
+
 def marked_passages(marks: str, tokens: Tensor) -> int:
     """How many marks occur in a test stream.
 

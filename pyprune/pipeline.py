@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from pyprune.compact import CompactReport, choose_target, compact_
 from pyprune.compensate import compensate_, compensated_config
 from pyprune.config import Config, DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
-from pyprune.errors import CheckpointError, ConfigError, PlanError
+from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError
 from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.load import (
@@ -31,7 +31,7 @@ from pyprune.load import (
     save_checkpoint,
     stored_dtype,
 )
-from pyprune.marks import marked_passages, training_marks
+from pyprune.marks import marked_passages, training_marks, unguarded
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
@@ -124,7 +124,7 @@ def prune(
     """
     out = Path(out)
     config.validate()
-    refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite, reads=[model_id])
     reading: dict[str, Any] = {
         "device": config.device,
         "gguf_file": gguf_file,
@@ -134,30 +134,29 @@ def prune(
     model, tokenizer = load_model(model_id, dtype=config.dtype, **reading)
     data = draw_samples(model, tokenizer, config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
-    work = _WorkFolder(out, source, config, resume=resume)
 
     def dense() -> PreTrainedModel:
         return load_model(model_id, dtype=teacher_dtype(config.recover), **reading)[0]
 
-    result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
-    provenance = {
-        "method": config.method,
-        "source": str(model_id),
-        "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
-        "config": config.to_dict(),
-        "report": result.to_dict(),
-        "training_marks": training_marks(data.values()) if _shapes_the_result(config) else "",
-    }
-    result.out = save_checkpoint(
-        model,
-        tokenizer,
-        out,
-        plan=result.plan if result.compact else None,
-        provenance=provenance,
-        overwrite=overwrite,
-        dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
-    )
-    work.remove()
+    with _WorkFolder(out, source, config, resume=resume, overwrite=overwrite) as work:
+        result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
+        provenance = {
+            "method": config.method,
+            "source": str(model_id),
+            "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
+            "config": config.to_dict(),
+            "report": result.to_dict(),
+            "training_marks": training_marks(data.values()) if _shapes_the_result(config) else "",
+        }
+        result.out = save_checkpoint(
+            model,
+            tokenizer,
+            out,
+            plan=result.plan if result.compact else None,
+            provenance=provenance,
+            overwrite=overwrite,
+            dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
+        )
     return result
 
 
@@ -194,6 +193,8 @@ def prune_(
     result = PruneResult(
         decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
     )
+    if _shapes_the_result(config):
+        result.warnings += unguarded([samples for samples in data.values() if isinstance(samples, TokenSamples)])
     if config.stages.prune:
         _check_target(model, config, decision.plan)
     probe = samples[:PROBE_SAMPLES]
@@ -312,7 +313,7 @@ def recover_checkpoint(
             else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
             "recover.distill.alpha=0.5), or leave the teacher out."
         )
-    refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite, reads=[pruned, teacher])
     record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
@@ -321,32 +322,32 @@ def recover_checkpoint(
         raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
     check_sequence_length(model.config, config.data.sequence_length)
     samples = sample_sequences(tokenizer, config.data)
-    work = _WorkFolder(out, {"model": str(pruned), "teacher": str(teacher)}, config, resume=resume)
     dense = None
     if teacher is not None:
         options = {"gguf_file": teacher_gguf_file, "revision": teacher_revision, **reading}
         dense = load_model(teacher, dtype=teacher_dtype(config.recover), **options)[0]
-    report = recover(
-        model,
-        samples.tokens,
-        config.recover,
-        teacher=dense,
-        plan=plan,
-        checkpoint_dir=work.path / "recover",
-        resume=resume,
-    )
-    report.warnings += _trained_before(known, samples)
-    earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
-    entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
-    entry |= {"report": report.to_dict(), "measured_before": earlier}
-    provenance = {
-        **known,
-        "recoveries": [*known.get("recoveries", []), entry],
-        "training_marks": training_marks([samples], known.get("training_marks", "")),
-    }
-    dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
-    save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
-    work.remove()
+    source = {"model": str(pruned), "teacher": str(teacher)}
+    with _WorkFolder(out, source, config, resume=resume, overwrite=overwrite) as work:
+        report = recover(
+            model,
+            samples.tokens,
+            config.recover,
+            teacher=dense,
+            plan=plan,
+            checkpoint_dir=work.path / "recover",
+            resume=resume,
+        )
+        report.warnings += [*_trained_before(known, samples), *unguarded([samples])]
+        earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+        entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
+        entry |= {"report": report.to_dict(), "measured_before": earlier}
+        provenance = {
+            **known,
+            "recoveries": [*known.get("recoveries", []), entry],
+            "training_marks": training_marks([samples], known.get("training_marks", "")),
+        }
+        dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
+        save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
     return report
 
 
@@ -384,7 +385,8 @@ def _new_decision(
     model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None
 ) -> PlanDecision:
     if config.plan is not None:
-        return PlanDecision(read_plan(config.plan), notes=(f"Plan replayed from {config.plan}.",))
+        note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
+        return PlanDecision(read_plan(config.plan), notes=(note,))
     if config.method == "none":
         raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
     started = time.monotonic()
@@ -514,23 +516,42 @@ def _target_ratio(config: PruneConfig) -> float | None:
 class _WorkFolder:
     """The hidden folder beside the output that keeps what an interrupted run has reached.
 
+    A ``with`` block removes it when the run is complete, and after an error that left nothing to go on from.
+
     Raises:
         ConfigError: ``resume`` without a kept run, or with other options than the kept run's.
         CheckpointError: what is kept is damaged.
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or holds training checkpoints that nobody asked to drop.
     """
 
-    def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool) -> None:
+    def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool) -> None:
         self.path = out.absolute().with_name(f".{out.name}.work")
         self.resume = resume
         identity = {**source, "config": config.to_dict()}
         if resume:
             self._check_same(identity)
             return
+        if not overwrite and self._trained():
+            raise OutputError(
+                f"An interrupted run is kept in {self.path}. Give --resume to go on with it, or --overwrite to drop it "
+                "and start anew."
+            )
         with disk_errors(out):
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(parents=True)
         self._write("run.json", identity)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        refused = isinstance(error, PypruneError) and not (self._trained() or (self.path / "decision.json").exists())
+        if error is None or refused:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _trained(self) -> bool:
+        """Whether training has left a state here."""
+        return any(self.path.glob("*/**/state.json"))
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         temporary = self.path / f"{name}.part"
@@ -579,10 +600,6 @@ class _WorkFolder:
             "warnings": list(decision.warnings),
         }
         self._write("decision.json", data)
-
-    def remove(self) -> None:
-        """The run is complete: nothing needs to be kept."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:

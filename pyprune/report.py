@@ -130,6 +130,14 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     return markdown_path, html_path
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Raise :class:`OutputError` before any work when a file can surely not be written there."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file.")
+    if not path.parent.is_dir():
+        raise OutputError(f"Cannot write {path}: there is no folder {path.parent}. Create it, or name another file.")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file so that it is either the old one or the whole new one, never a part.
 

@@ -45,7 +45,7 @@ from pyprune.plan import PrunePlan
 from pyprune.progress import console
 from pyprune.recipe import build_config
 from pyprune.registry import get_method
-from pyprune.report import Cell, Report, Table, to_markdown, write_text
+from pyprune.report import Cell, Report, Table, refuse_unwritable, to_markdown, write_text
 from pyprune.score.base import ScoreMethod, Scoring, ranking_of, score_spread
 from pyprune.score.presets import SCORE_PRESETS
 from pyprune.variants import DENSE, VARIANTS, Adapter, VariantReport, set_variant_
@@ -600,9 +600,12 @@ class _Kept:
 
     Raises:
         CheckpointError: the file holds something else; it is left alone.
+        OutputError: it cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            refuse_unwritable(path)
         self.path = path
         self.records: dict[str, Json] = {}
         for number, line in enumerate(self._lines(), start=1):

@@ -754,21 +754,26 @@ def _prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> It
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended (main thread only, where Python delivers it)."""
+    """Hold Ctrl-C back until the block has ended, and SIGTERM where Python handles it.
+
+    In the main thread only, where Python delivers signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[Any] = []
-    if signal.getsignal(signal.SIGINT) is None:  # installed by something other than Python
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
+    received: list[tuple[int, Any]] = []
+    # What Python does not handle (ignored, the system's default, or another library's) stays as it is.
+    handlers = {n: h for n in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(n))}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if received and callable(previous):
-        previous(*received[0])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if received:
+        first, frame = received[0]
+        handlers[signal.Signals(first)](first, frame)
 
 
 class _StepProgress:

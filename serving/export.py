@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from pyprune.progress import console
 from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import ARCHITECTURES
@@ -88,8 +89,9 @@ def export(
         CheckpointError: the source cannot be read.
         OutputError: the folder exists, or it cannot be written.
     """
-    from pyprune.load import DTYPES, save_checkpoint
+    from pyprune.load import DTYPES, refuse_existing, save_checkpoint
 
+    refuse_existing(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
     if target not in TARGETS:
         raise ConfigError(did_you_mean(str(target), TARGETS, "export target"))
     if dtype is not None and dtype not in DTYPES:
@@ -226,5 +228,7 @@ def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
         CheckpointError: the folder cannot be served.
     """
     command = serve_command(folder, extra_args)
+    for warning in serving_warnings(read_checkpoint(folder).config):
+        console().print(f"Warning: {warning}", style="yellow", highlight=False)
     environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment()}
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)

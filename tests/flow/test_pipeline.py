@@ -21,6 +21,7 @@ from pyprune.marks import assert_not_trained_on
 from pyprune.mask import masked
 from pyprune.pipeline import make_plan, plan_for, prune, prune_
 from pyprune.recipe import merge
+from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -183,6 +184,30 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]
     assert weights[0] == weights[1]
     assert not (tmp_path / ".again.work").exists()
+
+
+def test_the_model_that_is_read_is_never_replaced(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    before = (model_folder / "model.safetensors").read_bytes()
+    (tmp_path / "link").symlink_to(model_folder)
+    for out in (model_folder, tmp_path / "link"):
+        with pytest.raises(OutputError, match="is the model that is read"):
+            prune(model_folder, config(text), out=out, overwrite=True)
+    with pytest.raises(OutputError, match="is the model that is read"):
+        export(model_folder, model_folder, overwrite=True)
+    assert (model_folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_refusal_leaves_nothing_behind(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="removes nothing"):
+        prune(model_folder, config(text, method="random", ratio=1e-4, stages={"before": []}), out=tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "text.txt"]
+
+
+def test_text_too_short_to_be_marked_is_said(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    short = prune(model_folder, config(text), out=tmp_path / "short")
+    assert any("Sequences of 32 tokens are shorter than 64" in warning for warning in short.warnings)
+    long = prune(model_folder, config(text, data={"sequence_length": 64}), out=tmp_path / "long")
+    assert not any("shorter than" in warning for warning in long.warnings)
 
 
 @pytest.mark.parametrize("name", ["run.json", "decision.json"])

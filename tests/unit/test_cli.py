@@ -259,7 +259,10 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     assert "--resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
 
 
-def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
+    checkpoint: Path, text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     out, work = tmp_path / "out", tmp_path / ".out.work"
     options = ["--set", "elder.train.checkpoint_interval=1", "--out", out]
     endless = tiny_elder(checkpoint, text, *options, "--set", "elder.train.steps=1000000")
@@ -269,7 +272,7 @@ def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(checkpoint: Path, text:
         while not list(work.glob("before-0-regularise/**/*.safetensors")) and time.monotonic() < deadline:
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED_CODE, said
     assert "--resume" in said
@@ -277,6 +280,24 @@ def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(checkpoint: Path, text:
     assert not out.exists()
     assert list(work.glob("before-0-regularise/**/*.safetensors"))
     assert "interrupted run had other options" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
+    assert "--resume to go on with it, or --overwrite" in refused(*tiny_elder(checkpoint, text, *options))
+    assert list(work.glob("before-0-regularise/**/*.safetensors")), "a second start must not drop them"
+
+
+@pytest.mark.parametrize("place", ["absent/file.json", "."])
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(
+    checkpoint: Path, tmp_path: Path, place: str
+) -> None:
+    said = refused("eval", checkpoint, "--ppl", "no-such-text", "--json", tmp_path / place)
+    assert "no folder" in said or "is a folder" in said
+
+
+def test_fewer_than_one_token_to_measure_on_is_refused(checkpoint: Path, text: Path) -> None:
+    assert "max_tokens is -5" in refused("eval", checkpoint, "--ppl", text, "--max-tokens", "-5")
+
+
+def test_uniform_without_scores_is_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    assert "uniform" in refused(*tiny_elder(checkpoint, text, "--uniform", "--out", tmp_path / "out"))
 
 
 def test_serving_without_vllm_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
