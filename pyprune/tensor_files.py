@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,11 @@ DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FLUSH_BYTES = 64 << 20
+"""Bytes after which the disk is given work; a smaller checkpoint is flushed once, when it is complete."""
+
+_FLUSH = os.fdatasync if hasattr(os, "fdatasync") else os.fsync  # macOS has only the second
 
 
 @dataclass(frozen=True)
@@ -208,13 +214,15 @@ def _write_tensor(behind: _Behind, entry: Entry, name: str, pieces: Iterable[Ten
 
 
 class _Behind:
-    """Writes and hashes one piece while the next one is made."""
+    """Writes and hashes one piece while the next one is made, and has the disk begin early."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.digest = hashlib.sha256()
-        self.pool = ThreadPoolExecutor(2)
+        self.pool = ThreadPoolExecutor(3)
         self.pending: tuple[Future[None], ...] = ()
+        self.flushing: Future[None] | None = None
+        self.unflushed = 0
 
     def __enter__(self) -> Self:
         return self
@@ -224,6 +232,8 @@ class _Behind:
     ) -> None:
         try:
             self._settle()
+            if self.flushing is not None:
+                self.flushing.result()
         finally:
             self.pool.shutdown()
 
@@ -232,6 +242,13 @@ class _Behind:
         self._settle()
         # Both let go of the interpreter, so they overlap with each other and with the making of the next piece.
         self.pending = (self.pool.submit(self.digest.update, data), self.pool.submit(self._write, data))
+        self._flush(len(data))
+
+    def _flush(self, written: int) -> None:
+        """Send what the file holds to the disk beside the work, so that the last flush finds little left."""
+        self.unflushed += written
+        if self.unflushed >= FLUSH_BYTES and (self.flushing is None or self.flushing.done()):
+            self.flushing, self.unflushed = self.pool.submit(_FLUSH, self.stream.fileno()), 0
 
     def _settle(self) -> None:
         pending, self.pending = self.pending, ()

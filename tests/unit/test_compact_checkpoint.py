@@ -126,6 +126,28 @@ def test_pieces_smaller_than_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert digests[0] == digests[1] == digests[2]
 
 
+def test_the_disk_is_given_work_early_and_its_failure_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    plan = plan_for(dense, "everything")
+    compact_checkpoint(dense, plan, tmp_path / "late")
+    flushed: list[int] = []
+    monkeypatch.setattr("pyprune.tensor_files.FLUSH_BYTES", 1)
+    monkeypatch.setattr("pyprune.tensor_files._FLUSH", flushed.append)
+    compact_checkpoint(dense, plan, tmp_path / "early")
+    assert flushed
+    assert_same_bits(tmp_path / "early", tmp_path / "late")
+
+    def fails(descriptor: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("pyprune.tensor_files._FLUSH", fails)
+    with pytest.raises(OutputError, match="the disk is gone"):
+        compact_checkpoint(dense, plan, tmp_path / "failed")
+    assert not (tmp_path / "failed").exists()
+
+
 def test_the_tokenizer_is_copied_byte_for_byte(tmp_path: Path) -> None:
     dense = dense_folder(tmp_path / "dense")
     tiny_tokenizer(chat_template=True).save_pretrained(dense)
