@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -213,6 +214,14 @@ def test_every_round_s_warnings_are_kept_and_zeros_are_counted_among_what_is_lef
     assert [t for t in texts if "exactly zero" in t] == [
         "Round 1: 62.5% of the ffn scores are exactly zero; their order is only the tie-break."
     ]
+
+
+def test_a_product_of_zero_leaves_the_record_valid_json() -> None:
+    model = tiny_model("llama")
+    scores: dict[tuple[int | None, str], list[float]] = {(0, "ffn"): [0.0] * 5 + [1.0] * 35}
+    decision = injected(model, options(ratio=0.1, axes=("ffn",), aggregation="prod"), scores)
+    assert decision.details["scores"]["group_scores"]["ffn"]["smallest"] is None
+    json.dumps(decision.details, allow_nan=False)
 
 
 def test_a_single_kv_head_that_must_stay_is_named() -> None:
