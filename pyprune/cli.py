@@ -72,9 +72,9 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _check_json_file(path: Any) -> None:
-    from pyprune.report import refuse_unwritable
-
     if path is not None and path != "-":
+        from pyprune.report import refuse_unwritable
+
         refuse_unwritable(Path(path))
 
 

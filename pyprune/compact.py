@@ -51,6 +51,11 @@ class Target:
     reasons: tuple[str, ...]
     zero_biases: tuple[tuple[str, Axis], ...] = ()
 
+    @property
+    def why_not_stock(self) -> tuple[str, ...]:
+        """Why no stock architecture fits; nothing when one does."""
+        return () if self.stock else self.reasons
+
 
 @dataclass(frozen=True)
 class CompactReport:
@@ -110,7 +115,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
         parameters=count_parameters(model),
         architecture=type(model).__name__,
         stock=target.stock is not None,
-        reasons=() if target.stock else target.reasons,
+        reasons=target.why_not_stock,
     )
 
 
@@ -159,7 +164,7 @@ def compact_checkpoint(
         parameters=sum(math.prod(e.shape) for e in entries),
         architecture=type(model).__name__,
         stock=target.stock is not None,
-        reasons=() if target.stock else target.reasons,
+        reasons=target.why_not_stock,
     )
     facts = {
         "source": str(folder),

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.activations import gather_moments
+from pyprune.compact import Target, choose_target
+from pyprune.config import PruneConfig
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, check_plan, family_for
 from pyprune.families.base import Block, kept_indices
@@ -125,6 +127,16 @@ def with_output_biases_(model: PreTrainedModel, family: Family) -> int:
     if missing:
         model.config.output_bias = True
     return sum(module.weight.shape[0] for module in missing)
+
+
+def target_of(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> Target:
+    """What a plan turns a dense model into, with the biases that the cut will give back.
+
+    Raises:
+        UnsupportedModelError: the family cannot carry the biases.
+    """
+    family = family_for(model)
+    return choose_target(family, compensated_config(model, family) if config.compensates else model.config, plan)
 
 
 def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConfig:

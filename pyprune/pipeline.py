@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.calibrate import TokenSamples, check_sequence_length, sample_sequences, split_disjoint
-from pyprune.compact import CompactReport, choose_target, compact_
-from pyprune.compensate import compensate_, compensated_config
+from pyprune.compact import CompactReport, compact_
+from pyprune.compensate import compensate_, target_of
 from pyprune.config import Config, DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError
@@ -415,9 +415,7 @@ def read_plan(path: str | Path) -> PrunePlan:
 
 def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> None:
     """Find out before hours of training, not after, that no architecture takes the sizes or the biases."""
-    family = family_for(model)
-    cut_config = compensated_config(model, family) if config.compensates else model.config
-    target = choose_target(family, cut_config, plan)
+    target = target_of(model, config, plan)
     if config.target == "stock" and target.stock is None:
         raise ConfigError(
             f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "

@@ -474,7 +474,7 @@ class _Bench:
                 "zeros": {axis: values["zeros"] for axis, values in score_spread(run).items()},
                 "warnings": list(run.warnings),
                 "steps": run.details.get("steps"),
-                "residual": next(iter(run.details.get("residuals", [])[-1:]), None),
+                "residual": (run.details.get("residuals") or [None])[-1],
                 "plans": known["plans"] | plans,
             }
         )
@@ -488,7 +488,7 @@ class _Bench:
         return run
 
     def _samples(self, config: PruneConfig) -> Tensor:
-        """The calibration samples of a seed, int64 [N, T], none of them part of a test text."""
+        """The calibration samples that a method reads, int64 [N, T], none of them part of a test text."""
         data = config.data
         if data not in self.samples:
             check_sequence_length(self.model.config, data.sequence_length)

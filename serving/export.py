@@ -200,6 +200,8 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
 def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[str]:
     """Return the command line that is ``vllm serve`` for a checkpoint (:mod:`pyprune.serving.launch` says why not it).
 
+    What the server will not like is printed as warnings.
+
     Args:
         folder: the checkpoint; a pyprune checkpoint is verified against its pruning.json first.
         extra_args: handed on as they are, such as ``--port 9000``.
@@ -217,6 +219,8 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
             f"(it serves {', '.join(sorted(ARCHITECTURES))}); load it with Transformers."
         )
+    for warning in serving_warnings(checkpoint.config):
+        console().print(f"Warning: {warning}", style="yellow", highlight=False)
     return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
 
 
@@ -228,7 +232,5 @@ def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
         CheckpointError: the folder cannot be served.
     """
     command = serve_command(folder, extra_args)
-    for warning in serving_warnings(read_checkpoint(folder).config):
-        console().print(f"Warning: {warning}", style="yellow", highlight=False)
     environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment()}
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)

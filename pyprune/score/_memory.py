@@ -22,8 +22,7 @@ class Account:
 
     Attributes:
         model: weights of the model.
-        saved: the weights that undo the mask of earlier rounds; 0 in the first round.
-        state: what else lives through all steps (a displacement, sums of gradients, or statistics of activations).
+        state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
         layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
             methods without gradients.
         layerwise: which of the two.
@@ -32,7 +31,6 @@ class Account:
 
     run: Scoring
     model: int
-    saved: int = 0
     state: int = 0
     layer: int = 0
     layerwise: bool = True
@@ -59,7 +57,8 @@ class Account:
 
     def write(self) -> None:
         """Put the account into the run's details and notes."""
-        held = self.saved + self.state
+        # In later rounds a copy of all weights undoes the mask of the earlier ones.
+        held = self.state + (self.model if self.run.masked else 0)
         unit = "one layer's" if self.layerwise else "all open layers'"
         layer = f" and {_mb(self.layer)} for {unit} weights and gradients" if self.layer else ""
         self.run.details["memory"] = {
@@ -79,8 +78,7 @@ class Account:
 def measured(run: Scoring) -> Iterator[Account]:
     """Measure the peak meanwhile and report it."""
     cuda = run.model.device.type == "cuda"
-    model = sum(_bytes(p) for p in run.model.parameters())
-    account = Account(run, model, saved=model if run.masked else 0)
+    account = Account(run, sum(_bytes(p) for p in run.model.parameters()))
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.model.device)
     else:

@@ -108,8 +108,7 @@ class Ranking:
                 "The counts of score.heads, score.ffn and score.hidden keep everything; lower one of them."
             )
         places = orders if self.score.is_local else [min(orders, key=self._parameters_of_first)]
-        plan = self._remove(orders, {(o.layer, o.axis): 1 for o in places if o.axis == places[-1].axis})
-        smallest = share_of_parameters(self.family, self.shapes, plan)
+        smallest = self._share(orders, {(o.layer, o.axis): 1 for o in places if o.axis == places[-1].axis})
         raise ConfigError(
             f"ratio {self.config.ratio} of the parameters removes nothing; the smallest step is {smallest:.4g}."
         )
@@ -274,9 +273,8 @@ class Ranking:
         return [tuple(s / (sizes[o.axis] * len(b)) for s, b in zip(o.scores, o.bundles, strict=True)) for o in orders]
 
     def _parameters_of_first(self, order: Order) -> int:
-        plan = self._remove([order], {(order.layer, order.axis): 1})
         total = sum(math.prod(shape) for shape in self.shapes.values())
-        return round(share_of_parameters(self.family, self.shapes, plan) * total)
+        return round(self._share([order], {(order.layer, order.axis): 1}) * total)
 
     def _largest(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> Counts:
         """The counts of the last step within the goal, which not all steps may fall short of."""

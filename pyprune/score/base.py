@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.compact import choose_target
-from pyprune.compensate import compensated_config
+from pyprune.compensate import target_of
 from pyprune.config import PruneConfig
 from pyprune.decide import share_of_parameters
 from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
@@ -211,7 +210,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
-    notes = [*_goal_notes(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
     if config.score.uniform:
         notes += _uniform_notes(config, plan)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
@@ -227,23 +226,20 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
     """
     family = family_for(model)
     scope = model_scope(model, config.score)
-    cut_config = compensated_config(model, family) if config.compensates else model.config
 
     def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
-        target = choose_target(family, cut_config, plan)
-        return () if target.stock else target.reasons
+        return target_of(model, config, plan).why_not_stock
 
     return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
 
 
-def _goal_notes(config: PruneConfig, share: float, left: int) -> list[str]:
+def _goal_note(config: PruneConfig, share: float, left: int) -> str:
     if config.score.counts:
         counts = ", ".join(f"{axis} {count}" for axis, count in config.score.counts.items())
         asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
     else:
         asked = f"asked for {config.ratio:.2%}"
-    notes = [f"{share:.2%} of the parameters go, {left:,} stay; {asked}."]
-    return notes
+    return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
 
 
 def _uniform_notes(config: PruneConfig, plan: PrunePlan) -> list[str]:
