@@ -448,9 +448,12 @@ def evaluate(
     from pyprune.evaluate import evaluate_tasks
     from pyprune.load import load_model
     from pyprune.report import Table
+    from pyprune.sources import check_source
 
     if annotate:
         _check_annotatable(model)
+    for source in ppl or ():
+        check_source(source)
     loaded, tokenizer = load_model(
         model,
         dtype=dtype,
@@ -595,6 +598,7 @@ def robustness(
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
     from pyprune.load import load_model
     from pyprune.robustness import RobustnessConfig, check_robustness
+    from pyprune.sources import check_source
     from pyprune.variants import Adapter
 
     config = RobustnessConfig(
@@ -611,6 +615,8 @@ def robustness(
         settings=tuple(set_ or ()),
     )
     config.validate()
+    for source in filter(None, (calibration, *config.texts)):
+        check_source(source)
     loaded, tokenizer = load_model(
         model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )

@@ -38,6 +38,7 @@ from pyprune.progress import console
 from pyprune.recover import finetune, recover
 from pyprune.registry import get_method
 from pyprune.regularise.base import PlanDecision, RunOptions
+from pyprune.sources import check_source
 from pyprune.tokens import Tokens
 from pyprune.train import TrainReport
 
@@ -131,6 +132,7 @@ def prune(
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
+    _check_sources(config)
     model, tokenizer = load_model(model_id, dtype=config.dtype, **reading)
     data = draw_samples(model, tokenizer, config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
@@ -262,6 +264,7 @@ def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PruneP
         source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
     """
     config.validate()
+    _check_sources(config)
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
 
@@ -314,6 +317,7 @@ def recover_checkpoint(
             "recover.distill.alpha=0.5), or leave the teacher out."
         )
     refuse_existing(out, overwrite=overwrite, reads=[pruned, teacher])
+    check_source(config.data.source)
     record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
@@ -360,16 +364,27 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         ConfigError: the model has no tokenizer.
         DataError: the text cannot be used, or the sequences are longer than the model allows.
     """
-    if not (_shapes_the_result(config) or config.verify):
-        return {}
-    if tokenizer is None:
+    wanted = _wanted_text(config)
+    if wanted and tokenizer is None:
         raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
-    wanted: dict[str, DataConfig] = {"regularise": config.data}
-    if config.stages.after:
-        wanted["recover"] = config.recovery_data or config.data
     for data in wanted.values():
         check_sequence_length(model.config, data.sequence_length)
-    return split_disjoint(tokenizer, wanted)
+    return split_disjoint(tokenizer, wanted) if wanted else {}
+
+
+def _wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
+    """The text of every stage that needs one."""
+    if not (_shapes_the_result(config) or config.verify):
+        return {}
+    wanted = {"regularise": config.data}
+    if config.stages.after:
+        wanted["recover"] = config.recovery_data or config.data
+    return wanted
+
+
+def _check_sources(config: PruneConfig) -> None:
+    for data in _wanted_text(config).values():
+        check_source(data.source)
 
 
 def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None) -> PlanDecision:

@@ -164,23 +164,36 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
         DataError: the source is unknown, missing, unreachable, empty, binary or malformed.
         MissingDependencyError: a hub data set without the package `datasets`.
     """
+    check_source(source)
     if source in HUB_SOURCES:
         corpus = _read_named(source, split, field)
     elif source.startswith(PACKAGE_PREFIX):
         corpus = _read_packaged(source, field)
     elif _is_local(source):
         corpus = _read_local(source, field)
-    elif _HUB_ID.match(source):
-        corpus = _read_hub_id(source, split, field)
     else:
+        corpus = _read_hub_id(source, split, field)
+    if not any(document.text.strip() for document in corpus.documents):
+        raise DataError(f"{source!r} is empty: it holds no text. Give a source with text.")
+    return corpus
+
+
+def check_source(source: str) -> None:
+    """Refuse a source that cannot exist, without reading it: for runs that need its text after long work.
+
+    Raises:
+        DataError: a local file that is not there, or a name that is no source at all.
+    """
+    if source in HUB_SOURCES or source.startswith(PACKAGE_PREFIX):
+        return
+    if _is_local(source):
+        _check_file(Path(source).expanduser())
+    elif not _HUB_ID.match(source):
         known = did_you_mean(source, HUB_SOURCES, "data source")
         raise DataError(
             f"{known} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
             f"{PACKAGE_PREFIX}NAME/FILE works as well."
         )
-    if not any(document.text.strip() for document in corpus.documents):
-        raise DataError(f"{source!r} is empty: it holds no text. Give a source with text.")
-    return corpus
 
 
 def _is_local(source: str) -> bool:
@@ -196,12 +209,15 @@ def _read_local(source: str, field: str | None) -> Corpus:
     return _parse_plain(source, text)
 
 
-def _read_text(path: Path) -> str:
-    """Return a (gzipped) file as text, with Unix line ends."""
+def _check_file(path: Path) -> None:
     if not path.exists():
         raise DataError(f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()}).")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is a folder; name one .txt or .jsonl file (optionally .gz).")
+
+
+def _read_text(path: Path) -> str:
+    """Return a (gzipped) file as text, with Unix line ends."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError) as error:

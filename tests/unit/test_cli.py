@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,16 +198,24 @@ def test_unknown_model_type(tmp_path: Path) -> None:
 
 def test_missing_model_folder(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    for command in (["prune", "--out", out], ["eval", "--ppl", "x.txt"], ["export", "--out", out], ["inspect"]):
+    for command in (["prune", "--out", out], ["eval", "--ppl", "wikitext2"], ["export", "--out", out], ["inspect"]):
         name, *rest = command
         message = refused(name, tmp_path / "nowhere", *rest)
         assert "nowhere" in message
 
 
-def test_missing_text(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = tiny_elder(checkpoint, tmp_path / "no.txt", "--out", tmp_path / "out")
-    assert "no.txt' does not exist" in refused(*arguments)
-    assert "no.txt' does not exist" in refused("eval", checkpoint, "--ppl", tmp_path / "no.txt")
+def test_missing_text_is_found_before_the_model_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    no_weights, missing = tmp_path / "model", tmp_path / "no.txt"
+    no_weights.mkdir()
+    shutil.copy(checkpoint / "config.json", no_weights)
+    out = ("--out", tmp_path / "out")
+    for arguments in (
+        tiny_elder(no_weights, missing, *out),
+        ["eval", no_weights, "--ppl", missing],
+        ["robustness", no_weights, "--ppl", missing, *out],
+        ["recover", no_weights, "--preset", "alpaca-lora", "--data", missing, *out],
+    ):
+        assert "no.txt' does not exist" in refused(*arguments), arguments[0]
 
 
 def test_unknown_protocol_and_engine(checkpoint: Path, text: Path) -> None:
