@@ -36,6 +36,7 @@ class Order:
         bundles: dense indices that go together (KV heads, query heads, FFN or hidden channels).
         scores: of the bundles, ascending; -inf for those that earlier rounds removed.
         removable: how many bundles may go.
+        removed: how many of them earlier rounds removed, which stay away.
     """
 
     layer: int | None
@@ -43,6 +44,7 @@ class Order:
     bundles: tuple[tuple[int, ...], ...]
     scores: tuple[float, ...]
     removable: int
+    removed: int
 
 
 Counts = dict[Place, int]
@@ -96,8 +98,7 @@ class Ranking:
             counts = self._hidden_by_ratio(orders, done)
         else:
             self._check_unit()
-            goal = self.config.ratio * float(done)
-            counts = self._local(orders, goal) if self.score.is_local else self._global(orders, goal)
+            counts = self._local(orders, done) if self.score.is_local else self._global(orders, done)
         if done == 1 and not any(counts.values()):
             self._refuse_nothing(orders)
         return self._remove(orders, counts)
@@ -122,13 +123,16 @@ class Ranking:
 
     def _order(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> Order:
         values = scores.group_scores(layer, axis).clone()
-        values[list(self._removed(before, layer, axis))] = -math.inf
-        order = torch.argsort(values, stable=True).tolist()
+        removed = list(self._removed(before, layer, axis))
+        gone = set(removed)
+        values[removed] = -math.inf
+        order = removed + [i for i in torch.argsort(values, stable=True).tolist() if i not in gone]
         bundles = self._bundles(order, axis)
         numbers = values.tolist()
-        sums = tuple(math.fsum(numbers[i] for i in bundle) for bundle in bundles)
+        values_of = tuple(scores.of_bundle([numbers[i] for i in bundle]) for bundle in bundles)
         keep = 0 if self.score.allow_empty and axis != "hidden" else 1
-        return Order(layer, axis, bundles, sums, max(0, len(bundles) - keep))
+        already = bisect_right(list(accumulate(map(len, bundles))), len(removed))
+        return Order(layer, axis, bundles, values_of, max(0, len(bundles) - keep), already)
 
     def remaining(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> torch.Tensor:
         """Scores of the units of one place that ``before`` has not removed, float64 [units]."""
@@ -198,7 +202,12 @@ class Ranking:
         gone = [sum(len(b) for b in order.bundles[:n]) for n in range(len(order.bundles))]
         return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
 
-    def _local(self, orders: Sequence[Order], goal: float) -> Counts:
+    def _local(self, orders: Sequence[Order], done: Fraction) -> Counts:
+        """The part of the final counts that is due; they do not depend on scores."""
+        counts = self._local_goal(orders, self.config.ratio)
+        return {place: math.floor(done * count) for place, count in counts.items()}
+
+    def _local_goal(self, orders: Sequence[Order], goal: float) -> Counts:
         """The largest share p, with floor(p * units) bundles of every layer and axis, that stays within the goal.
 
         Where the next step of one axis is too large for what is left (a KV head of few), the others go on alone, those
@@ -214,9 +223,38 @@ class Ranking:
             return {(o.layer, o.axis): counts[o.axis] for o in orders}
 
         counts = self._largest(orders, goal, len(shares) - 1, counts_at)
-        for axis in sorted(first, key=lambda axis: len(first[axis].bundles)):
+        by_step = sorted(first, key=lambda axis: len(first[axis].bundles))
+        for axis in by_step:
             counts = self._filled(orders, goal, counts, axis, allowed[axis])
-        return counts
+        return self._with_larger_steps(orders, goal, counts, by_step, allowed)
+
+    def _with_larger_steps(
+        self,
+        orders: Sequence[Order],
+        goal: float,
+        counts: Counts,
+        by_step: Sequence[ScoreAxis],
+        allowed: Mapping[ScoreAxis, Sequence[int]],
+    ) -> Counts:
+        """Where nothing more of the axis with the smallest steps may go, less of it and one more step of another."""
+        *larger, finest = by_step
+        places = {axis: [(o.layer, o.axis) for o in orders if o.axis == axis] for axis in by_step}
+        now = {axis: counts[places[axis][0]] for axis in by_step}
+        if now[finest] < allowed[finest][-1]:
+            return counts
+        start = counts | dict.fromkeys(places[finest], allowed[finest][0])
+        trials = [
+            start | dict.fromkeys(places[axis], next(k for k in allowed[axis] if k > now[axis]))
+            for axis in larger
+            if now[axis] < allowed[axis][-1]
+        ]
+        filled = [
+            self._filled(orders, goal, trial, finest, allowed[finest])
+            for trial in trials
+            if self._share(orders, trial) <= goal
+        ]
+        best = max([counts, *filled], key=lambda found: self._share(orders, found))
+        return best if best == counts else self._with_larger_steps(orders, goal, best, by_step, allowed)
 
     def _filled(
         self, orders: Sequence[Order], goal: float, counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
@@ -241,23 +279,24 @@ class Ranking:
         places: list[Place] = [(o.layer, o.axis) for o in orders if o.axis == order.axis]
         return [k for k in counts if not k or not self.why_not_stock(self._remove(orders, dict.fromkeys(places, k)))]
 
-    def _global(self, orders: Sequence[Order], goal: float) -> Counts:
-        """The longest prefix of the one order over all open layers that stays within the goal."""
+    def _global(self, orders: Sequence[Order], done: Fraction) -> Counts:
+        """The longest prefix of the one order over all open layers that stays within the part of the goal."""
         compared = self._normalised(orders)
         merged = sorted(
             (value, place, position)
             for place, (order, values) in enumerate(zip(orders, compared, strict=True))
             for position, value in enumerate(values[: order.removable])
+            if position >= order.removed
         )
         places = [place for _, place, _ in merged]
 
         def counts_at(step: int) -> Counts:
-            counts: Counts = {(o.layer, o.axis): 0 for o in orders}
+            counts: Counts = {(o.layer, o.axis): o.removed for o in orders}
             for place in places[:step]:
                 counts[orders[place].layer, orders[place].axis] += 1
             return counts
 
-        return self._largest(orders, goal, len(places), counts_at)
+        return self._largest(orders, self.config.ratio * float(done), len(places), counts_at)
 
     def _normalised(self, orders: Sequence[Order]) -> list[tuple[float, ...]]:
         """Scores that may be compared across layers and axes; each order stays ascending."""

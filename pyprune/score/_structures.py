@@ -8,6 +8,7 @@ number a structure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -125,11 +126,15 @@ class StructureScores:
         scope: what is open.
         aggregation: sum, mean, max or prod over the structures of a group; prod is kept as the sum of logarithms,
             which ranks the same and cannot underflow.
+
+    Attributes:
+        standardised: set by a scorer whose scores are positions on a scale, negative ones among them.
     """
 
     def __init__(self, scope: Scope, aggregation: str) -> None:
         self.scope = scope
         self.aggregation = aggregation
+        self.standardised = False
         self.sums: dict[Place, dict[str, Tensor]] = {}
 
     def add_elements(
@@ -174,6 +179,14 @@ class StructureScores:
             )
         held = self.sums.setdefault((layer, axis), {})
         held[module] = held[module] + values if module in held else values
+
+    def of_bundle(self, scores: Sequence[float]) -> float:
+        """The score of units that go together: their sum; their mean where negative scores would make many units less.
+
+        Such are standardised scores and logarithms.
+        """
+        total = math.fsum(scores)
+        return total / len(scores) if self.standardised or self.aggregation == "prod" else total
 
     def group_scores(self, layer: int | None, axis: str) -> Tensor:
         """Scores of the groups of one axis, float64 [units]: KV groups or query heads, FFN or hidden channels.

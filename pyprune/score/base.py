@@ -51,6 +51,9 @@ __all__ = [
     "decide_by_scores", "ranking_of", "score_method", "score_spread",
 ]  # fmt: skip
 
+NEAR = 0.9
+"""Share of the goal below which a plan is warned of."""
+
 MANY_ZEROS = 0.5
 """Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
 
@@ -211,6 +214,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
     notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    warnings += _shortfall(config, share)
     if config.score.uniform:
         notes += _uniform_notes(config, plan)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
@@ -231,6 +235,16 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
         return target_of(model, config, plan).why_not_stock
 
     return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
+
+
+def _shortfall(config: PruneConfig, share: float) -> list[str]:
+    if config.score.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
+        return []
+    return [
+        f"ONLY {share:.2%} OF THE PARAMETERS GO, {config.ratio:.2%} were asked for: every further step is larger than "
+        "what is left of the goal. Smaller steps (score.ffn_multiple, hidden_multiple), the ranking 'global' or more "
+        "open layers come closer."
+    ]
 
 
 def _goal_note(config: PruneConfig, share: float, left: int) -> str:

@@ -6,7 +6,8 @@ For channel j of the input of an output projection (o_proj, down_proj), the weig
 
 over the N calibration tokens is what remains of the loss of that channel once its mean is compensated. Layers and
 modules differ in scale, so each module's scores are standardised, (S - mean) / standard deviation over its channels,
-before they are compared globally (the paper's AL-AM; a local ranking is unchanged by it). A query head is the mean of
+before they are compared globally (the paper's AL-AM; a local ranking is unchanged by it). Units that go together
+(``score.ffn_multiple``) count their mean. A query head is the mean of
 its standardised channels, as in the authors' code, which keeps heads and FFN channels on one scale; the preset
 aggregates a KV group by the mean of its query heads for the same reason. Their code squares S of the attention first;
 the paper does not, and neither does this.
@@ -42,6 +43,7 @@ def score(run: Scoring) -> None:
     """
     _check(run)
     family = family_for(run.model)
+    run.scores.standardised = True
     names = {
         (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}"
         for layer, axis in opened_places(run.scope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from pyprune.pipeline import NO_SAMPLES, make_plan
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config
 from pyprune.registry import get_method
-from pyprune.score.base import PlanDecision, Scoring, decide_by_scores
+from pyprune.score.base import PlanDecision, Scoring, decide_by_scores, ranking_of
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.paths import REPO
 
@@ -263,6 +264,79 @@ def test_an_iterative_run_keeps_what_earlier_rounds_removed() -> None:
     rounds.append(decide_by_scores(scorer, model, tiny_batch(), config))
     assert seen == [0.0, 5.0]
     assert rounds[0].plan.layers[0].ffn == tuple(range(5, 35))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gemma3"])
+@pytest.mark.parametrize("score", [{"ranking": "local"}, {"uniform": True}, {"aggregation": "prod"}, {}], ids=str)
+def test_nothing_that_a_round_removed_comes_back(name: str, score: dict[str, Any]) -> None:
+    """Whatever the later scores say, and also where a KV head is affordable in a late round only."""
+    model = tiny_model(name)
+    for ratio in (0.15, 0.22, 0.29):
+        config = options("random", ratio, **score)
+        ranking = ranking_of(model, config)
+        plan, one_shot = ranking.identity, get_method("random").decide(model, NO_SAMPLES, config).plan
+        for number in range(1, 6):
+            run = Scoring.of(model, NO_SAMPLES, config, masked=number > 1)
+            seeded = replace(config, score=replace(config.score, seed=number))
+            get_method("random").scorer(replace(run, config=seeded))
+            after = ranking.plan(run.scores, plan, Fraction(number, 5))
+            kept = {layer.index: layer for layer in plan.layers}
+            for layer in after.layers:
+                assert set(layer.ffn) <= set(kept[layer.index].ffn)
+                assert set(layer.query_heads) <= set(kept[layer.index].query_heads)
+            plan = after
+        if ranking.score.is_local:
+            assert widths(plan) == widths(one_shot)
+
+
+def test_a_zero_product_does_not_bring_back_what_went_before() -> None:
+    """Both score minus infinity."""
+    model = tiny_model("llama")
+    config = options(ratio=0.1, axes=("ffn",), aggregation="prod", layers=(0, 1))
+    ranking = ranking_of(model, config)
+    before = ranking.identity
+    for number, zeros in enumerate((range(30, 40), range(20)), start=1):
+        run = Scoring.of(model, NO_SAMPLES, config)
+        values = torch.ones(40)
+        values[list(zeros)] = 0.0
+        for layer in (0, 1):
+            run.add_units(layer, "ffn", values)
+        after = ranking.plan(run.scores, before, Fraction(number, 2))
+        assert all(set(new.ffn) < set(old.ffn) for new, old in zip(after.layers[:1], before.layers, strict=False))
+        before = after
+
+
+def test_standardised_scores_of_a_bundle_are_averaged() -> None:
+    """Eight weak channels together are no weaker than each: a head of score -2 goes before them."""
+    model = tiny_model("llama")
+    heads, channels = [-2.0, -2.0, -2.0, 3, 3, 3], [-1.0] * 16 + [1.0] * 24
+
+    def scorer(run: Scoring) -> None:
+        run.scores.standardised = True
+        for layer in run.scope.layers:
+            run.add_units(layer, "heads", torch.tensor(heads))
+            run.add_units(layer, "ffn", torch.tensor(channels))
+
+    config = options(ratio=0.1, ffn_multiple=8, aggregation="mean")
+    plan = decide_by_scores(scorer, model, tiny_batch(), config).plan
+    assert [len(layer.query_heads) for layer in plan.layers].count(3) >= 2
+    assert [len(layer.ffn) for layer in plan.layers] == [40] * len(plan.layers)
+
+
+@pytest.mark.parametrize("score", [{"uniform": True}, {"ranking": "local"}], ids=str)
+def test_a_kv_head_goes_where_the_channels_alone_cannot_reach_the_goal(score: dict[str, Any]) -> None:
+    model = tiny_model("qwen3")
+    decided = get_method("random").decide(model, NO_SAMPLES, options("random", 0.3, **score))
+    assert share(model, decided.plan) > 0.29
+    assert decided.plan.layers[0].widths[1] == 1
+    assert not any("WERE ASKED FOR" in text.upper() for text in decided.warnings)
+
+
+def test_a_plan_far_below_the_goal_is_warned_of() -> None:
+    decided = get_method("random").decide(
+        tiny_model("llama"), NO_SAMPLES, options("random", 0.1, axes=("ffn",), ranking="local", ffn_multiple=16)
+    )
+    assert any("every further step is larger" in text for text in decided.warnings)
 
 
 def test_query_heads_of_a_group_go_in_equal_numbers() -> None:
