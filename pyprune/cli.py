@@ -765,11 +765,14 @@ def bench(
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.table import conditions, speed_table
+    from pyprune.sources import check_source
 
     choose_engine(engine)  # a missing engine is an error now, not after the perplexities
     if annotate:
         _check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}
+    if ppl:
+        check_source(ppl)
     perplexity = {name: _loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
     report = measure(
         models,
@@ -796,10 +799,23 @@ def bench(
 def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
     from pyprune.load import load_model
 
-    model, tokenizer = load_model(path)
+    model, tokenizer = load_model(path, device="auto")
     if tokenizer is None:
         raise CheckpointError(f"{path} has no tokenizer files, which text needs; add its tokenizer.json.")
-    return _perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
+    perplexity = _perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
+    del model
+    _release_device_memory()  # the engine that follows wants nearly all of it
+    return perplexity
+
+
+def _release_device_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @app.command()

@@ -148,11 +148,22 @@ def compact_checkpoint(
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
-    from pyprune.load import PruningRecord, atomic_folder, copy_tokenizer, write_record
+    from pyprune.load import (
+        PruningRecord,
+        atomic_folder,
+        copy_tokenizer,
+        inherited_facts,
+        refuse_existing,
+        write_record,
+    )
 
+    refuse_existing(out, overwrite=overwrite, reads=[folder])
+    inherited = inherited_facts(folder, verify_files=True)
     source = TensorFiles(Path(folder))
     config = AutoConfig.from_pretrained(folder)
     family = family_for(config)
+    if config.tie_word_embeddings and _head_is_its_own(source, family):
+        config.tie_word_embeddings = False
     check_plan(plan, family, config)
     target = choose_target(family, config, plan)
     names = _dense_names(source, family, config)
@@ -168,6 +179,7 @@ def compact_checkpoint(
     )
     facts = {
         "source": str(folder),
+        **inherited,
         **(provenance or {}),
         "dense_parameters": dense,
         "parameters": report.parameters,
@@ -179,7 +191,8 @@ def compact_checkpoint(
         digests = write_shards(temporary, entries, tensors, max_shard_bytes)
         model.config.save_pretrained(temporary)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(temporary)
+            # As it is: save_pretrained refuses values that Transformers only reads (LLaMA 2: an idle temperature).
+            model.generation_config.to_json_file(temporary / "generation_config.json")
         copy_tokenizer(Path(folder), temporary)
         write_record(temporary, PruningRecord(plan, facts), digests)
     return report
@@ -191,13 +204,28 @@ def _dense_names(source: TensorFiles, family: Family, config: PretrainedConfig) 
     for name in source.names():
         if name.endswith("rotary_emb.inv_freq"):
             continue
-        # Some checkpoints hold the decoder without the causal LM around it.
-        known = [n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)]
-        dense = known[0] if known else name
+        dense = _parameter_name(name, family)
         if family.match(dense)[0].role == "head" and config.tie_word_embeddings:
             continue
         names[name] = dense
     return names
+
+
+def _parameter_name(name: str, family: Family) -> str:
+    """The model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
+    known = [n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)]
+    return known[0] if known else name
+
+
+def _head_is_its_own(source: TensorFiles, family: Family) -> bool:
+    """Whether the files hold a head with other values than the embedding; Transformers then leaves them untied."""
+    found: dict[str, Tensor] = {}
+    vocabulary = [row for row in family.rows if row.axes == ("vocab", "hidden")]
+    for name in source.names():
+        for row in vocabulary:
+            if row.regex.match(_parameter_name(name, family)):
+                found[row.role] = source.read(name)
+    return len(found) == 2 and not torch.equal(found["head"], found["embedding"].to(found["head"].dtype))
 
 
 def _planned_entries(

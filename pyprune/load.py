@@ -362,6 +362,24 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[str, Any]:
+    """What the record of a checkpoint made from another one takes over from its source's, if that has one.
+
+    Returns:
+        "training_marks", because the new weights have seen that text too, and everything else under "before"; nothing
+        for a hub id and for folders that pyprune did not write.
+
+    Raises:
+        CheckpointError: the source's record is damaged; or with ``verify_files`` one of the files it lists.
+    """
+    if not (Path(source) / RECORD_NAME).is_file():
+        return {}
+    record = read_pruning_json(source, verify_files=verify_files)
+    before = dict(record.provenance)
+    marks = before.pop("training_marks", "")
+    return {"training_marks": marks, "before": before}
+
+
 def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -411,7 +429,7 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
         return
     kept = model.config.dtype
     # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
-    state = {name: t.to(DTYPES[dtype]) for name, t in model.named_parameters()}
+    state = {name: _converted(name, t.detach(), DTYPES[dtype]) for name, t in model.named_parameters()}
     try:
         model.config.dtype = DTYPES[dtype]
         with _generation_config_as_it_is(model, folder):
@@ -422,6 +440,17 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _converted(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    result = weight.to(dtype)
+    if not torch.isfinite(result).all() and torch.isfinite(weight).all():
+        largest, limit = float(weight.abs().max()), torch.finfo(dtype).max
+        raise OutputError(
+            f"{name} holds {largest:.4g}, beyond the range of {dtype} ({limit:.4g}): it would become infinite. Write "
+            "bfloat16 or float32."
+        )
+    return result
 
 
 @contextmanager

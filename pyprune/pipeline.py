@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,7 @@ from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.load import (
     RECORD_NAME,
     disk_errors,
+    inherited_facts,
     load_model,
     read_pruning_json,
     refuse_existing,
@@ -136,19 +137,25 @@ def prune(
     model, tokenizer = load_model(model_id, dtype=config.dtype, **reading)
     data = draw_samples(model, tokenizer, config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
+    earlier = inherited_facts(model_id)
 
     def dense() -> PreTrainedModel:
         return load_model(model_id, dtype=teacher_dtype(config.recover), **reading)[0]
 
     with _WorkFolder(out, source, config, resume=resume, overwrite=overwrite) as work:
         result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
+        marks = earlier.get("training_marks", "")
+        if _shapes_the_result(config):
+            _warn(result, [text for samples in data.values() for text in _trained_before(marks, samples)])
+            marks = training_marks(data.values(), marks)
         provenance = {
             "method": config.method,
             "source": str(model_id),
             "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
             "config": config.to_dict(),
             "report": result.to_dict(),
-            "training_marks": training_marks(data.values()) if _shapes_the_result(config) else "",
+            **earlier,
+            "training_marks": marks,
         }
         result.out = save_checkpoint(
             model,
@@ -213,10 +220,16 @@ def prune_(
     for number, action in enumerate(config.stages.after):
         _act(model, after_samples, config, action, f"after-{number}-{action}", result, work, teacher)
     # The regulariser and the comparison of effects may say the same about a preserved ratio.
-    result.warnings = list(dict.fromkeys(result.warnings))
-    for warning in result.warnings:
-        console().print(f"Warning: {warning}", style="yellow", highlight=False)
+    warnings, result.warnings = dict.fromkeys(result.warnings), []
+    _warn(result, warnings)
     return result
+
+
+def _warn(result: PruneResult, warnings: Iterable[str]) -> None:
+    found = list(warnings)
+    result.warnings += found
+    for warning in found:
+        console().print(f"Warning: {warning}", style="yellow", highlight=False)
 
 
 def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, samples: Tensor) -> None:
@@ -341,7 +354,7 @@ def recover_checkpoint(
             checkpoint_dir=work.path / "recover",
             resume=resume,
         )
-        report.warnings += [*_trained_before(known, samples), *unguarded([samples])]
+        report.warnings += [*_trained_before(known.get("training_marks", ""), samples), *unguarded([samples])]
         earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
         entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
         entry |= {"report": report.to_dict(), "measured_before": earlier}
@@ -500,12 +513,12 @@ def _check_stages(config: PruneConfig, before: Tokens, after: Tokens, teacher: T
         )
 
 
-def _trained_before(known: Mapping[str, Any], samples: TokenSamples) -> list[str]:
+def _trained_before(marks: str, samples: TokenSamples) -> list[str]:
     ids = samples.input_ids
-    again = marked_passages(known.get("training_marks", ""), ids[ids >= 0])
+    again = marked_passages(marks, ids[ids >= 0])
     if not again:
         return []
-    return [f"{again} passages of the recovery text were training text of this checkpoint already; use other text."]
+    return [f"{again} passages of this run's text were training text of this checkpoint already; use other text."]
 
 
 def _ids(samples: TokenSamples | Tensor) -> Tensor:

@@ -72,7 +72,8 @@ class RobustnessConfig(Config):
         protocol: of the perplexities.
         max_tokens: tokens of each test text; None = all.
         adapter: of the variant lora.
-        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}.
+        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}; None = not
+            given.
         settings: the same as "dotted.name=value" texts, which win.
     """
 
@@ -111,7 +112,9 @@ class RobustnessConfig(Config):
         given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
-        found = build_config(preset=method, options=given | dict(self.options), settings=self.settings)
+        # None is an option that was not given, which must not undo what is the same for all.
+        given |= {name: value for name, value in self.options.items() if value is not None}
+        found = build_config(preset=method, options=given, settings=self.settings)
         if found.score.iterations > 1 or found.score.counts:
             raise ConfigError(
                 "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "

@@ -98,7 +98,7 @@ def export(
         raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
     facts = dict(provenance or {})
     if isinstance(source, str | Path):
-        model, tokenizer, plan, facts = _load(source, facts, gguf_file)
+        model, tokenizer, plan, facts = _load(source, facts, gguf_file, dtype)
     else:
         model = source
     reasons = stock_reasons(model.config, plan)
@@ -123,9 +123,9 @@ def export(
 
 
 def _load(
-    source: str | Path, facts: dict[str, Any], gguf_file: str | None
+    source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
-    """Load a folder or hub id in its own dtype, together with what its pruning.json says."""
+    """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
     from pyprune.load import RECORD_NAME, load_model, read_pruning_json, stored_dtype
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
@@ -133,7 +133,12 @@ def _load(
     if not (Path(source) / RECORD_NAME).is_file():
         return model, tokenizer, None, {"source": str(source), **facts}
     record = read_pruning_json(source)
-    return model, tokenizer, record.plan, {**record.provenance, **facts}
+    known = dict(record.provenance)
+    if wanted not in (None, dtype):
+        # Rounded weights have another perplexity and speed.
+        earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+        known |= {"measured_before": earlier} if earlier else {}
+    return model, tokenizer, record.plan, {**known, **facts}
 
 
 def is_pruned(config: Any) -> bool:

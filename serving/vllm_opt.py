@@ -85,7 +85,7 @@ def _layer_norm(config: Any) -> nn.Module:
     norm_size = getattr(config, "norm_size", None)
     if norm_size is None:
         return LayerNorm(size, LAYER_NORM_EPS, elementwise_affine=affine)  # type: ignore[no-any-return]
-    return VirtualLayerNorm(size, norm_size, LAYER_NORM_EPS, bias=affine)
+    return VirtualLayerNorm(size, norm_size, LAYER_NORM_EPS, affine=affine)
 
 
 @contextmanager

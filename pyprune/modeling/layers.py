@@ -21,16 +21,19 @@ class VirtualLayerNorm(nn.LayerNorm):
         size: stored channels d'.
         norm_size: the original number of channels d.
         eps: added to the variance.
+        affine: whether there are a weight and (with ``bias``) a bias.
+        bias: see ``affine``.
     """
 
-    def __init__(self, size: int, norm_size: int, eps: float, *, bias: bool = True) -> None:
-        super().__init__(size, eps=eps, bias=bias)
+    def __init__(self, size: int, norm_size: int, eps: float, *, affine: bool = True, bias: bool = True) -> None:
+        super().__init__(size, eps=eps, elementwise_affine=affine, bias=bias)
         self.norm_size = norm_size
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., d'] in float32, return [..., d'] in the input's dtype."""
-        bias = cast(nn.Parameter | None, self.bias)
-        return layer_norm_virtual(input, self.weight, bias, self.norm_size, self.eps)
+        weight, bias = (cast(nn.Parameter | None, p) for p in (self.weight, self.bias))
+        scale = input.new_ones(input.shape[-1]) if weight is None else weight
+        return layer_norm_virtual(input, scale, bias, self.norm_size, self.eps)
 
     @override
     def extra_repr(self) -> str:

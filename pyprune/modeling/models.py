@@ -108,11 +108,8 @@ def _use_virtual_norms(model: nn.Module, size: int, norm_size: int) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.LayerNorm and child.normalized_shape == (size,):
-                setattr(
-                    parent,
-                    name,
-                    VirtualLayerNorm(size, norm_size, child.eps, bias=child.bias is not None),
-                )
+                given = {"affine": child.elementwise_affine, "bias": child.bias is not None}
+                setattr(parent, name, VirtualLayerNorm(size, norm_size, child.eps, **given))
 
 
 class PrunedLlamaForCausalLM(PrunedModelMixin, LlamaForCausalLM):

@@ -55,6 +55,23 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(ids, use_cache=False).logits
 
 
+@pytest.mark.parametrize("axis", ["hidden", "everything"])
+@pytest.mark.parametrize("change", [{}, {"enable_bias": False}], ids=str)
+def test_layer_norms_without_weights_are_cut_too(change: dict[str, bool], axis: str, tmp_path: Path) -> None:
+    """As Galactica's OPT has them: the norms own no parameters, the sliced ones must not either."""
+    model = tiny_model("opt", layer_norm_elementwise_affine=False, **change)
+    plan = plan_of(model, axis)
+    reference = copy.deepcopy(model)
+    mask_(reference, plan)
+    compact_(model, plan)
+    assert not any("layer_norm" in name for name, _ in model.named_parameters())
+    ids = tiny_batch()
+    assert_same_logits(logits(model, ids), logits(reference, ids))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
 @torch.no_grad()
 def cached_logits(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
     """Logits of a prompt and then one token at a time through the cache, as generation computes them."""

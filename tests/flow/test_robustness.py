@@ -182,7 +182,7 @@ def test_without_new_noise_smoothgrad_repeats_the_same_draws_too() -> None:
 
 
 def test_every_method_reads_the_same_text_whatever_its_preset_and_their_order(texts: tuple[Path, Path]) -> None:
-    options = {"data.source": str(texts[0])}
+    options = {"data.source": str(texts[0]), "data.samples": None, "data.sequence_length": None}
     for methods in (("wanda", "taylor", "flap", "loraprune"), ("taylor", "wanda")):
         chosen = RobustnessConfig(methods=methods, options=options)
         for method in methods:

@@ -194,6 +194,24 @@ def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: 
     assert settings["attention_bias"] is settings["mlp_bias"] is True
 
 
+def test_a_second_cut_remembers_the_text_of_the_first(text: Path, tmp_path: Path) -> None:
+    """Whatever the second method reads; the weights have seen the first one's text."""
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    base = config("taylor", text)
+    base = replace(base, data=replace(base.data, sequence_length=64))
+    stock = replace(base.score, ranking="local", axes=("ffn",), ffn=30)  # equal widths, which can be cut again
+    prune(folder, replace(base, score=stock), out=tmp_path / "first")
+    marks = read_pruning_json(tmp_path / "first").provenance["training_marks"]
+    prune(tmp_path / "first", config("magnitude", None), out=tmp_path / "silent")
+    known = read_pruning_json(tmp_path / "silent").provenance
+    assert known["training_marks"] == marks != ""
+    assert known["before"]["method"] == "taylor"
+    assert "training_marks" not in known["before"]
+    again = prune(tmp_path / "first", base, out=tmp_path / "again")
+    assert any("were training text of this checkpoint already" in warning for warning in again.warnings)
+    assert read_pruning_json(tmp_path / "again").provenance["training_marks"] == marks
+
+
 def test_stock_alone_is_refused_before_the_cut_where_no_stock_architecture_has_the_biases(
     text: Path, tmp_path: Path
 ) -> None:

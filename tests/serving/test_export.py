@@ -59,6 +59,19 @@ def test_bfloat16_source_stays_bfloat16(tmp_path: Path) -> None:
     assert report.bytes == (tmp_path / "a" / "model.safetensors").stat().st_size
 
 
+def test_figures_of_other_weights_are_not_carried_over(tmp_path: Path) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    measured = {"quality": {"ppl": 7.0}, "speed": {"TI": 1.5}}
+    export(model, tmp_path / "a", plan=plan, provenance=measured)
+    export(tmp_path / "a", tmp_path / "same", dtype="float32")
+    assert read_pruning_json(tmp_path / "same").provenance["quality"] == {"ppl": 7.0}
+    export(tmp_path / "a", tmp_path / "rounded", dtype="bfloat16")
+    known = read_pruning_json(tmp_path / "rounded").provenance
+    assert known["measured_before"] == measured
+    assert not known.keys() & measured.keys()
+    assert "7.0" not in (tmp_path / "rounded" / "README.md").read_text()
+
+
 def test_stock_is_refused_with_the_reason(tmp_path: Path) -> None:
     model, plan = _compacted("llama-head-dim", uniform=False)
     with pytest.raises(ConfigError, match="widths differ between layers"):

@@ -242,3 +242,56 @@ class TestRefusals:
             write_shards(tmp_path, [entry], iter([("a", [torch.ones(1)])]), 100)
         with pytest.raises(RuntimeError, match="more tensors"):
             write_shards(tmp_path, [entry], iter([("a", [torch.ones(2)]), ("b", [torch.ones(2)])]), 100)
+
+
+@pytest.mark.parametrize("which", ["hidden", "everything"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "opt", "phi-tied", "gemma3"])
+def test_a_head_of_its_own_stays_although_the_config_says_tied(tmp_path: Path, name: str, which: str) -> None:
+    """Transformers leaves such a head untied; it must neither be dropped nor be taken for the embedding."""
+    dense = dense_folder(tmp_path / "dense", name)
+    plan = plan_for(dense, which)
+    tensors = load_file(dense / "model.safetensors")
+    embedding = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = embedding.flip(0).clone()
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    assert json.loads((dense / "config.json").read_text()).get("tie_word_embeddings", True)
+    compact_checkpoint(dense, plan, tmp_path / "streamed")
+    model, _ = load_model(dense)
+    compact_(model, plan)
+    loaded, _ = load_model(tmp_path / "streamed")
+    assert torch.equal(loaded(input_ids=tiny_batch()).logits, model.eval()(input_ids=tiny_batch()).logits)
+
+
+def test_generation_values_that_are_only_read_are_copied_as_they_are(tmp_path: Path) -> None:
+    """As LLaMA 2 has them: a temperature without sampling, which Transformers reads and refuses to write."""
+    dense = dense_folder(tmp_path / "dense")
+    file = dense / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}))
+    compact_checkpoint(dense, plan_for(dense, "ffn"), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_p"]) == (0.9, 0.6)
+
+
+def test_the_dense_model_is_never_replaced_and_a_damaged_one_not_read(tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    save_checkpoint(tiny_model("llama"), None, dense, plan=None, provenance={})
+    plan = plan_for(dense, "ffn")
+    with pytest.raises(OutputError, match="is the model that is read"):
+        compact_checkpoint(dense, plan, dense, overwrite=True)
+    weights = bytearray((dense / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (dense / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match="differs from what was written"):
+        compact_checkpoint(dense, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_source_was_trained_on_is_remembered(tmp_path: Path) -> None:
+    dense, marks = tmp_path / "dense", "AAAAAAAAAAE="
+    facts = {"method": "dress", "training_marks": marks, "quality": {"ppl": 7.0}}
+    save_checkpoint(tiny_model("llama"), None, dense, plan=None, provenance=facts)
+    compact_checkpoint(dense, plan_for(dense, "ffn"), tmp_path / "out")
+    known = read_pruning_json(tmp_path / "out").provenance
+    assert known["training_marks"] == marks
+    assert known["before"]["quality"] == {"ppl": 7.0}
+    assert "quality" not in known, "the dense model's figures are not the cut one's"

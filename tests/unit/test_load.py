@@ -57,6 +57,18 @@ def test_only_safetensors_are_written(written: tuple[Path, torch.Tensor, PrunePl
     assert {p.suffix for p in out.iterdir()} <= {".safetensors", ".json", ".md", ".jinja"}
 
 
+def test_weights_beyond_the_range_of_the_written_dtype_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[2, 3] = 7e4
+    with pytest.raises(
+        OutputError, match=r"layers\.1\.mlp\.up_proj\.weight holds 7e\+04, beyond the range of torch.float16"
+    ):
+        save_checkpoint(model, None, tmp_path / "out", plan=None, provenance={}, dtype="float16")
+    assert not (tmp_path / "out").exists()
+    save_checkpoint(model, None, tmp_path / "out", plan=None, provenance={}, dtype="bfloat16")
+
+
 def test_a_tied_head_is_stored_once_in_another_dtype(tmp_path: Path) -> None:
     model = tiny_model("llama-head-dim")
     save_checkpoint(model, None, tmp_path / "half", plan=None, provenance={}, dtype="bfloat16")
