@@ -53,9 +53,14 @@ class Tokens:
         """Which of the first T - 1 positions predict a token that counts, bool [N, T - 1]."""
         return self.targets >= 0
 
+    @property
+    def real(self) -> Tensor:
+        """Which positions hold a token and no padding, bool [N, T]."""
+        return self.ids >= 0
+
     def fed(self) -> int:
         """Number of tokens without padding."""
-        return int((self.ids >= 0).sum())
+        return int(self.real.sum())
 
     def to(self, device: torch.device | str) -> Self:
         """Return the same on another device."""
@@ -66,14 +71,14 @@ class Tokens:
 
         The order of rows inside a step changes the gradient by rounding only; without padding it stays.
         """
-        lengths = (self.ids >= 0).sum(1)
+        lengths = self.real.sum(1)
         rows = torch.argsort(lengths, stable=True)
         ordered = self[rows]
         pieces = [ordered[i : i + size] for i in range(0, len(self), size)]
         return [piece._trimmed() for piece in pieces]
 
     def _trimmed(self) -> Self:
-        longest = max(2, int((self.ids >= 0).sum(1).max()))
+        longest = max(2, int(self.real.sum(1).max()))
         return type(self)(self.ids[:, :longest], self.labels[:, :longest])
 
     def digest(self) -> str:

@@ -47,8 +47,8 @@ class LossTerms:
 
     Attributes:
         lm: scalar, mean of -log p over the micro batch's predicted tokens, nats.
-        penalty: scalar mean over the micro batch's tokens of an activation penalty (already times its
-            strength), or None.
+        penalty: scalar mean over the micro batch's tokens without padding of an activation penalty (already times
+            its strength), or None. It is weighted by the number of these tokens.
         total: scalar mean over the predicted tokens that is minimised in place of ``lm``, which is then only
             reported; None = ``lm`` itself.
         parts: what ``total`` is made of, for the report: name -> scalar mean over the predicted tokens.
@@ -308,6 +308,19 @@ def train(
             run.objective.teardown(model)
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """What a micro batch's means count for in the means over all of its batch.
+
+    Attributes:
+        predicted: its share of the predicted tokens: the weight of losses.
+        fed: its share of the tokens without padding: the weight of an activation penalty.
+    """
+
+    predicted: float
+    fed: float
+
+
 class _Run:
     """The state of one call of :func:`train`."""
 
@@ -401,21 +414,19 @@ class _Run:
     def _backward(self, batch: Tokens, step: int) -> tuple[float, float, dict[str, float]]:
         """Accumulate the gradient of the whole step; returns (LM loss, penalty, other terms)."""
         self.optimizer.zero_grad(set_to_none=True)
-        total = int(batch.predicted.sum())
         lm_sum, penalty_sum = 0.0, 0.0
         parts: dict[str, float] = {}
-        for micro in batch.micro_batches(self.config.micro_batch_size):
+        for micro, weight in self._micro_batches(batch):
             with self._autocast():
-                terms = self.objective.micro_loss(self.model, micro.to(self.device))
-            weight = int(micro.predicted.sum()) / max(1, total)
-            loss = terms.minimised * weight
+                terms = self.objective.micro_loss(self.model, micro)
+            loss = terms.minimised * weight.predicted
             if terms.penalty is not None:
-                share = terms.penalty * (len(micro) / len(batch))
+                share = terms.penalty * weight.fed
                 loss = loss + share
                 penalty_sum += float(share.detach())
-            lm_sum += float(terms.lm.detach()) * weight
+            lm_sum += float(terms.lm.detach()) * weight.predicted
             for name, part in terms.parts.items():
-                parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight
+                parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight.predicted
             self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
             loss.backward()
         penalty = self.objective.apply_step_penalty(self.model)
@@ -423,6 +434,13 @@ class _Run:
             penalty_sum += float(penalty)
             self._check_finite(penalty_sum, "penalty", step)
         return lm_sum, penalty_sum, parts
+
+    def _micro_batches(self, batch: Tokens) -> Iterator[tuple[Tokens, _Weight]]:
+        """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
+        predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
+        for micro in batch.micro_batches(self.config.micro_batch_size):
+            weight = _Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
+            yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
         """The gradients' norm before clipping, finite, and the factor that is left to the optimiser."""
@@ -522,14 +540,13 @@ class _Run:
     def _validation_loss(self, samples: Tokens) -> float:
         was_training = self.model.training
         self.model.eval()
-        total = int(samples.predicted.sum())
         loss = self.objective.validation_penalty(self.model)
-        for micro in samples.micro_batches(self.config.micro_batch_size):
+        for micro, weight in self._micro_batches(samples):
             with self._autocast():
-                terms = self.objective.micro_loss(self.model, micro.to(self.device))
-            loss += float(terms.minimised) * int(micro.predicted.sum()) / max(1, total)
+                terms = self.objective.micro_loss(self.model, micro)
+            loss += float(terms.minimised) * weight.predicted
             if terms.penalty is not None:
-                loss += float(terms.penalty) * len(micro) / len(samples)
+                loss += float(terms.penalty) * weight.fed
         self.model.train(was_training)
         return loss
 

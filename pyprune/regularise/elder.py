@@ -7,7 +7,8 @@ term alone drives the last layers out. The default scales the residual branch, h
 S = 0 is removal.
 
 Stage 2 trains all weights on  LM loss + lambda2 * sum over P of mean over tokens of ||X_out - X_in||
-(equation 4; the papers do not say how tokens are reduced, the mean keeps lambda2 free of batch and length).
+(equation 4; the papers do not say how tokens are reduced, the mean keeps lambda2 free of batch and length; padding is
+no token).
 ``schedule="anneal"`` has no penalty: the residual gates of P fall from 1 to exactly 0 while the LM loss trains the
 rest, so that the drop afterwards changes nothing.
 """
@@ -300,6 +301,7 @@ class ElderObjective(Objective):
         self.config = config
         self.hooks: LayerHooks | None = None
         self.norms: list[Tensor] = []
+        self.positions: Tensor | None = None
         self.anneal_steps = 0
         self.gate = 1.0
 
@@ -331,7 +333,9 @@ class ElderObjective(Objective):
         return gated(torch.tensor(self.gate, device=after.device), before, after, "residual")
 
     def _measure(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
-        self.norms.append(residual_diff_norm(before, after, self.config.norm))
+        before, after = (_tokens_only(x, self.positions) for x in (before, after))
+        if len(before) > 0:  # a micro batch of padding alone has no mean
+            self.norms.append(residual_diff_norm(before, after, self.config.norm))
         return None
 
     def gate_at(self, step: int) -> float:
@@ -348,9 +352,11 @@ class ElderObjective(Objective):
                 self.hooks.skip(index)
 
     def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
-        """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4)."""
-        # Gradient checkpointing runs the hooks once more in the backward pass; what they leave is dropped here.
+        """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4), without padding."""
+        # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
+        # is dropped here.
         self.norms.clear()
+        self.positions = _token_positions(batch)
         lm = causal_loss(model, batch)
         if not self.norms:
             return LossTerms(lm)
@@ -375,6 +381,17 @@ class ElderObjective(Objective):
             self.hooks.remove()
 
 
+def _token_positions(batch: Tokens) -> Tensor | None:
+    """Where in [B * T] there is no padding, int64 [n]; None for everywhere."""
+    real = batch.real.flatten()
+    return None if bool(real.all()) else real.nonzero().squeeze(1)
+
+
+def _tokens_only(states: Tensor, positions: Tensor | None) -> Tensor:
+    """The hidden states [B, T, H] at these positions, [n, H]; unchanged for None."""
+    return states if positions is None else states.flatten(0, 1).index_select(0, positions.to(states.device))
+
+
 def regularise_elder(
     model: PreTrainedModel,
     samples: Tensor,
@@ -386,7 +403,8 @@ def regularise_elder(
 
     Args:
         model: a dense model with float32 weights.
-        samples: token ids, int64 [N, T].
+        samples: token ids, int64 [N, T]; :data:`~pyprune.tokens.IGNORED` marks right padding, which counts neither
+            in the loss nor in the penalty.
         removed: P, dense layer indices; empty trains the language model alone.
         config: the method's options.
         run: validation samples, checkpoints, resuming.

@@ -18,6 +18,7 @@ from pyprune.config import ElderConfig, GateConfig, PruneConfig, TrainConfig
 from pyprune.effects import compare, snapshot
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
+from pyprune.loss import causal_loss
 from pyprune.mask import mask_, masked
 from pyprune.ops import residual_diff_norm
 from pyprune.registry import get_method
@@ -32,7 +33,7 @@ from pyprune.regularise.elder import (
     regularise_elder,
 )
 from pyprune.tokens import Tokens
-from pyprune.train import train
+from pyprune.train import IGNORED, train
 from tests._support.models import TINY, tiny_batch, tiny_model
 
 TRAIN = TrainConfig(steps=8, batch_size=2, micro_batch_size=2, learning_rate=2e-3)
@@ -182,10 +183,10 @@ def test_counts_that_leave_no_layer_are_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "opt", "phi", "gemma3"])
 def test_the_penalty_is_the_mean_over_tokens_of_the_layers_change(family: str, norm: str) -> None:
     model = tiny_model(family)
-    batch = samples()[:2]
+    batch = Tokens.of(samples()[:2])
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     hooks = LayerHooks(family_for(model).layers(model), P, lambda i, before, after: seen.update({i: (before, after)}))
-    model(input_ids=batch)
+    model(input_ids=batch.ids)
     hooks.remove()
     total = 0.0
     for before, after in seen.values():
@@ -198,6 +199,69 @@ def test_the_penalty_is_the_mean_over_tokens_of_the_layers_change(family: str, n
     assert terms.penalty.item() == pytest.approx(0.5 * total, rel=1e-4)
     objective.teardown(model)
     assert objective.micro_loss(model, batch).penalty is None
+
+
+def padded_samples() -> Tensor:
+    """Four rows, three of them padded, so that no two micro batches hold equally many tokens."""
+    data = tiny_batch(1, 4, 16)
+    data[0, 4:] = IGNORED
+    data[1, 11:] = IGNORED
+    data[3, 2:] = IGNORED
+    return data
+
+
+def loss_over_real_tokens(model: PreTrainedModel, data: Tensor, config: ElderConfig) -> tuple[Tensor, Tensor]:
+    """Loss and penalty, row by row without padding: sums over the tokens, divided by their number."""
+    norms: list[Tensor] = []
+
+    def measure(index: int, before: Tensor, after: Tensor) -> None:
+        norms.append(torch.linalg.vector_norm(after - before, int(config.norm[1]), dim=-1).sum())
+
+    hooks = LayerHooks(family_for(model).layers(model), P, measure)
+    rows = [row[row >= 0][None] for row in data]
+    loss = torch.stack([causal_loss(model, row) * (row.shape[1] - 1) for row in rows]).sum()
+    hooks.remove()
+    count = sum(row.shape[1] for row in rows)
+    return loss / (count - len(rows)), config.strength * torch.stack(norms).sum() / count
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_padding_is_no_token_and_the_micro_batch_size_changes_nothing(
+    micro: int, norm: str, checkpointing: bool
+) -> None:
+    data = padded_samples()
+    training = TrainConfig(
+        optimiser="sgd", learning_rate=1e-2, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    config = ElderConfig(norm=norm, strength=0.5, train=training)  # type: ignore[arg-type]
+    expected, model = tiny_model(), tiny_model()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss, penalty = loss_over_real_tokens(expected, data, config)
+    (loss + penalty).backward()
+    report = regularise_elder(model, data, P, config, RunOptions(validation=data)).train
+    assert report.history[0].penalty == pytest.approx(penalty.item(), rel=1e-5)
+    assert report.history[0].lm_loss == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in expected.named_parameters():
+        assert parameter.grad is not None
+        moved = (start[name] - model.get_parameter(name).detach()) / training.learning_rate
+        torch.testing.assert_close(moved, parameter.grad, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        validation = sum(term.item() for term in loss_over_real_tokens(model, data, config))
+    assert report.validation == [(1, pytest.approx(validation, rel=1e-5))]
+
+
+def test_a_row_of_padding_alone_has_no_penalty() -> None:
+    data = padded_samples()
+    with_empty = torch.cat([data[:3], torch.full((1, 16), IGNORED)])
+    training = TrainConfig(steps=1, batch_size=3, micro_batch_size=1)
+    config = ElderConfig(strength=0.5, train=training)
+    expected = regularise_elder(tiny_model(), data[:3], P, config).train.history[0].penalty
+    padded = replace(config, train=replace(training, batch_size=4))
+    found = regularise_elder(tiny_model(), with_empty, P, padded).train.history[0].penalty
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["published", "anneal"])
