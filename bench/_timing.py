@@ -120,6 +120,23 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def last_level_cache() -> int:
+    """Bytes of the last-level caches of the CPUs that this process may run on, together; 64 MiB where not known.
+
+    Linux tells them under /sys/devices/system/cpu.
+    """
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    sizes: dict[str, int] = {}
+    for cpu in cpus:
+        levels = sorted(Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"))
+        try:
+            shared, size = ((levels[-1] / name).read_text().strip() for name in ("shared_cpu_list", "size"))
+            sizes[shared] = int(size.removesuffix("K")) << 10
+        except (IndexError, OSError, ValueError):
+            continue
+    return sum(sizes.values()) or 64 << 20
+
+
 def release(cases: Iterable[Case]) -> None:
     """Drop the calls, and with them the arrays that they hold."""
     for case in cases:
