@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import torch
 from bench import _ops_cases, ops, optimizer
 from bench._ops_cases import OPS, Setting, cases
 from bench._timing import CEILING, Case, Target, find, interleave, last_level_cache
-from pyprune.load import save_checkpoint
+from pyprune.compact import compact_checkpoint
+from pyprune.load import RECORD_NAME, save_checkpoint
+from pyprune.plan import PrunePlan
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -213,6 +216,32 @@ class TestOptimizer:
         assert out.count("peak in backward over the sum") == 4
         assert "LLaMA-2-7B, bfloat16 weights 13.48 GB + 8-bit moments 13.90 GB" in out
         assert sorted(p.name for p in folder.iterdir()) == ["optimizer.jsonl", "tiny"], "nothing is left behind"
+        assert out.count("streamed compaction, bytes a second over cp") == 2
+
+    def test_compaction_is_judged_by_the_bytes_it_moves(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a folder without pyprune's record: all that is read, and what is written."""
+        sizes: list[tuple[int, int]] = []
+
+        def spy(dense: Path, plan: PrunePlan, out: Path) -> None:
+            assert not (dense / RECORD_NAME).exists()
+            compact_checkpoint(dense, plan, out)
+            sizes.append((files(dense), files(out)))
+
+        def files(path: Path) -> int:
+            return sum(len(p.read_bytes()) for p in path.iterdir())
+
+        monkeypatch.setattr(optimizer, "compact_checkpoint", spy)
+        options = argparse.Namespace(work=str(tmp_path), repeats=1)
+        own, targets = optimizer.compaction_part(tiny_model("llama"), tiny_tokenizer(), options)
+        copied, synced, cut = own
+        (read, written), *_ = sizes
+        assert copied.traffic == synced.traffic == 2 * read
+        assert cut.traffic == pytest.approx(read + written, abs=16), "times in the record differ in length"
+        for case, target in zip((copied, synced), targets, strict=True):
+            assert target.measured == pytest.approx(cut.speed / case.speed)
+            assert f"by time {case.median / cut.median:.2f}" in target.note
 
     @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.bfloat16, 8)], ids=str)
     def test_hook_mode_needs_no_more_than_the_sum(self, dtype: torch.dtype, bits: int) -> None:
