@@ -33,7 +33,9 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     State and parameter groups have the names of ``torch.optim.AdamW`` (8-bit moments: their codes and scales). A
     resumed run equals an uninterrupted one bit for bit, random rounding included: the random bits of a step depend on
-    the seed, the step and the parameter's position only.
+    the seed, the step and the parameter's position only. For that, :meth:`state_dict` also records ``moment_bits``,
+    ``stochastic`` and ``seed``, and :meth:`load_state_dict` refuses others. A pickled or copied optimiser is whole, but
+    is never stepping in backward.
 
     Args:
         params: parameters or parameter groups.
@@ -48,7 +50,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     Attributes:
         gradient_scale: a factor on the gradients of the next :meth:`step` (clipping without a pass of its own), which
-            sets it back to 1. Penalties are not scaled. Not used while stepping in backward.
+            sets it back to 1, whether it succeeds or raises. Penalties are not scaled. Not used while stepping in
+            backward.
 
     Raises:
         ConfigError: ``moment_bits`` is neither 32 nor 8, or a penalty belongs to no parameter of the optimiser.
@@ -83,10 +86,16 @@ class RegularisedAdamW(torch.optim.Optimizer):
         if not self.penalties.keys() <= known:
             raise ConfigError("A penalty names a tensor that is not among the optimiser's parameters.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy keep: all but the mode of stepping in backward, whose hooks they do not keep either."""
+        own = {name: getattr(self, name) for name in ("quantised", "stochastic", "seed", "gradient_scale", "penalties")}
+        return {**super().__getstate__(), **own}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled optimisers have no hooks."""
+        """Take over a whole state, or from torch's ``load_state_dict`` a part, which must not end a mode that is on."""
         super().__setstate__(state)
-        self._in_backward = False
+        self.__dict__.setdefault("_in_backward", False)
+        self.__dict__.setdefault("_stepped", set())
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -98,21 +107,48 @@ class RegularisedAdamW(torch.optim.Optimizer):
         """Step every parameter that has a gradient; in :meth:`stepping_in_backward` only end the step.
 
         Raises:
-            ConfigError: a closure while stepping in backward, which would step before the closure's loss is known.
+            ConfigError: while stepping in backward, a closure, which would step before the closure's loss is known; or
+                a parameter that has a gradient, which no hook has used.
         """
-        if self._in_backward:
+        try:
+            if self._in_backward:
+                self._end_step(closure)
+                return None
+            loss = None
             if closure is not None:
-                raise ConfigError("step takes no closure while gradients are consumed in backward.")
-            self._stepped.clear()
-            return None
-        loss = None
+                with torch.enable_grad():
+                    loss = closure()
+            for group, members in self._calls():
+                self._run(group, members, [self.gradient_scale] * len(members))
+            return loss
+        finally:
+            self.gradient_scale = 1.0
+
+    def _end_step(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, members in self._calls():
-            self._run(group, members, [self.gradient_scale] * len(members))
-        self.gradient_scale = 1.0
-        return loss
+            raise ConfigError("step takes no closure while gradients are consumed in backward.")
+        unused = [(i, p) for p, i in self._positions().items() if p.grad is not None]
+        if unused:
+            first, parameter = unused[0]
+            raise ConfigError(
+                f"{len(unused)} parameter(s) have a gradient that stepping in backward has not used; the first is "
+                f"number {first}, of shape {tuple(parameter.shape)}. Only what backward() gives to parameters that "
+                "required a gradient when the block was entered is used. Call zero_grad() to drop these gradients; to "
+                "train parameters that were added or thawed since, leave the block and enter it again."
+            )
+        self._stepped.clear()
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; while stepping in backward also begin the step anew, after a ``backward()`` that failed.
+
+        Weights that a failed ``backward()`` has already stepped keep that step.
+
+        Args:
+            set_to_none: free the gradients instead of filling them with 0, which stepping in backward would refuse.
+        """
+        super().zero_grad(set_to_none)
+        self._stepped.clear()
 
     def _positions(self) -> dict[Tensor, int]:
         return {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
@@ -161,17 +197,64 @@ class RegularisedAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
+    @property
+    def _options(self) -> dict[str, int | bool]:
+        """What a resumed run must have in common with the one that saved, beside the parameter groups."""
+        return {"moment_bits": 8 if self.quantised else 32, "stochastic": self.stochastic, "seed": self.seed}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The state and parameter groups as torch has them, and ``moment_bits``, ``stochastic`` and ``seed``."""
+        return {**super().state_dict(), **self._options}
+
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, every tensor in the dtype that it was saved in."""
+        """Restore :meth:`state_dict`, every tensor in the dtype that it was saved in.
+
+        Args:
+            state_dict: of this class, or of ``torch.optim.AdamW`` with float32 moments. Options that it does not record
+                are not checked.
+
+        Raises:
+            ConfigError: it was saved with other ``moment_bits``, ``stochastic`` or ``seed``, or its moments do not fit
+                the parameters. Nothing has been loaded.
+        """
+        self._check_loaded(state_dict)
         super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype, which would round the moments of bfloat16 weights.
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for number, parameter in zip(saved, parameters, strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and key != "step":
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+        # torch casts state to the parameter's dtype, which would round the moments of bfloat16 weights, and shares the
+        # number of steps with the state that was loaded, which would then not be there to be loaded again.
+        for parameter, saved in self._saved_states(state_dict):
+            for key, value in saved.items():
+                if isinstance(value, Tensor):
+                    device = value.device if key == "step" else parameter.device
+                    self.state[parameter][key] = value.to(device, copy=True)
+        self._stepped.clear()
+
+    def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Parameters with what was saved for them; torch's ``load_state_dict`` says so where the numbers differ."""
+        numbers = (i for group in state_dict["param_groups"] for i in group["params"])
+        for parameter, number in zip(self._positions(), numbers, strict=False):
+            yield parameter, state_dict["state"].get(number, {})
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        for name, own in self._options.items():
+            saved = state_dict.get(name, own)
+            if saved != own:
+                raise ConfigError(
+                    f"The saved optimiser has {name}={saved}, this one {name}={own}: the run would not go on as it "
+                    f"was. Make the optimiser with {name}={saved}."
+                )
+        for position, (parameter, state) in enumerate(self._saved_states(state_dict)):
+            layout = Moments.layout(parameter, quantised=self.quantised).values()
+            expected = dict(zip(_STATE_KEYS[self.quantised], layout, strict=True))
+            saved = {key: t for key, t in state.items() if isinstance(t, Tensor) and key != "step"}
+            found = {key: (tuple(t.shape), t.dtype) for key, t in saved.items()}
+            if state and found != expected:
+                raise ConfigError(
+                    f"The saved state of parameter number {position} is {_described(found)}; an optimiser with "
+                    f"moment_bits={self._options['moment_bits']} has {_described(expected)}. Load a state of the same "
+                    "parameters, or make the optimiser with the moment_bits that it was saved with."
+                )
 
     @contextmanager
     def stepping_in_backward(
@@ -179,8 +262,10 @@ class RegularisedAdamW(torch.optim.Optimizer):
     ) -> Iterator[None]:
         """Step each parameter inside ``backward()``, as soon as its gradient is complete, and free that gradient.
 
-        At most one gradient is alive at a time. Call :meth:`step` after every ``backward()``: it ends the step. The
-        loss must be known to be finite before ``backward()``; a gradient that is not finite reaches its weight.
+        At most one gradient is alive at a time. Call :meth:`step` after every ``backward()``: it ends the step. After
+        a ``backward()`` that raised, call :meth:`zero_grad` before the next. :meth:`load_state_dict` may be called
+        between steps. The loss must be known to be finite before ``backward()``; a gradient that is not finite reaches
+        its weight.
 
         Args:
             accumulation: backward passes a step; only 1, because a gradient is gone after the first.
@@ -189,12 +274,15 @@ class RegularisedAdamW(torch.optim.Optimizer):
             max_grad_norm: limit of the norm of each gradient; given exactly when clipping.
 
         Raises:
-            ConfigError: another combination; or, during the block, a second gradient for a parameter in one step.
+            ConfigError: another combination; or, during the block, a second gradient for a parameter in one step, or in
+                :meth:`step` a gradient that was not used: of a parameter that was added or thawed inside the block, or
+                written after ``backward()``.
         """
         _check_hook_mode(accumulation, clipping, max_grad_norm)
         if self._in_backward:
             raise ConfigError("The optimiser already steps in backward; leave the first block before another.")
-        groups = {p: group for group in self.param_groups for p in group["params"]}
+        # Numbers, because load_state_dict replaces the groups themselves.
+        groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         positions = self._positions()
 
         def consume(parameter: Tensor) -> None:
@@ -206,7 +294,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
                 )
             scale = _clip_scale(parameter.grad, max_grad_norm)
             with torch.no_grad():
-                self._run(groups[parameter], [(parameter, positions[parameter])], [scale])
+                self._run(self.param_groups[groups[parameter]], [(parameter, positions[parameter])], [scale])
             parameter.grad = None
             self._stepped.add(parameter)
 
@@ -220,6 +308,10 @@ class RegularisedAdamW(torch.optim.Optimizer):
             self._stepped.clear()
             for handle in handles:
                 handle.remove()
+
+
+def _described(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{key} {dtype} {shape}" for key, (shape, dtype) in layout.items()) or "empty"
 
 
 def _check_hook_mode(accumulation: int, clipping: str, max_grad_norm: float | None) -> None:

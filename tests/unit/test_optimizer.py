@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +137,92 @@ def test_state_round_trip_continues_bit_for_bit(bits: int, dtype: torch.dtype) -
     assert_equal(whole, continued)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=("deep", "pickle")
+)
+def test_a_copy_is_whole_and_continues_bit_for_bit(copied: Callable[[Any], Any]) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = RegularisedAdamW(model.parameters(), 1e-2, penalties=penalties_of(model), moment_bits=8, seed=5)
+    with optimizer.stepping_in_backward():
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        other_model, other = copied((model, optimizer))
+    other.gradient_scale = optimizer.gradient_scale = 0.5
+    again, later = copied((other_model, other))
+    for m, o in ((model, optimizer), (again, later)):
+        loss_of(m, 1).backward()  # type: ignore[no-untyped-call]
+        o.step()
+    assert_equal(model, again)
+    assert later.penalties.keys() == penalties_of(again).keys()
+
+
+class TestLoadingAState:
+    @staticmethod
+    def saved(**options: Any) -> dict[str, Any]:
+        model = model_of()
+        optimizer = RegularisedAdamW(model.parameters(), 1e-2, **options)
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return optimizer.state_dict()
+
+    @pytest.mark.parametrize(
+        ("saved", "own", "match"),
+        [
+            ({"moment_bits": 8}, {}, "moment_bits=8, this one moment_bits=32"),
+            ({}, {"moment_bits": 8}, "moment_bits=32, this one moment_bits=8"),
+            ({"seed": 1}, {"seed": 2}, "seed=1, this one seed=2"),
+            ({"stochastic": False}, {}, "stochastic=False, this one stochastic=True"),
+        ],
+        ids=str,
+    )
+    def test_other_options_are_refused(self, saved: dict[str, Any], own: dict[str, Any], match: str) -> None:
+        optimizer = RegularisedAdamW(model_of().parameters(), 1e-3, **own)
+        with pytest.raises(ConfigError, match=match):
+            optimizer.load_state_dict(self.saved(**saved))
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == 1e-3, "nothing was loaded"
+
+    @pytest.mark.parametrize(("saved", "own"), [(8, 32), (32, 8)])
+    def test_moments_of_the_other_kind_are_refused_where_options_were_not_recorded(self, saved: int, own: int) -> None:
+        state = self.saved(moment_bits=saved)
+        older = {key: state[key] for key in ("state", "param_groups")}
+        optimizer = RegularisedAdamW(model_of().parameters(), moment_bits=own)
+        with pytest.raises(ConfigError, match=rf"uint8.*moment_bits={own}|moment_bits={own}.*uint8"):
+            optimizer.load_state_dict(older)
+        RegularisedAdamW(model_of().parameters(), moment_bits=saved, seed=9).load_state_dict(older)
+
+    def test_moments_of_another_shape_are_refused(self) -> None:
+        optimizer = RegularisedAdamW([nn.Parameter(torch.ones(2, 3)) for _ in model_of().parameters()])
+        with pytest.raises(ConfigError, match=r"number 0 .*\(2, 3\)"):
+            optimizer.load_state_dict(self.saved())
+
+    def test_torchs_state_is_taken_over(self) -> None:
+        model = model_of()
+        theirs = torch.optim.AdamW(model.parameters())
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+        theirs.step()
+        ours = RegularisedAdamW(model.parameters())
+        ours.load_state_dict(theirs.state_dict())
+        first = next(model.parameters())
+        assert torch.equal(ours.state[first]["exp_avg"], theirs.state[first]["exp_avg"])
+
+
+def test_a_gradient_scale_does_not_outlive_a_step_that_raises() -> None:
+    optimizer = RegularisedAdamW(model_of().parameters())
+
+    def fails() -> float:
+        raise FloatingPointError
+
+    optimizer.gradient_scale = 0.5
+    with pytest.raises(FloatingPointError):
+        optimizer.step(fails)
+    assert optimizer.gradient_scale == 1
+    with optimizer.stepping_in_backward():
+        optimizer.gradient_scale = 0.5
+        optimizer.step()
+    assert optimizer.gradient_scale == 1
+
+
 class TestSteppingInBackward:
     @pytest.mark.parametrize("bits", [32, 8])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -212,6 +301,69 @@ class TestSteppingInBackward:
             loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
             with pytest.raises(ConfigError, match="second gradient"):
                 loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
+
+    def test_a_state_loaded_inside_the_block_goes_on_with_its_groups(self) -> None:
+        """As in a run that goes back to its last good step, at a lower learning rate."""
+        during, after = model_of(), model_of()
+        one, other = (RegularisedAdamW(m.parameters(), 1e-2) for m in (during, after))
+        for model, optimizer in ((during, one), (after, other)):
+            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        state = copy.deepcopy(other.state_dict())
+        state["param_groups"][0]["lr"] = 1e-3
+        with one.stepping_in_backward():
+            one.load_state_dict(state)
+            for step in (1, 2):
+                loss_of(during, step).backward()  # type: ignore[no-untyped-call]
+                one.step()
+        other.load_state_dict(state)
+        for step in (1, 2):
+            loss_of(after, step).backward()  # type: ignore[no-untyped-call]
+            other.step()
+            other.zero_grad()
+        assert_equal(during, after)
+
+    @pytest.mark.parametrize("how", ["thawed", "added", "written"])
+    def test_a_gradient_that_no_hook_used_is_refused(self, how: str) -> None:
+        model = model_of()
+        first, *others = model.parameters()
+        optimizer = RegularisedAdamW([first, *others] if how != "added" else others)
+        first.requires_grad_(how != "thawed")
+        with optimizer.stepping_in_backward():
+            first.requires_grad_(True)
+            if how == "added":
+                optimizer.add_param_group({"params": [first]})
+            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+            if how == "written":
+                first.grad = torch.ones_like(first)
+            with pytest.raises(ConfigError, match=r"1 parameter\(s\) have a gradient .* zero_grad\(\)"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+        with optimizer.stepping_in_backward():
+            before = first.detach().clone()
+            loss_of(model, 1).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert not torch.equal(first, before), "entering the block again covers the parameter"
+
+    def test_a_failed_backward_can_be_tried_again_after_zero_grad(self) -> None:
+        model = model_of()
+        optimizer = RegularisedAdamW(model.parameters())
+        first = next(model.parameters())
+
+        def fails(gradient: Tensor) -> None:
+            raise FloatingPointError
+
+        with optimizer.stepping_in_backward():
+            handle = first.register_hook(fails)  # type: ignore[no-untyped-call]
+            with pytest.raises(FloatingPointError):
+                loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+            handle.remove()
+            optimizer.zero_grad()
+            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert optimizer.state[first]["step"] == 1
 
     def test_closures_and_nesting_are_refused(self) -> None:
         optimizer = RegularisedAdamW(model_of().parameters())
