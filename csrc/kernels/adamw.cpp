@@ -83,15 +83,12 @@ Selection selection_of(const AdamTensor& t, const AdamOptions& options) {
 std::vector<float> coefficients_of(const AdamTensor& t, const AdamOptions& options) {
   if (t.penalty == AdamPenalty::kNone || t.penalty == AdamPenalty::kL2Prox || t.index_count == 0) return {};
   std::vector<float> coefficients(static_cast<std::size_t>(t.by_row ? t.rows : t.cols), 0.0f);
+  const bool l2 = t.penalty == AdamPenalty::kL2Gradient;
   std::vector<double> sums;
-  if (t.penalty == AdamPenalty::kL2Gradient) sums = group_squares(t.weight, selection_of(t, options));
+  if (l2) sums = group_squares(t.weight, selection_of(t, options));
   for (std::int64_t i = 0; i < t.index_count; ++i) {
-    double value = t.strength;
-    if (t.penalty == AdamPenalty::kL2Gradient) {
-      const double norm = std::sqrt(sums[static_cast<std::size_t>(i)]);
-      value = norm == 0 ? 0.0 : value / norm;
-    }
-    coefficients[static_cast<std::size_t>(t.index[i])] = static_cast<float>(value);
+    coefficients[static_cast<std::size_t>(t.index[i])] =
+        l2 ? slope_scale(sums[static_cast<std::size_t>(i)], t.strength) : static_cast<float>(t.strength);
   }
   return coefficients;
 }

@@ -7,8 +7,6 @@ namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-constexpr float kLargest = 3.4028234663852886e38f;
-
 // A source: the weights with their offset.
 template <class T>
 struct Weights {
@@ -272,15 +270,6 @@ template <class Terms, class Update, class ScaleOf>
 void reduce_and_update(Terms terms, Update update, const Piece& piece, ScaleOf scale_of) {
   if (piece.by_row) return reduce_and_update_rows(terms, update, piece, scale_of);
   reduce_and_update_columns(terms, update, piece, scale_of);
-}
-
-// The factor of a group in its gradient. A zero group has gradient zero; a NaN norm fails the comparisons and spreads
-// over its group; a norm so small that the quotient has no float32 takes the largest one.
-inline float slope_scale(double sum, double strength) {
-  if (sum == 0) return 0.0f;
-  const double scale = strength / __builtin_sqrt(sum), size = __builtin_fabs(scale);
-  if (size > kLargest && std::isfinite(strength)) return static_cast<float>(scale < 0 ? -kLargest : kLargest);
-  return static_cast<float>(scale);
 }
 
 template <class T>

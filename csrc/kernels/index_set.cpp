@@ -1,6 +1,7 @@
 #include "kernels/index_set.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -129,6 +130,14 @@ std::vector<double> penalty_sums(const void* w, void* grad, double strength, boo
 }
 
 }  // namespace
+
+float slope_scale(double sum, double strength) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  if (sum == 0) return 0.0f;
+  const double scale = strength / std::sqrt(sum);
+  if (std::fabs(scale) > kLargest && std::isfinite(strength)) return scale < 0 ? -kLargest : kLargest;
+  return static_cast<float>(scale);
+}
 
 std::vector<double> group_squares(const void* w, const Selection& selection) {
   return penalty_sums(w, nullptr, 0, false, selection);

@@ -33,6 +33,11 @@ std::vector<double> group_squares(const void* w, const Selection& selection);
 // The proximal step of threshold times the same sum, in place.
 void group_prox(void* w, double threshold, bool l1, const Selection& selection);
 
+// The factor of a group in the gradient of strength times its l2 norm, of its sum of squares. A zero group has gradient
+// zero; a NaN norm fails the comparisons and spreads over its group; a norm so small that the quotient has no float32
+// takes the largest one.
+float slope_scale(double sum, double strength);
+
 // w *= factor on the selection; a factor of 0 writes +0.
 void shrink(void* w, float factor, const Selection& selection);
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas
+from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, philox, regularised_adamw
 from pyprune.ops.regularised_adamw.reference import Randomness, Scalars, read_moments, step_tensor, write_moments
 from tests.ops.rule import assert_within_rule
@@ -360,6 +360,22 @@ def test_nan_reaches_its_group_in_l2_penalties_and_infinity_leaves_it_unpenalise
         assert torch.equal(weight[1], free[1])
         assert torch.isfinite(weight[2]).all()
         assert torch.isnan(weight[3]).sum() == 1
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((4,), 0), ((4, 1), 0), ((1, 4), 1), ((4, 3), 0), ((3, 4), 1)], ids=str)
+def test_the_gradient_of_a_tiny_slice_is_that_of_group_penalty(backend: str, shape: tuple[int, ...], axis: int) -> None:
+    """The strength over the slice's norm has no float32."""
+    weight, gradient = torch.full(shape, 1e-40), torch.zeros(shape)
+    index = torch.tensor([0, 2])
+    expected = torch.zeros_like(weight)
+    add_group_penalty_(expected, weight, index, axis, "l2", 0.5)
+    assert expected.any()
+    moments = Moments.zeros(weight)
+    # After one step the first moment is the gradient times 1 - beta1.
+    hyper = Hyper(lr=0.0, betas=(0.5, 0.5))
+    regularised_adamw([weight], [gradient], [moments], hyper, steps=1, penalties=[Penalty(index, axis, "l2", 0.5)])
+    torch.testing.assert_close(moments.first, 0.5 * expected, rtol=1e-6, atol=0)
+    assert torch.equal(weight, torch.full(shape, 1e-40))
 
 
 def test_empty_index_empty_tensors_and_no_tensors(backend: str) -> None:

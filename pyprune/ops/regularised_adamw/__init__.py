@@ -61,7 +61,8 @@ def regularised_adamw(
     Without a penalty, float32 weights agree with ``torch.optim.AdamW`` to 1e-6 of the largest weight over 20 steps.
 
     NaN and infinities: an element whose gradient is NaN or infinite becomes NaN itself; others do not, except in the
-    same group of an l2 penalty (NaN only; a group with an infinity has no penalty), and in the same 128 elements of
+    same group of an l2 penalty (NaN only; a group with an infinity has no penalty; the subgradient of a group with a
+    norm below 3e-39 is shorter than the strength, as in ``group_penalty``), and in the same 128 elements of
     8-bit moments, which become NaN from the next step on.
 
     Args:
@@ -160,8 +161,12 @@ def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty |
         raise OpError(f"offset is {penalty.offset}, must be finite")
     axis = checked_axis(penalty.axis, weight.dim())
     index = checked_index(penalty.index, weight.shape[axis], weight)
+    kind = penalty.kind
+    if penalty.solver == "subgradient" and weight.numel() == weight.shape[axis]:
+        # Of slices of one element both norms are the same, and the gradient of l1 is exact.
+        kind = "l1"
     # In order, neighbours are found by the kernels and read together.
-    return replace(penalty, axis=axis, index=index.sort().values)
+    return replace(penalty, axis=axis, kind=kind, index=index.sort().values)
 
 
 def _no_kernel(

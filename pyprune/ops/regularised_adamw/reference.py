@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyprune.ops._dispatch import rounded_scalar
+from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.philox import BLOCK, random16
 
 PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND, PURPOSE_PROX = range(4)
@@ -209,9 +210,8 @@ def _penalty_gradient(w: Tensor, penalty: Penalty) -> Tensor:
     strength = rounded_scalar(penalty.strength, w.dtype)
     if penalty.kind == "l1":
         return value.sign() * (_selected(w, penalty) * strength)
-    norms = _norms(value, penalty)
     # The subgradient at an all-zero slice is 0, as is that of a slice with an infinity; a NaN reaches its whole slice.
-    factor = (strength / norms).masked_fill(norms == 0, 0.0).to(w.dtype)
+    factor = slope_scales(_norms(value, penalty), strength, w.dtype)
     factor = torch.where(_selected(w, penalty) > 0, factor, 0.0)
     return torch.where(factor == 0, 0.0, value * factor)
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from pyprune.ops._triton import to_storage
+from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.reference import (
     PURPOSE_FIRST,
     PURPOSE_PROX,
@@ -216,7 +217,7 @@ def _coefficients(matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: st
     selected: torch.Tensor | float = strength
     if kind == "l2-subgradient":
         norms = _squared_norms(matrix, penalty, by_row).sqrt()
-        selected = (strength / norms).masked_fill(norms == 0, 0.0).float()
+        selected = slope_scales(norms, strength, torch.float32)
     values[penalty.index] = selected
     return values
 
