@@ -232,8 +232,7 @@ class _Behind:
     ) -> None:
         try:
             self._settle()
-            if self.flushing is not None:
-                self.flushing.result()
+            self._flushed()
         finally:
             self.pool.shutdown()
 
@@ -248,7 +247,14 @@ class _Behind:
         """Send what the file holds to the disk beside the work, so that the last flush finds little left."""
         self.unflushed += written
         if self.unflushed >= FLUSH_BYTES and (self.flushing is None or self.flushing.done()):
+            # Asked of every flush: the system reports a failed write once, and the next flush may succeed.
+            self._flushed()
             self.flushing, self.unflushed = self.pool.submit(_FLUSH, self.stream.fileno()), 0
+
+    def _flushed(self) -> None:
+        flushing, self.flushing = self.flushing, None
+        if flushing is not None:
+            flushing.result()
 
     def _settle(self) -> None:
         pending, self.pending = self.pending, ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,30 @@ def test_the_disk_is_given_work_early_and_its_failure_is_not_lost(
     with pytest.raises(OutputError, match="the disk is gone"):
         compact_checkpoint(dense, plan, tmp_path / "failed")
     assert not (tmp_path / "failed").exists()
+
+
+def test_a_flush_that_failed_before_others_succeeded_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    failed = threading.Event()
+
+    def fails_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            failed.set()
+            raise OSError("the disk is full")
+
+    def pieces() -> Iterator[torch.Tensor]:
+        yield torch.ones(1)
+        assert failed.wait(60)
+        for _ in range(199):
+            yield torch.ones(1)
+
+    monkeypatch.setattr("pyprune.tensor_files.FLUSH_BYTES", 1)
+    monkeypatch.setattr("pyprune.tensor_files._FLUSH", fails_once)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_shards(tmp_path, [Entry("a", torch.float32, (200,))], iter([("a", pieces())]), 1 << 20)
 
 
 def test_the_tokenizer_is_copied_byte_for_byte(tmp_path: Path) -> None:
