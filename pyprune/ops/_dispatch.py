@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -241,11 +242,19 @@ def checked_kind(kind: str) -> str:
     return kind
 
 
-def rounded_scalar(threshold: float, dtype: torch.dtype) -> float:
-    """A scalar as every backend sees it: in float32, unless the tensors are float64."""
+def rounded_scalar(value: float, dtype: torch.dtype, name: str = "threshold") -> float:
+    """A scalar as every backend sees it: in float32, unless the tensors are float64.
+
+    Raises:
+        OpError: it is then NaN or infinite.
+    """
     # Triton passes scalars as float32. Rounding for every backend keeps the set of removed groups the same on
     # all.
-    return threshold if dtype == torch.float64 else ctypes.c_float(threshold).value
+    rounded = value if dtype == torch.float64 else ctypes.c_float(value).value
+    if not math.isfinite(rounded):
+        limit = "" if dtype == torch.float64 else ", and at most 3.4e38 in size unless the tensors are float64"
+        raise OpError(f"{name} is {value}, must be finite{limit}")
+    return rounded
 
 
 def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:

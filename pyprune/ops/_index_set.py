@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,12 +51,11 @@ def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: 
     """
     if w.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {w.dtype}")
-    if not math.isfinite(offset):
-        raise OpError(f"offset is {offset}, must be finite")
     axis = checked_axis(axis, w.dim())
     positions = checked_index(index, w.shape[axis], w).contiguous()
     single = w.numel() == w.shape[axis]
-    return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, rounded_scalar(offset, w.dtype))
+    offset = rounded_scalar(offset, w.dtype, "offset")
+    return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, offset)
 
 
 def backend_for(op: str, matrix: tuple[int, int, int] | None, *tensors: torch.Tensor) -> Backend:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,10 +10,19 @@ import torch
 
 from pyprune.ops import (
     BackendError,
+    OpError,
     _dispatch,
+    add_group_penalty_,
     available_isas,
     backend_report,
+    group_importance,
+    group_penalty,
+    group_prox,
     group_soft_threshold,
+    moreau_step,
+    perturb,
+    shrink,
+    slice_gather,
 )
 
 
@@ -44,6 +54,35 @@ def test_auto_does_not_choose_tritons_interpreter(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     chosen = _dispatch.choose("an_op", {"triton": lambda: None, "cpp": lambda: None})
     assert chosen == "cpp"
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("threshold", lambda w: group_soft_threshold(w, 1e39, 0)),
+        ("threshold", lambda w: group_prox(w, [0], 0, "l2", 1e39)),
+        ("gamma", lambda w: moreau_step(w, w.clone(), 1e39, 1e39, 0.0, 0)),
+        ("gamma * eta", lambda w: moreau_step(w, w.clone(), 1e20, 1e20, 1e20, 0)),
+        ("strength", lambda w: add_group_penalty_(w.clone(), w, [0], 0, "l2", 1e39)),
+        ("offset", lambda w: group_penalty(w, [0], 0, "l2", offset=-1e39)),
+        ("offset", lambda w: group_importance(w, w, 0, offset=1e39)),
+        ("sigma", lambda w: perturb(w, w, 1e39, 0)),
+        ("factor", lambda w: shrink(w, [0], 0, 1e39)),
+        ("scale", lambda w: slice_gather(w, None, scale=1e39)),
+    ],
+    ids=str,
+)
+def test_scalars_that_float32_cannot_hold_are_refused_alike(
+    backend: str, name: str, call: Callable[[torch.Tensor], object]
+) -> None:
+    w = torch.ones(2, 3)
+    with pytest.raises(OpError, match=rf"{re.escape(name)} is -?1e\+\d\d, must be finite, and at most 3.4e38"):
+        call(w)
+    assert torch.equal(w, torch.ones(2, 3))
+
+
+def test_float64_holds_scalars_that_float32_does_not() -> None:
+    assert torch.equal(shrink(torch.ones(2, 3).double(), [0], 0, 1e39)[0], torch.full((3,), 1e39, dtype=torch.float64))
 
 
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:

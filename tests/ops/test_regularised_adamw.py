@@ -431,6 +431,12 @@ def test_bad_arguments() -> None:
     for match, arguments in {
         "lr is -1": {"hyper": Hyper(-1.0)},
         "betas": {"hyper": Hyper(betas=(0.9, 1.0))},
+        "weight_decay is -1e\\+39": {"hyper": Hyper(1.0, weight_decay=1e39)},
+        "eps is 1e\\+39": {"hyper": Hyper(eps=1e39)},
+        "gradient_scale is inf": {"gradient_scales": [math.inf]},
+        "strength is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", 1e39)]},
+        "step size is 1e\\+40": {"penalties": [Penalty(torch.tensor([0]), 0, "l1", 1e20, "prox", 1e20)]},
+        "offset is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, offset=1e39)]},
         "steps count from 1": {"steps": 0},
         "seed": {"seed": -1},
         "shape": {"gradient": w[:2]},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Literal, cast
 
@@ -75,9 +74,7 @@ def group_importance(
         raise OpError(f"group_size is {group_size}, must be at least 1 and divide the {members} members")
     if aggregation not in AGGREGATIONS:
         raise OpError(did_you_mean(aggregation, AGGREGATIONS, "aggregation"))
-    if not math.isfinite(offset):
-        raise OpError(f"offset is {offset}, must be finite")
-    offset = rounded_scalar(offset, w.dtype)
+    offset = rounded_scalar(offset, w.dtype, "offset")
     return aggregate(_member_scores(score, w, axis, signed, offset), group_size, aggregation)
 
 

@@ -95,7 +95,7 @@ def add_group_penalty_(
     """
     selection = select(OP, w, index, axis, offset)
     kind = _norm_of(kind, selection)
-    strength = rounded_scalar(checked_threshold(strength, "strength"), w.dtype)
+    strength = rounded_scalar(checked_threshold(strength, "strength"), w.dtype, "strength")
     for name in ("shape", "dtype", "device"):
         if getattr(grad, name) != getattr(w, name):
             raise OpError(f"grad has {name} {getattr(grad, name)}, but w has {getattr(w, name)}")

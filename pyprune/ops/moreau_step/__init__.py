@@ -63,7 +63,8 @@ def moreau_step(
     axis = checked_axis(axis, delta.dim())
     _check_tensors(delta, grad)
     # Rounded once for every backend, so that the set of removed groups is the same on all.
-    decay, step, threshold = (rounded_scalar(value, delta.dtype) for value in (1 - gamma / rho, gamma, gamma * eta))
+    scalars = {"1 - gamma / rho": 1 - gamma / rho, "gamma": gamma, "gamma * eta": gamma * eta}
+    decay, step, threshold = (rounded_scalar(value, delta.dtype, name) for name, value in scalars.items())
     shape = as_matrix(tuple(delta.shape), axis)
     checks: dict[Backend, Check] = {
         "triton": partial(no_middle_axis, no_triton, shape, delta, grad),

@@ -64,7 +64,7 @@ def perturb(
         OpError: a scalar out of range, or tensors that do not fit each other.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
-    sigma = rounded_scalar(checked_threshold(sigma, "sigma"), w0.dtype)
+    sigma = rounded_scalar(checked_threshold(sigma, "sigma"), w0.dtype, "sigma")
     _check_numbers(seed, offset, w0.numel())
     _check_tensors(w0, delta, out)
     checks: dict[Backend, Check] = {"triton": partial(no_triton, w0, delta), "cpp": partial(no_cpp, w0, delta)}

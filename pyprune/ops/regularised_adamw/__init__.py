@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,7 +95,9 @@ def regularised_adamw(
     _check_options(hyper, numbers, seed)
     for weight, gradient, own in zip(weights, gradients, moments, strict=True):
         _check_tensors(weights[0], weight, gradient, own)
-    checked = [_checked_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
+    for step, scale in {*zip(numbers, scales, strict=True)}:
+        Scalars.of(hyper, step, scale, weights[0].dtype)
+    checked = [_checked_penalty(p, w, hyper.lr) for p, w in zip(own_penalties, weights, strict=True)]
     randoms = [Randomness(seed, step, stream) for step, stream in zip(numbers, own_streams, strict=True)]
     stochastic = stochastic and weights[0].dtype == torch.bfloat16
     checks: dict[Backend, Check] = {
@@ -148,7 +149,7 @@ def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Ten
             raise OpError(f"moments.{name} must be contiguous and on {weight.device}")
 
 
-def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | None:
+def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor, lr: float) -> Penalty | None:
     if penalty is None:
         return None
     checked_kind(penalty.kind)
@@ -157,8 +158,8 @@ def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty |
         checked_threshold(penalty.prox_step, "prox_step")
     if penalty.solver not in ("subgradient", "prox"):
         raise OpError(f"solver is {penalty.solver!r}, must be 'subgradient' or 'prox'")
-    if not math.isfinite(penalty.offset):
-        raise OpError(f"offset is {penalty.offset}, must be finite")
+    _strength(penalty, lr, weight.dtype)
+    offset = rounded_scalar(penalty.offset, weight.dtype, "offset")
     axis = checked_axis(penalty.axis, weight.dim())
     index = checked_index(penalty.index, weight.shape[axis], weight)
     kind = penalty.kind
@@ -166,7 +167,7 @@ def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty |
         # Of slices of one element both norms are the same, and the gradient of l1 is exact.
         kind = "l1"
     # In order, neighbours are found by the kernels and read together.
-    return replace(penalty, axis=axis, kind=kind, index=index.sort().values)
+    return replace(penalty, axis=axis, kind=kind, offset=offset, index=index.sort().values)
 
 
 def _no_kernel(
@@ -198,7 +199,9 @@ def _kind(penalty: Penalty | None) -> str:
 def _strength(penalty: Penalty | None, lr: float, dtype: torch.dtype) -> float:
     if penalty is None:
         return 0.0
-    return rounded_scalar(penalty.strength if penalty.solver == "subgradient" else penalty.threshold(lr), dtype)
+    if penalty.solver == "subgradient":
+        return rounded_scalar(penalty.strength, dtype, "strength")
+    return rounded_scalar(penalty.threshold(lr), dtype, "strength * step size")
 
 
 def _run_triton(

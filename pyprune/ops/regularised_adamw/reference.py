@@ -125,19 +125,23 @@ class Scalars:
 
     @staticmethod
     def of(hyper: Hyper, step: int, gradient_scale: float, dtype: torch.dtype) -> Scalars:
-        """The scalars of step ``step`` (from 1)."""
+        """The scalars of step ``step`` (from 1).
+
+        Raises:
+            OpError: one is not finite once it is rounded.
+        """
         beta1, beta2 = hyper.betas
-        values = (
-            1 - hyper.lr * hyper.weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            hyper.lr / (1 - beta1**step),
-            1 / math.sqrt(1 - beta2**step),
-            hyper.eps,
-            gradient_scale,
-        )
-        return Scalars(*(rounded_scalar(value, dtype) for value in values))
+        values = {
+            "1 - lr * weight_decay": 1 - hyper.lr * hyper.weight_decay,
+            "1 - beta1": 1 - beta1,
+            "beta2": beta2,
+            "1 - beta2": 1 - beta2,
+            "lr / (1 - beta1^step)": hyper.lr / (1 - beta1**step),
+            "1 / sqrt(1 - beta2^step)": 1 / math.sqrt(1 - beta2**step),
+            "eps": hyper.eps,
+            "gradient_scale": gradient_scale,
+        }
+        return Scalars(*(rounded_scalar(value, dtype, name) for name, value in values.items()))
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ def shrink(
     selection = select(OP, w, index, axis, offset)
     if not math.isfinite(factor) or factor < 0:
         raise OpError(f"factor is {factor}, must be finite and >= 0")
-    rounded = rounded_scalar(factor, w.dtype)
-    if not math.isfinite(rounded) or (rounded == 0) != (factor == 0):
-        raise OpError(f"factor is {factor}, which float32 cannot hold; use 0 or a factor between 1e-45 and 3e38")
+    rounded = rounded_scalar(factor, w.dtype, "factor")
+    if (rounded == 0) != (factor == 0):
+        raise OpError(f"factor is {factor}, which float32 cannot hold; use 0 or a factor of at least 1e-45")
     backend = backend_for(OP, selection.matrix, w)
     if rounded == 1 or not w.numel() or not selection.index.numel():
         return w

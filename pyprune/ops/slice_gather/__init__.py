@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import cast
@@ -58,9 +57,7 @@ def slice_gather(
     """
     if w.dim() not in (1, 2) or (w.dim() == 1 and columns is not None):
         raise OpError(f"w has shape {tuple(w.shape)}; {OP} takes a matrix, or a vector without columns")
-    if not (math.isfinite(scale) and math.isfinite(offset)):
-        raise OpError(f"scale is {scale} and offset {offset}, both must be finite")
-    scale, offset = rounded_scalar(scale, w.dtype), rounded_scalar(offset, w.dtype)
+    scale, offset = rounded_scalar(scale, w.dtype, "scale"), rounded_scalar(offset, w.dtype, "offset")
     scaled = scale != 1.0
     if scaled and w.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise OpError(f"a scale of {scale} needs float32, bfloat16, float16 or float64, not {w.dtype}")
