@@ -1,10 +1,29 @@
-"""Device functions shared by the Triton kernels."""
+"""Device functions shared by the Triton kernels, and their launch."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+
+def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any, **constants: Any) -> None:
+    """Run a kernel where its tensors are; every launch goes through here.
+
+    Triton launches on torch's current GPU, whatever GPU the tensors are on.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        grid: the number of programs along each axis.
+        first: the kernel's first argument, a tensor on the device of all others.
+        others: the other arguments.
+        constants: the compile-time arguments.
+    """
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        kernel[grid](first, *others, **constants)
 
 
 @triton.jit
@@ -111,4 +130,4 @@ def multiply_groups(w: torch.Tensor, index: torch.Tensor, scales: torch.Tensor, 
     length = w.shape[1 - axis]
     grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
     stride = 0 if scales.numel() == 1 else 1
-    _multiply[grid](w, index, scales, len(index), length, w.shape[1], offset, SCALE_STRIDE=stride, **sizes)
+    launch(_multiply, grid, w, index, scales, len(index), length, w.shape[1], offset, SCALE_STRIDE=stride, **sizes)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import load_weights, over_groups
+from pyprune.ops._triton import launch, load_weights, over_groups
 
 GROUPS = {True: 1, False: 64}
 STEP = {True: 2048, False: 32}
@@ -54,7 +54,8 @@ def member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool,
     step = min(STEP[by_row], triton.next_power_of_2(length))
     chunks = triton.cdiv(length, step * STEPS)
     partial = torch.empty(chunks, groups, dtype=torch.float64, device=w.device)
-    _importance[(triton.cdiv(groups, GROUPS[by_row]), chunks)](
+    launch(
+        _importance, (triton.cdiv(groups, GROUPS[by_row]), chunks),
         score, w, partial, groups, length, *strides, offset, SIGNED=signed, BY_ROW=by_row, GROUPS=GROUPS[by_row],
         STEP=step, STEPS=STEPS,
     )  # fmt: skip

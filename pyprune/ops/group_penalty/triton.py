@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import group_sizes, group_tile, load_weights, of_groups, over_groups, to_storage
+from pyprune.ops._triton import group_sizes, group_tile, launch, load_weights, of_groups, over_groups, to_storage
 from pyprune.ops.group_penalty.reference import slope_scales
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -88,7 +88,8 @@ def group_sums(
     partial = torch.empty(chunks, len(index), dtype=torch.float64, device=w.device)
     factor = torch.zeros(1, dtype=torch.float32, device=w.device) if strength is None else strength
     gradient = grad is not None and (kind == "l1" or axis == 0)
-    _penalty[(triton.cdiv(len(index), sizes["GROUPS"]), chunks)](
+    launch(
+        _penalty, (triton.cdiv(len(index), sizes["GROUPS"]), chunks),
         w, w if grad is None else grad, index, factor, partial, len(index), length, w.shape[1], offset, chunk,
         L1=kind == "l1", GRADIENT=gradient, **sizes,
     )  # fmt: skip
@@ -124,5 +125,5 @@ def group_penalty(
         sizes = group_sizes(False, w.shape[1])
         grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(w.shape[0], sizes["STEP"]))
         scales = slope_scales(norms, factor, torch.float32)
-        _add_scaled[grid](w, grad, index, scales, len(index), w.shape[0], w.shape[1], offset, **sizes)
+        launch(_add_scaled, grid, w, grad, index, scales, len(index), w.shape[0], w.shape[1], offset, **sizes)
     return norms.sum().float()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import group_sizes, group_tile, load_weights, multiply_groups, shrink_scale, to_storage
+from pyprune.ops._triton import group_sizes, group_tile, launch, load_weights, multiply_groups, shrink_scale, to_storage
 from pyprune.ops.group_penalty.triton import group_sums
 
 
@@ -51,9 +51,9 @@ def group_prox(w: torch.Tensor, index: torch.Tensor, axis: int, kind: str, thres
     if kind == "l1":
         length = w.shape[1 - axis]
         grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
-        _soft_threshold[grid](w, index, len(index), length, w.shape[1], threshold, offset, **sizes)
+        launch(_soft_threshold, grid, w, index, len(index), length, w.shape[1], threshold, offset, **sizes)
     elif axis == 0:
-        _rows[(len(index),)](w, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
+        launch(_rows, (len(index),), w, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
     else:
         norms = group_sums(w, index, axis, kind, offset).sqrt()
         # "norms <= threshold" is false for NaN, so that a NaN reaches the whole group.

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import shrink_scale, to_storage
+from pyprune.ops._triton import launch, shrink_scale, to_storage
 
 ROW_BLOCK = 2048
 COLUMN_BLOCK = 64
@@ -67,7 +67,7 @@ def group_soft_threshold(x: torch.Tensor, out: torch.Tensor, threshold: float, a
     """
     rows, cols = x.shape
     if axis == 0:
-        _rows[(rows,)](x, out, cols, threshold, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(cols)))
+        launch(_rows, (rows,), x, out, cols, threshold, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(cols)))
     else:
         grid = (triton.cdiv(cols, COLUMN_BLOCK),)
-        _columns[grid](x, out, rows, cols, threshold, STEP=COLUMN_STEP, BLOCK=COLUMN_BLOCK)
+        launch(_columns, grid, x, out, rows, cols, threshold, STEP=COLUMN_STEP, BLOCK=COLUMN_BLOCK)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import launch, to_storage
 
 BLOCK = 2048
 COLUMNS = 64
@@ -117,7 +117,8 @@ def forward(
     out = torch.empty_like(x)
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     shift = weight if bias is None else bias
-    _forward[(rows,)](
+    launch(
+        _forward, (rows,),
         x, weight, shift, out, mean, rstd, cols, d, eps, HAS_BIAS=bias is not None, BLOCK=_block(cols)
     )  # fmt: skip
     return out, mean, rstd
@@ -129,12 +130,13 @@ def backward(
     """The gradients of x, weight and bias; the shapes are those of :func:`forward`."""
     rows, cols = x.shape
     grad_x = torch.empty_like(x)
-    _backward[(rows,)](grad, x, weight, mean, rstd, grad_x, cols, d, BLOCK=_block(cols))
+    launch(_backward, (rows,), grad, x, weight, mean, rstd, grad_x, cols, d, BLOCK=_block(cols))
     group_rows = max(ROWS, triton.cdiv(rows, MOST_GROUPS))
     groups = triton.cdiv(rows, group_rows)
     shares = torch.empty(2, groups, cols, dtype=torch.float32, device=x.device)
-    _parameters[(triton.cdiv(cols, COLUMNS), groups)](
-        grad, x, mean, rstd, shares[0], shares[1], rows, cols, group_rows, COLUMNS=COLUMNS, ROWS=ROWS
-    )
+    launch(
+        _parameters, (triton.cdiv(cols, COLUMNS), groups),
+        grad, x, mean, rstd, shares[0], shares[1], rows, cols, group_rows, COLUMNS=COLUMNS, ROWS=ROWS,
+    )  # fmt: skip
     weights, biases = shares.sum(1).to(weight.dtype)
     return grad_x, weights, biases

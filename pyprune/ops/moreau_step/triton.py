@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import shrink_scale, to_storage
+from pyprune.ops._triton import launch, shrink_scale, to_storage
 
 ROW_BLOCK = 2048
 COLUMN_BLOCK = 64
@@ -87,11 +87,11 @@ def moreau_step(
     rows, cols = delta.shape
     if threshold == 0:
         grid = (triton.cdiv(rows * cols, ROW_BLOCK),)
-        _plain[grid](delta, grad, rows * cols, decay, gamma, BLOCK=ROW_BLOCK)
+        launch(_plain, grid, delta, grad, rows * cols, decay, gamma, BLOCK=ROW_BLOCK)
     elif axis == 0:
         block = min(ROW_BLOCK, triton.next_power_of_2(cols))
-        _rows[(rows,)](delta, grad, cols, decay, gamma, threshold, BLOCK=block)
+        launch(_rows, (rows,), delta, grad, cols, decay, gamma, threshold, BLOCK=block)
     else:
         grid = (triton.cdiv(cols, COLUMN_BLOCK),)
         sizes = {"STEP": COLUMN_STEP, "BLOCK": COLUMN_BLOCK}
-        _columns[grid](delta, grad, rows, cols, decay, gamma, threshold, **sizes)
+        launch(_columns, grid, delta, grad, rows, cols, decay, gamma, threshold, **sizes)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import launch, to_storage
 from pyprune.ops.perturb.reference import CHUNK
 
 COUNTERS = 256
@@ -68,11 +68,12 @@ def _perturb(w0, delta, out, count, sigma, seed, offset, first, COUNTERS: tl.con
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     x0, x1, x2, x3 = tl.philox(seed, low, high, zero, zero)
     number = (counter >> 4) * 64 + (counter & 15)
-    radius = tl.sqrt(_minus_log((x0 >> 8).to(tl.int32)) * 2.0)
+    # Correctly rounded: a GPU's tl.sqrt is an approximation in float32.
+    radius = tl.sqrt_rn(_minus_log((x0 >> 8).to(tl.int32)) * 2.0)
     cosine, sine = _turn(x1)
     _write(w0, delta, out, radius * cosine, number, offset, count, sigma)
     _write(w0, delta, out, radius * sine, number + 16, offset, count, sigma)
-    radius = tl.sqrt(_minus_log((x2 >> 8).to(tl.int32)) * 2.0)
+    radius = tl.sqrt_rn(_minus_log((x2 >> 8).to(tl.int32)) * 2.0)
     cosine, sine = _turn(x3)
     _write(w0, delta, out, radius * cosine, number + 32, offset, count, sigma)
     _write(w0, delta, out, radius * sine, number + 48, offset, count, sigma)
@@ -93,4 +94,4 @@ def perturb(w0: torch.Tensor, delta: torch.Tensor, out: torch.Tensor, sigma: flo
     grid = (triton.cdiv((last - first) * 16, COUNTERS),)
     # The same 64 bits as a signed number, which is what a scalar argument may hold.
     signed = seed - 2**64 if seed >= 2**63 else seed
-    _perturb[grid](w0, delta, out, w0.numel(), sigma, signed, offset, 16 * first, COUNTERS=COUNTERS)
+    launch(_perturb, grid, w0, delta, out, w0.numel(), sigma, signed, offset, 16 * first, COUNTERS=COUNTERS)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import launch, to_storage
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.reference import (
     PURPOSE_FIRST,
@@ -208,7 +208,9 @@ def _squared_norms(matrix: torch.Tensor, penalty: Penalty, by_row: bool) -> torc
     rows, cols = matrix.shape
     along = (cols, cols, 1) if by_row else (rows, 1, cols)
     sizes = {"GROUPS": GROUPS, "STEP": STEP}
-    _squares[(triton.cdiv(groups, GROUPS),)](matrix, penalty.index, sums, groups, *along, penalty.offset, **sizes)
+    launch(
+        _squares, (triton.cdiv(groups, GROUPS),), matrix, penalty.index, sums, groups, *along, penalty.offset, **sizes
+    )
     return sums
 
 
@@ -264,7 +266,8 @@ def step_tensor(
         scalars.eps, scalars.gradient_scale,
     )  # fmt: skip
     offset = float(penalty.offset) if penalty is not None else 0.0
-    _update[(triton.cdiv(count, BLOCKS * 128),)](
+    launch(
+        _update, (triton.cdiv(count, BLOCKS * 128),),
         matrix, gradient, moments.first, moments.second, *scales, coefficients, count, cols, *values, offset, *words,
         KIND=active, BY_ROW=by_row, QUANTISED=moments.quantised, STOCHASTIC=stochastic,
         FOR_WEIGHT=PURPOSE_WEIGHT, FOR_FIRST=PURPOSE_FIRST, FOR_SECOND=PURPOSE_SECOND, N=BLOCKS,
@@ -276,7 +279,8 @@ def step_tensor(
     rows = matrix.shape[0]
     along = (cols, cols, 1) if by_row else (rows, 1, cols)
     grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
-    _scale[grid](
+    launch(
+        _scale, grid,
         matrix, penalty.index, factors, len(factors), *along, offset, *words,
         STOCHASTIC=stochastic, FOR_PROX=PURPOSE_PROX, GROUPS=GROUPS, STEP=STEP,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import launch, to_storage
 
 BLOCK = 2048
 
@@ -61,7 +61,7 @@ def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.T
     """
     rows, cols = x_in.shape
     norms = torch.empty(rows, dtype=torch.float32, device=x_in.device)
-    _norms[(rows,)](x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=min(BLOCK, triton.next_power_of_2(cols)))
+    launch(_norms, (rows,), x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=min(BLOCK, triton.next_power_of_2(cols)))
     return norms.double().mean().float(), norms
 
 
@@ -79,7 +79,8 @@ def backward(
     # A tensor, so that nothing waits for the device.
     scale = (upstream.double() / rows).float().reshape(1)
     targets = [x_in if result is None else result for result in results]
-    _gradient[(rows,)](
+    launch(
+        _gradient, (rows,),
         x_in, x_out, norms, scale, *targets, cols, L1=kind == "l1", IN=wanted[0], OUT=wanted[1],
         BLOCK=min(BLOCK, triton.next_power_of_2(cols)),
     )  # fmt: skip

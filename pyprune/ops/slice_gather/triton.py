@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import to_storage
+from pyprune.ops._triton import launch, to_storage
 
 ROWS = 16
 COLUMNS = 256
@@ -45,7 +45,8 @@ def slice_gather(
         offset: added before the scale and subtracted after it.
     """
     grid = (triton.cdiv(out.shape[0], ROWS), triton.cdiv(out.shape[1], COLUMNS))
-    _gather[grid](
+    launch(
+        _gather, grid,
         w, out, w if rows is None else rows, w if columns is None else columns, *out.shape, w.stride(0),
         1.0 if scale is None else scale, offset, HAS_ROWS=rows is not None, HAS_COLUMNS=columns is not None,
         SCALED=scale is not None, ROWS=ROWS, COLUMNS=COLUMNS,
