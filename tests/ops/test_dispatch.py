@@ -70,7 +70,6 @@ def test_auto_does_not_choose_tritons_interpreter(
         ("factor", lambda w: shrink(w, [0], 0, 1e39)),
         ("scale", lambda w: slice_gather(w, None, scale=1e39)),
     ],
-    ids=str,
 )
 def test_scalars_that_float32_cannot_hold_are_refused_alike(
     backend: str, name: str, call: Callable[[torch.Tensor], object]
