@@ -9,6 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+COLUMN_BLOCK = 64
+COLUMN_STEP = 32
+COLUMN_STEPS = 8
+
 
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any, **constants: Any) -> None:
     """Run a kernel where its tensors are; every launch goes through here.
@@ -49,6 +53,55 @@ def shrink_scale(squared_norm, threshold):
     # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
     # keep the branch that is not taken from dividing by it.
     return tl.where(norm <= threshold, 0.0, 1.0 - threshold / tl.where(norm == 0.0, 1.0, norm))
+
+
+def shrink_scales(sums: torch.Tensor, threshold: float) -> torch.Tensor:
+    """:func:`shrink_scale` of many groups whose squares were summed in pieces.
+
+    Args:
+        sums: squared norms, float64 ``[groups]``.
+        threshold: >= 0.
+
+    Returns:
+        float32 ``[groups]``.
+    """
+    norms = sums.sqrt()
+    # The comparison is false for NaN, so that a NaN reaches the whole group.
+    return torch.where(norms <= threshold, 0.0, 1 - threshold / norms).float()
+
+
+def column_grid(rows: int, cols: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Programs for whole columns, and the compile-time arguments of :func:`column_tile`.
+
+    A column is shared between programs: blocks of columns alone are too few to fill a GPU.
+    """
+    chunk = COLUMN_STEP * COLUMN_STEPS
+    grid = (triton.cdiv(cols, COLUMN_BLOCK), triton.cdiv(rows, chunk))
+    return grid, {"CHUNK": chunk, "STEP": COLUMN_STEP, "BLOCK": COLUMN_BLOCK}
+
+
+@triton.jit
+def own_columns(BLOCK: tl.constexpr):
+    """The columns of a program of :func:`column_grid`."""
+    return tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def column_tile(step, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """The elements of one step of a program of :func:`column_grid`.
+
+    Returns the elements' offsets and which of them exist, both ``[STEP, BLOCK]``.
+    """
+    row = tl.program_id(1).to(tl.int64) * CHUNK + step + tl.arange(0, STEP)
+    column = own_columns(BLOCK)
+    return row[:, None] * cols + column[None, :], (row < rows)[:, None] & (column < cols)[None, :]
+
+
+@triton.jit
+def store_column_sums(partial, total, cols, BLOCK: tl.constexpr):
+    """Keep a program's ``[STEP, BLOCK]`` sums in its row of ``partial``, ``[programs of a column, cols]``."""
+    sums, column = tl.sum(total, axis=0), own_columns(BLOCK)
+    tl.store(partial + tl.program_id(1).to(tl.int64) * cols + column, sums, mask=column < cols)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from pyprune.ops.moreau_step import reference
 from tests.ops.rule import assert_within_rule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (7, 1), (3, 5), (33, 65), (5, 2049), (130, 129)]
+SHAPES = [(1, 1), (7, 1), (3, 5), (33, 65), (5, 2049), (130, 129), (601, 70)]
 GAMMA, RHO, ETA = 0.1, 0.4, 8.0
 
 

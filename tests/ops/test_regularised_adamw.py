@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a few elements the plain formula may be right by luck; test_any_shape has the small shapes.
-SHAPES = [(33, 65), (5, 2049), (130, 129)]
+SHAPES = [(33, 65), (5, 2049), (130, 129), (601, 5)]
 # Exact in float32 together with their product, so that float64 sees the same thresholds.
 HYPER = Hyper(lr=2.0**-6, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.125)
 STRENGTH = 0.125

@@ -6,7 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import group_sizes, group_tile, launch, load_weights, multiply_groups, shrink_scale, to_storage
+from pyprune.ops._triton import (
+    group_sizes,
+    group_tile,
+    launch,
+    load_weights,
+    multiply_groups,
+    shrink_scale,
+    shrink_scales,
+    to_storage,
+)
 from pyprune.ops.group_penalty.triton import group_sums
 
 
@@ -55,7 +64,5 @@ def group_prox(w: torch.Tensor, index: torch.Tensor, axis: int, kind: str, thres
     elif axis == 0:
         launch(_rows, (len(index),), w, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
     else:
-        norms = group_sums(w, index, axis, kind, offset).sqrt()
-        # "norms <= threshold" is false for NaN, so that a NaN reaches the whole group.
-        scales = torch.where(norms <= threshold, 0.0, 1 - threshold / norms).float()
+        scales = shrink_scales(group_sums(w, index, axis, kind, offset), threshold)
         multiply_groups(w, index, scales, axis, offset)

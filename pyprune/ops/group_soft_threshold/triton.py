@@ -10,11 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, shrink_scale, to_storage
+from pyprune.ops._triton import (
+    column_grid,
+    column_tile,
+    launch,
+    own_columns,
+    shrink_scale,
+    shrink_scales,
+    store_column_sums,
+    to_storage,
+)
 
 ROW_BLOCK = 2048
-COLUMN_BLOCK = 64
-COLUMN_STEP = 64
 
 
 @triton.jit
@@ -36,24 +43,24 @@ def _rows(x, out, cols, threshold, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, out, rows, cols, threshold, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a block of columns, walking down the rows STEP at a time."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, STEP).to(tl.int64)
-    in_columns = column < cols
-    sums = tl.zeros((STEP, BLOCK), dtype=tl.float64)
-    for begin in range(0, rows, STEP):
-        inside = (begin + row < rows)[:, None] & in_columns[None, :]
-        offset = (begin + row)[:, None] * cols + column[None, :]
-        value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float64)
-        sums += value * value
-    scale = shrink_scale(tl.sum(sums, axis=0), threshold).to(tl.float32)[None, :]
-    for begin in range(0, rows, STEP):
-        inside = (begin + row < rows)[:, None] & in_columns[None, :]
-        offset = (begin + row)[:, None] * cols + column[None, :]
-        value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+def _column_squares(x, partial, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros((STEP, BLOCK), dtype=tl.float64)
+    for step in range(0, CHUNK, STEP):
+        at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
+        total += value * value
+    store_column_sums(partial, total, cols, BLOCK)
+
+
+@triton.jit
+def _scale_columns(x, out, scales, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    column = own_columns(BLOCK)
+    scale = tl.load(scales + column, mask=column < cols, other=0.0)[None, :]
+    for step in range(0, CHUNK, STEP):
+        at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         result = tl.where(scale == 0.0, 0.0, value * scale)
-        tl.store(out + offset, to_storage(result, out.dtype.element_ty), mask=inside)
+        tl.store(out + at, to_storage(result, out.dtype.element_ty), mask=inside)
 
 
 def group_soft_threshold(x: torch.Tensor, out: torch.Tensor, threshold: float, axis: int) -> None:
@@ -69,5 +76,7 @@ def group_soft_threshold(x: torch.Tensor, out: torch.Tensor, threshold: float, a
     if axis == 0:
         launch(_rows, (rows,), x, out, cols, threshold, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(cols)))
     else:
-        grid = (triton.cdiv(cols, COLUMN_BLOCK),)
-        launch(_columns, grid, x, out, rows, cols, threshold, STEP=COLUMN_STEP, BLOCK=COLUMN_BLOCK)
+        grid, sizes = column_grid(rows, cols)
+        partial = torch.empty(grid[1], cols, dtype=torch.float64, device=x.device)
+        launch(_column_squares, grid, x, partial, rows, cols, **sizes)
+        launch(_scale_columns, grid, x, out, shrink_scales(partial.sum(dim=0), threshold), rows, cols, **sizes)

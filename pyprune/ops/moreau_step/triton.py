@@ -10,11 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, shrink_scale, to_storage
+from pyprune.ops._triton import (
+    column_grid,
+    column_tile,
+    launch,
+    own_columns,
+    shrink_scale,
+    shrink_scales,
+    store_column_sums,
+    to_storage,
+)
 
 ROW_BLOCK = 2048
-COLUMN_BLOCK = 64
-COLUMN_STEP = 64
 
 
 @triton.jit
@@ -51,24 +58,25 @@ def _rows(delta, grad, cols, decay, gamma, threshold, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _columns(delta, grad, rows, cols, decay, gamma, threshold, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a block of columns, walking down the rows STEP at a time."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.arange(0, STEP).to(tl.int64)
-    in_columns = column < cols
-    sums = tl.zeros((STEP, BLOCK), dtype=tl.float64)
-    for begin in range(0, rows, STEP):
-        inside = (begin + row < rows)[:, None] & in_columns[None, :]
-        offset = (begin + row)[:, None] * cols + column[None, :]
-        value = _stepped(delta, grad, offset, inside, decay, gamma).to(tl.float64)
-        sums += value * value
-    scale = shrink_scale(tl.sum(sums, axis=0), threshold).to(tl.float32)[None, :]
-    for begin in range(0, rows, STEP):
-        inside = (begin + row < rows)[:, None] & in_columns[None, :]
-        offset = (begin + row)[:, None] * cols + column[None, :]
-        value = _stepped(delta, grad, offset, inside, decay, gamma)
-        result = tl.where(scale == 0.0, 0.0, value * scale)
-        tl.store(delta + offset, to_storage(result, delta.dtype.element_ty), mask=inside)
+def _column_squares(delta, grad, partial, rows, cols, decay, gamma, CHUNK: tl.constexpr, STEP: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    total = tl.zeros((STEP, BLOCK), dtype=tl.float64)
+    for step in range(0, CHUNK, STEP):
+        at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
+        value = _stepped(delta, grad, at, inside, decay, gamma).to(tl.float64)
+        total += value * value
+    store_column_sums(partial, total, cols, BLOCK)
+
+
+@triton.jit
+def _scale_columns(delta, grad, scales, rows, cols, decay, gamma, CHUNK: tl.constexpr, STEP: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    column = own_columns(BLOCK)
+    scale = tl.load(scales + column, mask=column < cols, other=0.0)[None, :]
+    for step in range(0, CHUNK, STEP):
+        at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
+        result = tl.where(scale == 0.0, 0.0, _stepped(delta, grad, at, inside, decay, gamma) * scale)
+        tl.store(delta + at, to_storage(result, delta.dtype.element_ty), mask=inside)
 
 
 def moreau_step(
@@ -86,12 +94,14 @@ def moreau_step(
     """
     rows, cols = delta.shape
     if threshold == 0:
-        grid = (triton.cdiv(rows * cols, ROW_BLOCK),)
-        launch(_plain, grid, delta, grad, rows * cols, decay, gamma, BLOCK=ROW_BLOCK)
+        programs = triton.cdiv(rows * cols, ROW_BLOCK)
+        launch(_plain, (programs,), delta, grad, rows * cols, decay, gamma, BLOCK=ROW_BLOCK)
     elif axis == 0:
         block = min(ROW_BLOCK, triton.next_power_of_2(cols))
         launch(_rows, (rows,), delta, grad, cols, decay, gamma, threshold, BLOCK=block)
     else:
-        grid = (triton.cdiv(cols, COLUMN_BLOCK),)
-        sizes = {"STEP": COLUMN_STEP, "BLOCK": COLUMN_BLOCK}
-        launch(_columns, grid, delta, grad, rows, cols, decay, gamma, threshold, **sizes)
+        grid, sizes = column_grid(rows, cols)
+        partial = torch.empty(grid[1], cols, dtype=torch.float64, device=delta.device)
+        launch(_column_squares, grid, delta, grad, partial, rows, cols, decay, gamma, **sizes)
+        scales = shrink_scales(partial.sum(dim=0), threshold)
+        launch(_scale_columns, grid, delta, grad, scales, rows, cols, decay, gamma, **sizes)

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, to_storage
+from pyprune.ops._triton import launch, shrink_scales, to_storage
 from pyprune.ops.group_penalty.reference import slope_scales
+from pyprune.ops.group_penalty.triton import group_sums
 from pyprune.ops.regularised_adamw.reference import (
     PURPOSE_FIRST,
     PURPOSE_PROX,
@@ -165,23 +166,6 @@ def _update(
     tl.store(weight + i, _to_weight(w, bits, weight.dtype.element_ty, STOCHASTIC), mask=inside)
 
 
-@triton.jit
-def _squares(weight, index, sums, groups, length, group_stride, inner_stride, offset, GROUPS: tl.constexpr,
-             STEP: tl.constexpr):  # fmt: skip
-    """Squared norms of some selected groups, walking along them."""
-    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    present = position < groups
-    start = tl.load(index + position, mask=present, other=0) * group_stride
-    total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
-    lanes = tl.arange(0, STEP).to(tl.int64)
-    for begin in range(0, length, STEP):
-        inside = present[:, None] & (begin + lanes < length)[None, :]
-        at = start[:, None] + (begin + lanes)[None, :] * inner_stride
-        value = (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset).to(tl.float64)
-        total += tl.where(inside, value * value, 0.0)
-    tl.store(sums + position, tl.sum(total, axis=1), mask=present)
-
-
 @triton.jit(do_not_specialize=["step", "stream", "key0", "key1"])
 def _scale(weight, index, scales, groups, length, group_stride, inner_stride, offset, step, stream, key0, key1,
            STOCHASTIC: tl.constexpr, FOR_PROX: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
@@ -203,15 +187,7 @@ def _scale(weight, index, scales, groups, length, group_stride, inner_stride, of
 
 
 def _squared_norms(matrix: torch.Tensor, penalty: Penalty, by_row: bool) -> torch.Tensor:
-    groups = penalty.index.numel()
-    sums = torch.empty(groups, dtype=torch.float64, device=matrix.device)
-    rows, cols = matrix.shape
-    along = (cols, cols, 1) if by_row else (rows, 1, cols)
-    sizes = {"GROUPS": GROUPS, "STEP": STEP}
-    launch(
-        _squares, (triton.cdiv(groups, GROUPS),), matrix, penalty.index, sums, groups, *along, penalty.offset, **sizes
-    )
-    return sums
+    return group_sums(matrix, penalty.index, 0 if by_row else 1, "l2", float(penalty.offset))
 
 
 def _coefficients(matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: str, strength: float) -> torch.Tensor:
@@ -274,8 +250,7 @@ def step_tensor(
     )  # fmt: skip
     if penalty is None or kind != "l2-prox" or not penalty.index.numel():
         return
-    norms = _squared_norms(matrix, penalty, by_row).sqrt()
-    factors = torch.where(norms <= strength, 0.0, 1 - strength / norms).float()
+    factors = shrink_scales(_squared_norms(matrix, penalty, by_row), strength)
     rows = matrix.shape[0]
     along = (cols, cols, 1) if by_row else (rows, 1, cols)
     grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
