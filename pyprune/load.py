@@ -380,6 +380,11 @@ def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[s
     return {"training_marks": marks, "before": before}
 
 
+def take_measured(facts: dict[str, Any]) -> dict[str, Any]:
+    """Take the figures that were measured out of ``facts``, for a checkpoint of other weights, and return them."""
+    return {name: facts.pop(name) for name in ("quality", "speed") if name in facts}
+
+
 def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: Any,

@@ -31,6 +31,7 @@ from pyprune.load import (
     refuse_existing,
     save_checkpoint,
     stored_dtype,
+    take_measured,
 )
 from pyprune.marks import marked_passages, training_marks, unguarded
 from pyprune.mask import masked
@@ -355,7 +356,7 @@ def recover_checkpoint(
             resume=resume,
         )
         report.warnings += [*_trained_before(known.get("training_marks", ""), samples), *unguarded([samples])]
-        earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+        earlier = take_measured(known)
         entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
         entry |= {"report": report.to_dict(), "measured_before": earlier}
         provenance = {

@@ -126,7 +126,7 @@ def _load(
     source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
     """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
-    from pyprune.load import RECORD_NAME, load_model, read_pruning_json, stored_dtype
+    from pyprune.load import RECORD_NAME, load_model, read_pruning_json, stored_dtype, take_measured
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
@@ -136,7 +136,7 @@ def _load(
     known = dict(record.provenance)
     if wanted not in (None, dtype):
         # Rounded weights have another perplexity and speed.
-        earlier = {name: known.pop(name) for name in ("quality", "speed") if name in known}
+        earlier = take_measured(known)
         known |= {"measured_before": earlier} if earlier else {}
     return model, tokenizer, record.plan, {**known, **facts}
 
