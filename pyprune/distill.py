@@ -24,13 +24,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.compact import stream_scale
 from pyprune.config import DistillConfig
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
+from pyprune.loss import distillation_loss
 from pyprune.plan import PrunePlan
 from pyprune.regularise._layers import LayerHooks
 from pyprune.tokens import Tokens
@@ -137,15 +137,9 @@ class Distillation:
         alpha, temperature = self.config.alpha, self.config.temperature
 
         def loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            logits = _head(student, states).float()
             with torch.no_grad():
-                taught = _head(self.teacher, expected[rows]).float().to(logits.device)
-                taught = functional.log_softmax(taught / temperature, -1)
-            cross_entropy = functional.cross_entropy(logits, targets[rows], reduction="sum")
-            softened = functional.log_softmax(logits / temperature, -1)
-            divergence = functional.kl_div(softened, taught, reduction="sum", log_target=True)
-            total = (1 - alpha) * cross_entropy + alpha * temperature**2 * divergence
-            return total, torch.stack([cross_entropy, divergence]).detach()
+                taught = _head(self.teacher, expected[rows])
+            return distillation_loss(_head(student, states), taught, targets[rows], alpha, temperature)
 
         return loss
 

@@ -1,7 +1,8 @@
-"""Next-token cross-entropy that never holds more than some megabytes beside the logits.
+"""Next-token losses that never hold more than some megabytes beside the logits.
 
 A vocabulary of 50,000 to 250,000 tokens makes the logits the largest tensor of a step by far. Taken in one piece, their
 loss needs a copy without the last position, the log-softmax, and the gradients of all of these, each as large again.
+Here the gradient is written down in closed form over the logits, some rows at a time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,28 @@ def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
     targets = _next_token(tokens.targets).to(logits.device)
     total = cast(Tensor, cast(Any, _CrossEntropy).apply(logits, targets))
     return total / tokens.predicted.sum().clamp(min=1)
+
+
+def distillation_loss(
+    logits: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The sum over rows of (1 - alpha) CE + alpha temperature^2 KL(taught || own), both distributions at temperature.
+
+    With p = softmax(logits), and p_t and q_t the two distributions at the temperature t, its gradient in the logits is
+    (1 - alpha) (p - one-hot) + alpha t (p_t - q_t) (Hinton, Vinyals and Dean, 2015, section 2).
+
+    Args:
+        logits: the student's, [N, V]; when a gradient is wanted it is written over them.
+        taught: the teacher's, [N, V], on any device; only read.
+        targets: int64 [N], all of them predicted.
+        alpha: weight of the teacher, 0 to 1.
+        temperature: above 0.
+
+    Returns:
+        The sum (a scalar, differentiable in ``logits``), and the sums of CE and of KL alone [2]; nats, in float32 or
+        wider.
+    """
+    return cast(tuple[Tensor, Tensor], cast(Any, _Distillation).apply(logits, taught, targets, alpha, temperature))
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
@@ -82,10 +105,60 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
-            raise RuntimeError("The loss was differentiated twice, but its first gradient took the logits' memory.")
-        return gradient.mul_(grad), None
+        return _taken(ctx).mul_(grad), None
+
+
+class _Distillation(torch.autograd.Function):
+    """:func:`distillation_loss`; the student's logits become their own gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        rows = logits.detach()
+        sums = torch.zeros(2, dtype=_wide(rows[:0]).dtype, device=rows.device)
+        for some in _chunks(rows):
+            others = _wide(taught[some].detach()).to(rows.device)
+            sums += _distilled(rows[some], others, targets[some], alpha, temperature, wanted)
+        ctx.gradient = rows if wanted else None
+        ctx.mark_non_differentiable(sums)
+        return (1 - alpha) * sums[0] + alpha * temperature**2 * sums[1], sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(ctx).mul_(grad), None, None, None, None
+
+
+def _taken(ctx: Any) -> Tensor:
+    """The gradient that lies in the logits' memory; it is there once."""
+    gradient, ctx.gradient = ctx.gradient, None
+    if gradient is None:
+        raise RuntimeError("The loss was differentiated twice, but its first gradient took the logits' memory.")
+    return cast(Tensor, gradient)
+
+
+def _distilled(
+    rows: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float, gradient: bool
+) -> Tensor:
+    """CE and KL of some rows, each summed [2]; with ``gradient`` the rows become it."""
+    index = targets.unsqueeze(1)
+    own = _wide(rows).log_softmax(-1)
+    # Both in the same way, so that equal logits have a divergence of exactly zero.
+    softened = own if temperature == 1 else (_wide(rows) / temperature).log_softmax(-1)
+    learned = (taught if temperature == 1 else taught / temperature).log_softmax(-1)
+    probabilities = learned.exp()
+    sums = torch.stack([-own.gather(1, index).sum(), learned.sub_(softened).mul_(probabilities).sum()])
+    if not gradient:
+        return sums
+    if softened is own:
+        found = own.exp_().sub_(probabilities, alpha=alpha)
+    else:
+        found = own.exp_().mul_(1 - alpha).add_(softened.exp_().sub_(probabilities), alpha=alpha * temperature)
+    found.scatter_add_(1, index, torch.full_like(index, alpha - 1, dtype=found.dtype))
+    rows.copy_(found)
+    return sums
 
 
 def _with_gradient(rows: Tensor, targets: Tensor) -> Tensor:

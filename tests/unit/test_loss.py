@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyprune.loss import causal_loss, token_losses
+from pyprune.loss import causal_loss, distillation_loss, token_losses
 from pyprune.tokens import IGNORED, Tokens
 
 VOCABULARY = 37
@@ -100,6 +100,59 @@ def test_a_second_gradient_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         loss.backward()
+
+
+def plain_distillation(logits: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float) -> Tensor:
+    """The definition, for autograd."""
+    own, q = (logits / temperature).log_softmax(-1), (taught / temperature).softmax(-1)
+    kl = (q * (q.log() - own)).sum()
+    return (1 - alpha) * functional.cross_entropy(logits, targets, reduction="sum") + alpha * temperature**2 * kl
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_distillation_and_its_gradient_are_those_of_the_definition(
+    dtype: torch.dtype, temperature: float, alpha: float
+) -> None:
+    torch.manual_seed(4)
+    logits, taught = ((3 * torch.randn(5, VOCABULARY)).to(dtype) for _ in range(2))
+    targets = torch.randint(0, VOCABULARY, (5,))
+    exact, leaf = logits.to(torch.float64, copy=True).requires_grad_(), logits.clone().requires_grad_()
+    wanted = plain_distillation(exact, taught.double(), targets, alpha, temperature)
+    own = 1 * leaf  # what may be written over
+    found, sums = distillation_loss(own, taught, targets, alpha, temperature)
+    torch.testing.assert_close(found.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    parts = [plain_distillation(exact, taught.double(), targets, 0.0, temperature)]
+    parts.append(plain_distillation(exact, taught.double(), targets, 1.0, temperature) / temperature**2)
+    torch.testing.assert_close(sums.double(), torch.stack(parts).detach(), rtol=1e-5, atol=1e-5)
+    (0.7 * wanted).backward()
+    (0.7 * found).backward()
+    assert exact.grad is not None
+    assert leaf.grad is not None
+    eps = max(torch.finfo(dtype).eps, 1e-6)  # the loss is taken in float32 at least, and compared as one
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2 * eps, atol=eps * float(exact.grad.abs().max()))
+    assert torch.equal(own.detach(), leaf.grad)  # the gradient took the logits' memory
+
+
+def test_distillation_without_a_gradient_reads_only() -> None:
+    torch.manual_seed(4)
+    logits, taught = torch.randn(5, VOCABULARY), torch.randn(5, VOCABULARY)
+    kept = logits.clone(), taught.clone()
+    targets = torch.randint(0, VOCABULARY, (5,))
+    found, _ = distillation_loss(logits, taught, targets, 0.5, 2.0)
+    torch.testing.assert_close(found, plain_distillation(*kept, targets, 0.5, 2.0))
+    assert torch.equal(logits, kept[0])
+    assert torch.equal(taught, kept[1])
+
+
+def test_a_second_gradient_of_the_distillation_is_refused() -> None:
+    logits = 1 * torch.randn(2, VOCABULARY, requires_grad=True)
+    found, _ = distillation_loss(logits, torch.randn(2, VOCABULARY), torch.tensor([3, 4]), 0.5, 1.0)
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        found.backward()
 
 
 @pytest.mark.usefixtures("chunk")
