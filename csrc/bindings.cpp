@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "dispatch.h"
@@ -323,6 +324,24 @@ const std::int64_t* positions(const std::optional<Tensor>& index, const char* na
   return values;
 }
 
+// The least and the greatest position of an index that is not empty, and, if all lie in [0, size), whether one is there
+// twice.
+std::tuple<std::int64_t, std::int64_t, bool> index_facts(const Tensor& index, std::int64_t size) {
+  const std::int64_t count = index.shape.size() == 1 ? index.shape[0] : -1;
+  const auto* values = static_cast<const std::int64_t*>(memory(index, "index", "int64", count));
+  if (count < 1) throw std::invalid_argument("index is empty");
+  const auto [low, high] = std::minmax_element(values, values + count);
+  if (*low < 0 || *high >= size) return {*low, *high, false};
+  std::vector<char> seen(static_cast<std::size_t>(size));
+  bool repeated = false;
+  for (std::int64_t i = 0; i < count; ++i) {
+    char& mark = seen[static_cast<std::size_t>(values[i])];
+    repeated |= mark != 0;
+    mark = 1;
+  }
+  return {*low, *high, repeated};
+}
+
 float finite(float value, const char* name) {
   if (!std::isfinite(value)) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", must be finite");
@@ -445,6 +464,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("openmp") = false;
 #endif
 
+  module.def("index_facts", &index_facts, py::arg("index"), py::arg("size"),
+             "Least and greatest position, and whether one is there twice.");
   module.def("group_soft_threshold", &bind_group_soft_threshold, py::arg("x"), py::arg("out"),
              py::arg("threshold"), py::arg("axis"), py::arg("threads"));
   module.def("moreau_step", &bind_moreau_step, py::arg("delta"), py::arg("grad"), py::arg("decay"),

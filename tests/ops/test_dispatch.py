@@ -127,3 +127,29 @@ def test_instruction_sets() -> None:
     finally:
         module.set_isa("auto")
     assert module.active_isa() == available_isas()[-1]
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["with the extension", "without"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_positions_are_checked(built: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the extension or by torch, with the same answers; strided tensors too."""
+    if built and _dispatch.extension() is None:
+        pytest.skip("the extension is not built")
+    if not built:
+        monkeypatch.setattr(_dispatch, "extension", lambda: None)
+    like = torch.ones(1)
+
+    def checked(values: list[int]) -> torch.Tensor:
+        strided = torch.tensor([value for value in values for _ in range(2)], dtype=dtype)[::2]
+        return _dispatch.checked_index(strided, 5, like)
+
+    for good in ([], [4], [3, 0, 4], [0, 1, 2, 3, 4]):
+        assert checked(good).tolist() == good
+        assert checked(good).dtype == torch.int64
+    for bad, reason in (
+        ([0, 5], "runs from 0 to 5, allowed are 0 to 4"),
+        ([2, -1], "runs from -1 to 2"),
+        ([1, 4, 1], "more than once"),
+    ):
+        with pytest.raises(OpError, match=reason):
+            checked(bad)
