@@ -17,7 +17,6 @@ constexpr int kLanes = kColumnBlock;
 // Columns: this many streams from memory at once, and rows in blocks that no chain of sums crosses.
 constexpr int kStreams = 8;
 constexpr int kChainRows = 4;
-constexpr std::int64_t kHeadStart = 1024;
 
 inline Floats absolute(Floats value) { return (Floats)((Words)value & 0x7fffffffu); }
 
@@ -119,8 +118,6 @@ struct Plain {
     return extent.load(x + i);
   }
   Plain shifted(std::int64_t offset) const { return {x + offset}; }
-  void fetch(std::int64_t i) const { fetch_pair<3>(x + i); }
-  void fetch_far(std::int64_t i) const { fetch_pair<2>(x + i); }
 };
 
 // Chosen, not multiplied: what is removed is exactly +0, whatever it was.
@@ -148,18 +145,6 @@ struct Squares {
     sums->add_squares(source.at(i, extent));
   }
 };
-
-// Asks for what of the next row comes beside the work on this one. 16-bit rows fit into a core's own cache twice: half of the
-// next one is fetched in each pass over this one. float32 rows only get a head start, because more requests would delay
-// what is needed first.
-template <class Source>
-inline void fetch_ahead(const Source& next, std::int64_t i, std::int64_t cols, bool summing) {
-  if (sizeof(typename Source::Storage) < sizeof(float)) {
-    next.fetch_far((summing ? i : cols + i) / 2);
-  } else if (!summing && i < kHeadStart) {
-    next.fetch(i);
-  }
-}
 
 // From lanes' order to the columns' own, or back.
 template <class T, bool kToLanes, class Value>

@@ -1,7 +1,6 @@
 // Bodies of the operations on an index set, compiled once per instruction set. Each is a sum over the elements of a
-// group, in double and in a fixed order, and an update of the elements that knows its group's scale. A row is updated
-// out of the cache, while the next one is read and summed.
-#include "kernels/columns-inl.h"
+// group, in double and in a fixed order, and an update of the elements that knows its group's scale.
+#include "kernels/rows-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -121,78 +120,6 @@ struct SoftThreshold {
   }
 };
 
-// An update of the row that starts at `start`, with one scale.
-template <class Update>
-struct OfRow {
-  Update update;
-  std::int64_t start;
-  Pair scale;
-  template <class Extent>
-  void operator()(std::int64_t i, Extent extent) const {
-    extent.store(update.out + start + i, update.at(start + i, extent, scale));
-  }
-};
-
-// Nothing to do beside a sum.
-struct Nothing {
-  template <class Extent>
-  void operator()(std::int64_t, Extent) const {}
-};
-
-// kChain times kLanes elements of a row from i on, or up to the end.
-template <class Terms, class Also, class ExtentAt>
-inline void add_stretch(Terms terms, std::int64_t start, std::int64_t i, ExtentAt extent_at, Sums* sums, Also also) {
-  for (int j = 0; j < kLanes / kPair; ++j) {
-    Pair chain = both(0);
-    for (int link = 0; link < Terms::kChain; ++link) {
-      const std::int64_t at = i + link * kLanes + j * kPair;
-      const auto extent = extent_at(at);
-      if (extent.empty()) continue;
-      if (Terms::kExact) {
-        terms.add(start + at, extent, &sums[j]);
-      } else {
-        chain = chain + terms.term(start + at, extent);
-      }
-      also(at, extent);
-    }
-    if (!Terms::kExact) sums[j].add(chain);
-  }
-}
-
-// The sum of a row. `also` is called on every stretch of [0, count).
-template <class Terms, class Also>
-double row_sum(Terms terms, std::int64_t start, std::int64_t count, Also also) {
-  constexpr int kStretch = Terms::kChain * kLanes;
-  Sums sums[kLanes / kPair] = {};
-  std::int64_t i = 0;
-  for (; i + kStretch <= count; i += kStretch) {
-    add_stretch(terms, start, i, [](std::int64_t) { return Whole{}; }, sums, also);
-  }
-  add_stretch(terms, start, i, [=](std::int64_t at) { return Part{count - at < kPair ? count - at : kPair}; }, sums,
-              also);
-  double unordered[kLanes], lanes[kLanes];
-  std::memcpy(unordered, sums, sizeof unordered);
-  in_order<typename Terms::Storage>(unordered, lanes, kLanes);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
-}
-
-template <class Terms, class Also>
-double checked_row_sum(Terms terms, std::int64_t start, std::int64_t count, Also also) {
-  const double sum = row_sum(terms, start, count, also);
-  if (Terms::kExact || usable(sum)) return sum;
-  return row_sum(terms.exact(), start, count, Nothing{});
-}
-
-template <class Update>
-void update_row(OfRow<Update> row, std::int64_t count) {  // a copy of the row, which no store can change
-  std::int64_t i = 0;
-  for (; i + kPair <= count; i += kPair) row(i, Whole{});
-  if (i < count) row(i, Part{count - i});
-}
-
 template <class Terms>
 void reduce(Terms terms, const Piece& piece) {
   if (!piece.by_row) return reduce_columns(terms, piece);
@@ -229,32 +156,14 @@ void reduce_and_update_all(Terms terms, Update update, const Piece& piece, float
   }
 }
 
-// The update of a row while the next one is read, which is asked for early: its sum has little else to wait for.
-template <class Update, class T>
-struct UpdateAndFetch {
-  static constexpr std::int64_t kDistance = 512;  // measured; it gains most for 16-bit rows
-  OfRow<Update> row;
-  const T* next;
-  template <class Extent>
-  void operator()(std::int64_t i, Extent extent) const {
-    row(i, extent);
-    fetch_pair<3>(next + i + kDistance);
-  }
-};
-
-// Each row's sum is made beside the update of the row before, so that memory is read all the time.
+// A row is updated right after its sum, out of the core's own cache. Beside the sum of the next row, or with that row
+// asked for early, it takes longer: the hardware's prefetcher is best left alone with one row.
 template <class Terms, class Update, class ScaleOf>
 void reduce_and_update_rows(Terms terms, Update update, const Piece& piece, ScaleOf scale_of) {
-  using Beside = UpdateAndFetch<Update, typename Terms::Storage>;
-  if (piece.begin == piece.end) return;
-  std::int64_t start = piece.index[piece.begin] * piece.cols;
-  double sum = checked_row_sum(terms, start, piece.cols, Nothing{});
   for (std::int64_t k = piece.begin; k < piece.end; ++k) {
-    piece.sums[k] = sum;
-    const OfRow<Update> row{update, start, both(scale_of(sum))};
-    if (k + 1 == piece.end) return update_row(row, piece.cols);
-    start = piece.index[k + 1] * piece.cols;
-    sum = checked_row_sum(terms, start, piece.cols, Beside{row, terms.source.w + start});
+    const std::int64_t start = piece.index[k] * piece.cols;
+    piece.sums[k] = checked_row_sum(terms, start, piece.cols, Nothing{});
+    update_row(OfRow<Update>{update, start, both(scale_of(piece.sums[k]))}, piece.cols);
   }
 }
 

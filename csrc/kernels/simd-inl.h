@@ -264,13 +264,6 @@ inline void in_order(const Value* lanes, Value* out, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) out[i] = lanes[i / kPair * kPair + lane_of<T>(static_cast<int>(i % kPair))];
 }
 
-// Asks for the cache lines of kPair elements: kNearness 3 for the first-level cache, 2 for the second.
-template <int kNearness, class T>
-inline void fetch_pair(const T* x) {
-  __builtin_prefetch(x, 0, kNearness);
-  if (kPair * sizeof(T) > 64) __builtin_prefetch(x + kWidth, 0, kNearness);
-}
-
 // The first `count` lanes, 0 < count < kWidth; the others are zero.
 template <class T>
 inline Floats load_some(const T* x, int count) {
