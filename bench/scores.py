@@ -17,7 +17,9 @@ appended to --jsonl as soon as a cell ends, failed ones with their error, and a 
 texts, options and seed) is not run again (after a change of the code, give another --jsonl). The table goes to stdout,
 progress to stderr.
 
-Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C.
+A recovery that Ctrl-C or SIGTERM stops goes on from its last step when the same command runs again.
+
+Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pyprune.config import PruneConfig, RecoverRunConfig, ScoreConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, did_you_mean
+from pyprune.interrupts import termination_interrupts
 from pyprune.progress import console
 from pyprune.recipe import build_config, build_recovery
 from pyprune.report import Cell as TableCell
@@ -180,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.only_table:
             return print_tables([RecordFile(path) for path in options.jsonl or [RECORDS]], options.out)
-        return run(options)
+        with termination_interrupts():
+            return run(options)
     except PypruneError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
@@ -455,20 +459,23 @@ class Bench:
         }
 
     def _recovered(self, case: Case) -> Json:
-        from pyprune.pipeline import recover_checkpoint
+        from pyprune.pipeline import interrupted_run, recover_checkpoint
 
         assert case.recovery is not None
         cut = self._cut_before(case)
+        config, out = self.setting.with_paths(case.recovery), self.out / case.name
         report = recover_checkpoint(
             self.out / case.pruned_name,
-            self.setting.with_paths(case.recovery),
-            out=self.out / case.name,
+            config,
+            out=out,
             teacher=self.dense if case.recovery.recover.distill else None,
             overwrite=True,
+            resume=interrupted_run(out, config),
         )
         return {
             **cut,
-            "recover_seconds": report.seconds,
+            # What an interrupted process took is not known.
+            "recover_seconds": None if report.resumed_from else report.seconds,
             "recover_tokens": report.tokens,
             "recover_steps": report.steps,
             "losses": [report.history[0].lm_loss, report.history[-1].lm_loss],
@@ -655,11 +662,12 @@ def _recovery_lines(records: Iterable[Json]) -> list[str]:
     if not done:
         return []
     tokens = " / ".join(dict.fromkeys(f"{r['recover_tokens']:,}" for r in done))
-    seconds = median([r["recover_seconds"] for r in done])
+    timed = [r["recover_seconds"] for r in done if r["recover_seconds"] is not None]
+    took = f"; {median(timed):.0f} s" if timed else ""
     options = done[0]["recovery"]["recover"]["train"]
     return [
         f"Recovery: {RECOVERY_PRESET} on {done[0]['recovery']['data']['source']}, {tokens} tokens, {options['steps']} "
-        f"steps of {options['batch_size']} records, learning rate {options['learning_rate']:g}; {seconds:.0f} s."
+        f"steps of {options['batch_size']} records, learning rate {options['learning_rate']:g}{took}."
     ]
 
 
@@ -676,7 +684,8 @@ def _outcome(record: Json) -> str:
         for text, some in record["perplexity"].items()
         for protocol, value in some.items()
     )
-    timed = [f"{name.removesuffix('_seconds')} {record[name]:.0f}" for name in record if name.endswith("_seconds")]
+    taken = {name.removesuffix("_seconds"): value for name, value in record.items() if name.endswith("_seconds")}
+    timed = [f"{name} {value:.0f}" for name, value in taken.items() if value is not None]
     return f"{found}; {record['parameters']:,} parameters; seconds: {', '.join(timed)}"
 
 

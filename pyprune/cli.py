@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 import json
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 from pyprune.errors import CheckpointError, ConfigError, PypruneError
+from pyprune.interrupts import termination_interrupts
 from pyprune.progress import console
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             _check_json_file(kwargs.get("json_file"))
-            with _termination_interrupts(kwargs):
+            # Commands that keep training checkpoints write one before they end.
+            with termination_interrupts() if "resume" in kwargs else nullcontext():
                 command(*args, **kwargs)
         except PypruneError as error:
             if kwargs.get("debug"):
@@ -76,19 +76,6 @@ def _check_json_file(path: Any) -> None:
         from pyprune.report import refuse_unwritable
 
         refuse_unwritable(Path(path))
-
-
-@contextmanager
-def _termination_interrupts(options: Mapping[str, Any]) -> Iterator[None]:
-    """SIGTERM (docker stop, Slurm, Kubernetes) ends a command that keeps training checkpoints as Ctrl-C does."""
-    if "resume" not in options or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _say(text: str, style: str) -> None:

@@ -540,6 +540,27 @@ def _target_ratio(config: PruneConfig) -> float | None:
     return config.dress.target_preserved_ratio if config.method == "dress" else None
 
 
+def interrupted_run(out: str | Path, config: Config) -> bool:
+    """Whether an interrupted run of these options, whose training had begun, can be resumed to ``out``."""
+    folder = _work_folder(Path(out))
+    if not _holds_training(folder):
+        return False
+    try:
+        kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(kept, dict) and kept.get("config") == json.loads(json.dumps(config.to_dict()))
+
+
+def _work_folder(out: Path) -> Path:
+    return out.absolute().with_name(f".{out.name}.work")
+
+
+def _holds_training(folder: Path) -> bool:
+    """Whether training has left a state in a work folder."""
+    return any(folder.glob("*/**/state.json"))
+
+
 class _WorkFolder:
     """The hidden folder beside the output that keeps what an interrupted run has reached.
 
@@ -552,13 +573,13 @@ class _WorkFolder:
     """
 
     def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool) -> None:
-        self.path = out.absolute().with_name(f".{out.name}.work")
+        self.path = _work_folder(out)
         self.resume = resume
         identity = {**source, "config": config.to_dict()}
         if resume:
             self._check_same(identity)
             return
-        if not overwrite and self._trained():
+        if not overwrite and _holds_training(self.path):
             raise OutputError(
                 f"An interrupted run is kept in {self.path}. Give --resume to go on with it, or --overwrite to drop it "
                 "and start anew."
@@ -572,13 +593,9 @@ class _WorkFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        refused = isinstance(error, PypruneError) and not (self._trained() or (self.path / "decision.json").exists())
-        if error is None or refused:
+        reached = _holds_training(self.path) or (self.path / "decision.json").exists()
+        if error is None or (isinstance(error, PypruneError) and not reached):
             shutil.rmtree(self.path, ignore_errors=True)
-
-    def _trained(self) -> bool:
-        """Whether training has left a state here."""
-        return any(self.path.glob("*/**/state.json"))
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         temporary = self.path / f"{name}.part"

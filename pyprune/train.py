@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
+from pyprune.interrupts import interrupts_deferred
 from pyprune.loss import causal_loss
 from pyprune.ops import available_isas
 from pyprune.ops.regularised_adamw import Penalty
@@ -493,7 +492,7 @@ class _Run:
     @contextmanager
     def _update(self) -> Iterator[None]:
         """Ctrl-C waits until weights, optimiser and objective agree on the step again."""
-        with _interrupts_deferred():
+        with interrupts_deferred():
             self.updating = True
             yield
             self.updating = False
@@ -510,7 +509,7 @@ class _Run:
             self._validate_if_due()
 
     def _validate_and_checkpoint(self) -> None:
-        with _interrupts_deferred():
+        with interrupts_deferred():
             self._validate_if_due()
             step, interval = self.report.steps, self.config.checkpoint_interval
             due = interval is not None and step % interval == 0 and step < self.config.steps
@@ -767,30 +766,6 @@ def _prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> It
         model.train(was_training)
         if changed_checkpointing:
             cast(Any, model).gradient_checkpointing_disable()
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended, and SIGTERM where Python handles it.
-
-    In the main thread only, where Python delivers signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[tuple[int, Any]] = []
-    # What Python does not handle (ignored, the system's default, or another library's) stays as it is.
-    handlers = {n: h for n in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: received.append((number, frame)))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if received:
-        first, frame = received[0]
-        handlers[signal.Signals(first)](first, frame)
 
 
 class _StepProgress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pyprune.load import load_model
 from pyprune.pipeline import prune
 from pyprune.recipe import build_config
 from pyprune.score.presets import SCORE_PRESETS
+from pyprune.train import Objective
 from tests._support.models import tiny_model
 from tests._support.text import prose, write_model, write_text
 
@@ -110,6 +112,41 @@ def test_cells_are_cut_recovered_measured_and_not_run_twice(
     assert rows(capsys.readouterr().out) == table
     assert main(["--only-table", "--jsonl", inputs[inputs.index("--jsonl") + 1]]) == 0
     assert rows(capsys.readouterr().out) == table
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_recovery_goes_on_from_its_last_step(
+    number: signal.Signals, inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes in the second of two steps; the same command then runs that step alone, to the same bits."""
+    chosen = ["--scorers", "magnitude:l2", "--recover", "magnitude:l2", "--seeds", "0"]
+    apart = {str(tmp_path / name): str(tmp_path / "whole" / name) for name in ("cells.jsonl", "out")}
+    whole = [apart.get(text, text) for text in inputs]
+    assert main([*whole, *chosen]) == 0
+    uninterrupted = records(whole)[-1]
+    assert uninterrupted["recover_seconds"] > 0
+
+    begun: list[int] = []
+    done: list[int] = []
+
+    def before_step(self: Objective, model: object, step: int) -> None:
+        begun.append(step)
+        if begun == [1, 2]:
+            signal.raise_signal(number)
+
+    def after_step(self: Objective, model: object, optimizer: object, step: int, learning_rate: float) -> None:
+        done.append(step)
+
+    monkeypatch.setattr(Objective, "before_step", before_step)
+    monkeypatch.setattr(Objective, "after_optimizer_step", after_step)
+    assert main([*inputs, *chosen]) == 130
+    assert not any(r["kind"] == "cell" and r["recovery"] for r in records(inputs))
+    assert main([*inputs, *chosen]) == 0
+    assert done == [1, 2], "no step is done twice"
+    cell = records(inputs)[-1]
+    assert cell["perplexity"] == uninterrupted["perplexity"]
+    assert cell["recover_steps"] == 2
+    assert cell["recover_seconds"] is None
 
 
 def test_a_cell_equals_the_same_options_run_alone(inputs: list[str], tmp_path: Path) -> None:
