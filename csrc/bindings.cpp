@@ -152,6 +152,21 @@ void* memory(const Tensor& tensor, const char* name, const char* dtype, std::int
   return reinterpret_cast<void*>(tensor.address);
 }
 
+// The elements of an index; `count` is set to how many there are.
+const std::int64_t* index_values(const Tensor& index, const char* name, std::int64_t* count) {
+  *count = index.shape.size() == 1 ? index.shape[0] : -1;
+  return static_cast<const std::int64_t*>(memory(index, name, "int64", *count));
+}
+
+// The same, all checked to lie in [0, size).
+const std::int64_t* positions(const Tensor& index, const char* name, std::int64_t size, std::int64_t* count) {
+  const std::int64_t* values = index_values(index, name, count);
+  for (std::int64_t i = 0; i < *count; ++i) {
+    if (values[i] < 0 || values[i] >= size) throw std::invalid_argument(std::string(name) + " is out of range");
+  }
+  return values;
+}
+
 AdamPenalty parse_penalty(const std::string& name) {
   if (name == "none") return AdamPenalty::kNone;
   if (name == "l1-subgradient") return AdamPenalty::kL1Gradient;
@@ -195,11 +210,7 @@ BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, c
   t.cols = cols;
   t.penalty = parse_penalty(penalty);
   t.by_row = by_row;
-  t.index_count = index.shape.size() == 1 ? index.shape[0] : -1;
-  t.index = static_cast<const std::int64_t*>(memory(index, "index", "int64", t.index_count));
-  for (std::int64_t i = 0; i < t.index_count; ++i) {
-    if (t.index[i] < 0 || t.index[i] >= (by_row ? rows : cols)) throw std::invalid_argument("index is out of range");
-  }
+  t.index = positions(index, "index", by_row ? rows : cols, &t.index_count);
   check_threshold(strength);
   t.strength = strength;
   t.offset = offset;
@@ -309,26 +320,21 @@ void bind_layer_norm_gradient(const Tensor& grad, const Tensor& x, const Tensor&
                       shape);
 }
 
-// The positions of an index, checked; `count` is set to how many there are.
+// The same of an index that may be left out, which stands for all `size` positions: null then.
 const std::int64_t* positions(const std::optional<Tensor>& index, const char* name, std::int64_t size,
                               std::int64_t* count) {
   if (!index) {
     *count = size;
     return nullptr;
   }
-  *count = index->shape.size() == 1 ? index->shape[0] : -1;
-  const auto* values = static_cast<const std::int64_t*>(memory(*index, name, "int64", *count));
-  for (std::int64_t i = 0; i < *count; ++i) {
-    if (values[i] < 0 || values[i] >= size) throw std::invalid_argument(std::string(name) + " is out of range");
-  }
-  return values;
+  return positions(*index, name, size, count);
 }
 
 // The least and the greatest position of an index that is not empty, and, if all lie in [0, size), whether one is there
 // twice.
 std::tuple<std::int64_t, std::int64_t, bool> index_facts(const Tensor& index, std::int64_t size) {
-  const std::int64_t count = index.shape.size() == 1 ? index.shape[0] : -1;
-  const auto* values = static_cast<const std::int64_t*>(memory(index, "index", "int64", count));
+  std::int64_t count;
+  const std::int64_t* values = index_values(index, "index", &count);
   if (count < 1) throw std::invalid_argument("index is empty");
   const auto [low, high] = std::minmax_element(values, values + count);
   if (*low < 0 || *high >= size) return {*low, *high, false};

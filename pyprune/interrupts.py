@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,8 @@ def termination_interrupts() -> Iterator[None]:
 
     In the main thread only, where Python delivers signals.
     """
-    if threading.current_thread() is not threading.main_thread():
+    with _handled({signal.SIGTERM: signal.default_int_handler}):
         yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
@@ -31,19 +25,25 @@ def interrupts_deferred() -> Iterator[None]:
 
     In the main thread only, where Python delivers signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[tuple[int, Any]] = []
     # What Python does not handle (ignored, the system's default, or another library's) stays as it is.
     handlers = {n: h for n in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(n))}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: received.append((number, frame)))
-    try:
+    with _handled(dict.fromkeys(handlers, lambda number, frame: received.append((number, frame)))):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     if received:
         first, frame = received[0]
         handlers[signal.Signals(first)](first, frame)
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], object]]) -> Iterator[None]:
+    """These handlers in the block, and those before it afterwards; nothing in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

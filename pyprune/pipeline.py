@@ -549,7 +549,7 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
         kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(kept, dict) and kept.get("config") == json.loads(json.dumps(config.to_dict()))
+    return isinstance(kept, dict) and kept.get("config") == config.to_dict()
 
 
 def _work_folder(out: Path) -> Path:
@@ -593,9 +593,12 @@ class _WorkFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        reached = _holds_training(self.path) or (self.path / "decision.json").exists()
-        if error is None or (isinstance(error, PypruneError) and not reached):
+        if error is None or (isinstance(error, PypruneError) and not self._reached()):
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def _reached(self) -> bool:
+        """Whether there is anything to go on from."""
+        return _holds_training(self.path) or (self.path / "decision.json").exists()
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         temporary = self.path / f"{name}.part"
