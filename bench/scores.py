@@ -14,8 +14,9 @@ enough; its text and its order are the same for every cell. Perplexities are of 
 A cell is pruned by pyprune.pipeline.prune, and recovered by recover_checkpoint, to a folder under --out, which is
 deleted after its last use; MoreauPruner's first seed stays, beside the dense model, for bench/runner.py. Records are
 appended to --jsonl as soon as a cell ends, failed ones with their error, and a cell whose record is there (same model,
-texts, options and seed) is not run again (after a change of the code, give another --jsonl). The table goes to stdout,
-progress to stderr.
+texts, options and seed) is not run again (after a change of the code, give another --jsonl). A cut that is the same as
+another one's, byte for byte, is recovered once: the second cell takes the first one's figures and says so. The table
+goes to stdout, progress to stderr.
 
 A recovery that Ctrl-C or SIGTERM stops goes on from its last step when the same command runs again.
 
@@ -68,6 +69,9 @@ ORDER = (
 )  # fmt: skip
 """Which scorers come first, by name or preset: the ones that MoreauPruner is compared with."""
 
+BESIDE = ("moreau", "moreau-converged", "taylor:param_first", "smoothgrad")
+"""What the verdicts name beside the best."""
+
 KEPT = "moreau"
 """The scorer whose checkpoints of the first seed stay, to be served and timed."""
 
@@ -88,6 +92,11 @@ RECOVERY: dict[str, Any] = {
     "recover.train.warmup_steps": 7,
 }
 RECOVERY_PRESET = "alpaca-lora-distill"
+OF_RECOVERY = (
+    "recover_seconds", "recover_tokens", "recover_steps", "losses", "warnings", "perplexity", "evaluate_seconds",
+)  # fmt: skip
+"""What a record holds of its recovery, beside sizes of the cut."""
+
 
 Json = dict[str, Any]
 Options = TypeVar("Options", PruneConfig, RecoverRunConfig)
@@ -166,7 +175,7 @@ class Setting:
 
     def key(self, part: Mapping[str, Any]) -> str:
         """A digest of this setting and ``part``, which names a record."""
-        return hashlib.sha256(json.dumps([self.identity(), part], sort_keys=True).encode()).hexdigest()[:16]
+        return _digest([self.identity(), part])[:16]
 
     def source(self, label: str) -> str:
         """A text that is named relative to the data folder, or any other source."""
@@ -210,11 +219,11 @@ def run(options: argparse.Namespace) -> int:
     keys = [setting.key(case.identity) for case in cases]
     todo = [(case, key) for case, key in zip(cases, keys, strict=True) if key not in records.of("cell")]
     _say(f"{len(cases)} cells, {len(cases) - len(todo)} of them in {records.path} already")
-    bench = Bench(setting, options.model, options.out, records, keep=options.keep)
+    bench = Bench(setting, options.model, options.out, records, first_seed=options.seeds[0], keep=options.keep)
     for number, (case, key) in enumerate(todo, start=1):
         _say(f"[{number}/{len(todo)}] {case.label}")
         records.add(bench.cell(case, key))
-        bench.tidy(case, [later for later, _ in todo[number:]], options.seeds[0])
+        bench.tidy(case, [later for later, _ in todo[number:]])
         _say(f"    {_outcome(records.of('cell')[key])}")
     print_tables([records], options.out)
     return int(any(records.of("cell")[key]["error"] for key in keys))
@@ -352,6 +361,10 @@ def find_data(folder: Path, recoveries: Iterable[RecoverRunConfig | None]) -> Pa
     return folder
 
 
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
 def _text_digest(path: Path) -> str:
     from pyprune.sources import read_corpus, text_sha256
 
@@ -367,6 +380,7 @@ class Bench:
         model: folder of the dense model; None = the packaged one.
         out: where checkpoints go.
         records: where results go.
+        first_seed: the seed whose checkpoints of MoreauPruner stay.
         keep: delete no checkpoint.
     """
 
@@ -374,6 +388,7 @@ class Bench:
     model: str | None
     out: Path
     records: RecordFile
+    first_seed: int
     keep: bool = False
     loaded: dict[str, EvaluationText] = field(default_factory=dict)
     environment: Json = field(default_factory=environment_record)  # once: later commits are not what runs
@@ -433,7 +448,8 @@ class Bench:
         }
         try:
             record |= self._recovered(case) if case.recovery else self._pruned(case)
-            record |= self._measure(self.out / case.name)
+            if "perplexity" not in record:
+                record |= self._measure(self.out / case.name)
         except Exception as error:  # one cell's failure (a diverged run, no memory) must not end the others
             record["error"] = f"{type(error).__name__}: {error}"
         gc.collect()
@@ -463,6 +479,10 @@ class Bench:
 
         assert case.recovery is not None
         cut = self._cut_before(case)
+        twin = None if self._served(case) else self._twin(case, cut["cut_sha256"])
+        if twin is not None:
+            figures = {name: twin[name] for name in OF_RECOVERY}
+            return {**cut, **figures, "same_cut_as": f"{twin['scorer']}, seed {twin['seed']}"}
         config, out = self.setting.with_paths(case.recovery), self.out / case.name
         report = recover_checkpoint(
             self.out / case.pruned_name,
@@ -483,15 +503,25 @@ class Bench:
         }
 
     def _cut_before(self, case: Case) -> Json:
-        """Sizes of the cut that a recovery starts from; cut again when its checkpoint is gone."""
+        """Sizes and digest of the cut that a recovery starts from; cut again when its checkpoint is gone."""
         from pyprune.load import read_pruning_json
 
-        folder = self.out / case.pruned_name
-        if folder.is_dir():
-            facts = read_pruning_json(folder).provenance
-            if facts.get("config") == self.setting.with_paths(case.config).to_dict():
-                return {name: facts[name] for name in ("parameters", "dense_parameters")}
-        return self._pruned(case)
+        folder, wanted = self.out / case.pruned_name, self.setting.with_paths(case.config).to_dict()
+        there = folder.is_dir() and read_pruning_json(folder).provenance.get("config") == wanted
+        facts = {} if there else self._pruned(case)
+        record = read_pruning_json(folder)
+        facts |= {name: record.provenance[name] for name in ("parameters", "dense_parameters")}
+        return {**facts, "cut_sha256": _digest(record.files)}
+
+    def _twin(self, case: Case, cut_sha256: str) -> Json | None:
+        """The record of the same recovery of a cut that is the same byte for byte."""
+        wanted = (cut_sha256, case.options["recovery"], self.setting.identity())
+        good = (record for record in self.records.of("cell").values() if not record["error"])
+        return next((r for r in good if (r.get("cut_sha256"), r["recovery"], r["setting"]) == wanted), None)
+
+    def _served(self, case: Case) -> bool:
+        """Whether the cell's checkpoints are to be served and timed."""
+        return (case.scorer, case.seed) == (KEPT, self.first_seed)
 
     def _measure(self, folder: Path) -> Json:
         """Perplexities of a written checkpoint, and the seconds they took."""
@@ -516,10 +546,9 @@ class Bench:
             }
         return {"perplexity": found, "evaluate_seconds": time.monotonic() - started}
 
-    def tidy(self, case: Case, later: Sequence[Case], first_seed: int) -> None:
+    def tidy(self, case: Case, later: Sequence[Case]) -> None:
         """Delete the cell's checkpoints that neither a later cell nor the serving bench needs."""
-        kept = self.keep or (case.scorer, case.seed) == (KEPT, first_seed)
-        if kept or any(other.pruned_name == case.pruned_name for other in later):
+        if self.keep or self._served(case) or any(other.pruned_name == case.pruned_name for other in later):
             return
         for name in {case.name, case.pruned_name}:
             shutil.rmtree(self.out / name, ignore_errors=True)
@@ -612,22 +641,27 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def verdicts(records: Sequence[Json]) -> list[str]:
-    """For each text and protocol: which scorer is best, and where MoreauPruner stands beside Taylor and SmoothGrad."""
+    """For each text and protocol: which scorer is best, and where MoreauPruner stands beside Taylor and SmoothGrad.
+
+    Seeds differ by more than scorers do, so that only scorers with every seed are compared.
+    """
     rows = _by_row(records)
     found = []
     for recovery in dict.fromkeys(label for _, label in rows):
+        after = f"{'without' if recovery == 'no' else 'with'} recovery{recovery.removeprefix('yes').removeprefix('no')}"
+        those = {name: some for (name, label), some in rows.items() if label == recovery}
+        seeds = max(map(len, those.values()))
+        missing = [n for n, some in those.items() if len(some) < seeds and depends_on_seed(some[0]["prune"]["method"])]
         for text, protocol in ((t, p) for t in TEXTS for p in PROTOCOLS):
-            medians = {
-                n: median(_values(some, text, protocol)) for (n, label), some in rows.items() if label == recovery
-            }
+            medians = {n: median(_values(some, text, protocol)) for n, some in those.items() if n not in missing}
             best = min(medians, key=medians.__getitem__)
-            named = [name for name in ("moreau", "taylor:param_first", "smoothgrad") if name in medians]
-            beside = ", ".join(f"{name} {format_cell(medians[name])}" for name in named)
-            after = "with recovery" if recovery != "no" else "without recovery"
+            beside = ", ".join(f"{name} {format_cell(medians[name])}" for name in BESIDE if name in medians)
             found.append(
-                f"{text} {protocol.upper()} {after}{recovery.removeprefix('yes').removeprefix('no')}: best of "
-                f"{len(medians)} is {best} ({format_cell(medians[best])}){'; ' + beside if beside else ''}."
+                f"{text} {protocol.upper()} {after}: best of {len(medians)} is {best} "
+                f"({format_cell(medians[best])}){'; ' + beside if beside else ''}."
             )
+        if missing:
+            found.append(f"Not compared {after}, for a seed is missing: {', '.join(missing)}.")
     return found
 
 
@@ -649,6 +683,11 @@ def conditions(records: Sequence[Json], out: Path) -> list[str]:
         "included) while gradients were taken, - where no pass is made.",
         f"Commit: {', '.join(sorted({str(r['environment']['commit'])[:18] for r in records}))}; "
         f"{first['environment']['device']}, {first['environment']['cpus']} cores.",
+    ]
+    found += [
+        f"{r['scorer']}, seed {r['seed']}: the same cut as {r['same_cut_as']}, byte for byte; its recovery is shared."
+        for r in records
+        if "same_cut_as" in r
     ]
     found += [f"Failed: {r['scorer']}, seed {r['seed']}: {r['error']}" for r in records if r["error"]]
     kept = {f"moreau{tail}": out / f"{KEPT}-seed{first_seed(records)}{tail}" for tail in ("", "-recovered")}

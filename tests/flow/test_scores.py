@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.scores import _parser, choose_scorers, main, make_cases, scorers
+from bench.scores import PROTOCOLS, TEXTS, _parser, choose_scorers, main, make_cases, scorers, verdicts
 from pyprune.errors import ConfigError
 from pyprune.evaluate import evaluate_perplexity
 from pyprune.load import load_model
@@ -147,6 +147,42 @@ def test_an_interrupted_recovery_goes_on_from_its_last_step(
     assert cell["perplexity"] == uninterrupted["perplexity"]
     assert cell["recover_steps"] == 2
     assert cell["recover_seconds"] is None
+
+
+def test_scorers_are_compared_on_the_same_seeds() -> None:
+    def record(scorer: str, seed: int, perplexity: float) -> dict[str, Any]:
+        method = scorer.partition(":")[0]
+        figures = {text: dict.fromkeys(PROTOCOLS, perplexity) for text in TEXTS}
+        shared: dict[str, Any] = {"set": [], "recovery": None, "error": "", "prune": {"method": method}}
+        return {**shared, "scorer": scorer, "seed": seed, "perplexity": figures}
+
+    # Seed 1 is harder for all; what was cut on seed 0 alone must not win by that. Magnitude reads no text.
+    found = [("moreau", 0, 40.0), ("moreau", 1, 60.0), ("smoothgrad", 0, 45.0), ("magnitude:l2", 0, 90.0)]
+    *lines, left_out = verdicts([record(*one) for one in found])
+    assert len(lines) == len(TEXTS) * len(PROTOCOLS)
+    assert all("best of 2 is moreau (50.00)" in line and "smoothgrad" not in line for line in lines)
+    assert left_out == "Not compared without recovery, for a seed is missing: smoothgrad."
+
+
+def test_a_cut_that_another_scorer_made_too_is_recovered_once(
+    inputs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside the first-order term the second one is too small to change the order of so few channels.
+    chosen = ["--scorers", "none", "--recover", "taylor:param_first,taylor:param_mix,taylor:vectorize", "--seeds", "0"]
+    done: list[int] = []
+    monkeypatch.setattr(Objective, "before_step", lambda self, model, step: done.append(step))
+    assert main([*inputs, *chosen]) == 0
+    cells = {c["scorer"].partition(":")[2]: c for c in records(inputs)[1:]}
+    assert done == [1, 2, 1, 2], "two recoveries, not three"
+    first, mix = cells["param_first"], cells["param_mix"]
+    assert mix["same_cut_as"] == "taylor:param_first, seed 0"
+    assert mix["cut_sha256"] == first["cut_sha256"] != cells["vectorize"]["cut_sha256"]
+    for name in ("perplexity", "parameters", "losses"):
+        assert mix[name] == first[name] != cells["vectorize"][name]
+    assert not any("same_cut_as" in cells[name] for name in ("param_first", "vectorize"))
+    printed = capsys.readouterr().out
+    assert "taylor:param_mix, seed 0: the same cut as taylor:param_first, seed 0" in printed
+    assert len(rows(printed)) == 1 + 1 + 3
 
 
 def test_a_cell_equals_the_same_options_run_alone(inputs: list[str], tmp_path: Path) -> None:
