@@ -681,8 +681,7 @@ def conditions(records: Sequence[Json], out: Path) -> list[str]:
         *_recovery_lines(records),
         "Scoring seconds are a median; peak MB is the largest resident memory of the process (weights and libraries "
         "included) while gradients were taken, - where no pass is made.",
-        f"Commit: {', '.join(sorted({str(r['environment']['commit'])[:18] for r in records}))}; "
-        f"{first['environment']['device']}, {first['environment']['cpus']} cores.",
+        f"Commit: {', '.join(sorted({str(r['environment']['commit'])[:18] for r in records}))}; {_machines(records)}.",
     ]
     found += [
         f"{r['scorer']}, seed {r['seed']}: the same cut as {r['same_cut_as']}, byte for byte; its recovery is shared."
@@ -694,6 +693,11 @@ def conditions(records: Sequence[Json], out: Path) -> list[str]:
     names = " ".join(f"{name}={folder}" for name, folder in kept.items())
     found.append(f"Speed beside dense: `python bench/runner.py dense={out / 'dense'} {names} --engine vllm`.")
     return found
+
+
+def _machines(records: Iterable[Json]) -> str:
+    environments = (record["environment"] for record in records)
+    return "; ".join(sorted({f"{e['device']}, {e['cpus']} cores" for e in environments}))
 
 
 def _recovery_lines(records: Iterable[Json]) -> list[str]:

@@ -433,7 +433,7 @@ def evaluate(
     from dataclasses import asdict
 
     from pyprune.evaluate import evaluate_tasks
-    from pyprune.load import load_model
+    from pyprune.load import load_model, warn_of_slow_dtype
     from pyprune.report import Table
     from pyprune.sources import check_source
 
@@ -451,6 +451,7 @@ def evaluate(
     )
     if tokenizer is None:
         raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
+    warn_of_slow_dtype(dtype, loaded.device)
     measured = [
         _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()
     ]

@@ -38,6 +38,7 @@ from pyprune.errors import (
 )
 from pyprune.families import all_families, count_parameters
 from pyprune.plan import PrunePlan
+from pyprune.progress import console
 
 RECORD_NAME = "pruning.json"
 CARD_NAME = "README.md"
@@ -52,6 +53,9 @@ TOKENIZER_FILES = (
     "additional_chat_templates",
 )  # fmt: skip
 """Everything that Transformers writes or reads for the tokenizers of decoder-only models."""
+
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Of x86 and Arm, as torch.cpu.get_capabilities names them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -180,6 +184,24 @@ def accelerator_name(device: str) -> str | None:
     """Name of the accelerator behind a device name of :func:`resolve_device`; None for the CPU."""
     place = resolve_device(device)
     return torch.cuda.get_device_name(place) if place.type == "cuda" else None
+
+
+def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
+    """Say on stderr that a CPU has no bfloat16 arithmetic when it is to compute in bfloat16.
+
+    torch (2.13) then takes four to five times as long for a product of matrices as in float32.
+    """
+    read = getattr(torch.cpu, "get_capabilities", None)  # the oldest torch that pyprune runs on cannot tell
+    if dtype != "bfloat16" or device.type != "cpu" or read is None:
+        return
+    known = read()
+    if not any(known.get(name) for name in BFLOAT16_INSTRUCTIONS):
+        console().print(
+            f"Warning: this CPU ({known.get('cpu_name', known['architecture'])}) has no bfloat16 arithmetic, so that "
+            "bfloat16 takes several times as long as float32; set dtype to float32 if time counts.",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def packaged_gguf(package: str) -> tuple[Path, str]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from pyprune.config import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
 from pyprune.interrupts import interrupts_deferred
+from pyprune.load import warn_of_slow_dtype
 from pyprune.loss import causal_loss
 from pyprune.ops import available_isas
 from pyprune.ops.regularised_adamw import Penalty
@@ -300,6 +301,7 @@ def train(
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
     run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
+    warn_of_slow_dtype(config.dtype, run.device)
     with _prepared(model, config, run.device):
         try:
             return run.execute(resume, description or run.objective.name)

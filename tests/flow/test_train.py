@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -84,6 +85,16 @@ def test_training_lowers_the_loss_and_reports_every_step() -> None:
     assert report.tokens == 20 * 4 * 16
     assert not model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dtype_that_this_machine_lacks_is_warned_of_before_the_first_step(
+    dtype: Literal["float32", "bfloat16"], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "some-cpu"})
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model("llama"), samples(), replace(CONFIG, dtype=dtype), InterruptAt(1))
+    assert ("has no bfloat16 arithmetic" in capsys.readouterr().err) is (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])

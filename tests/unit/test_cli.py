@@ -420,6 +420,16 @@ def test_eval_measures_and_annotates(pruned: Path, tmp_path: Path) -> None:
     annotate_checkpoint(pruned, quality={})
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eval_warns_of_a_dtype_that_this_machine_lacks(
+    checkpoint: Path, text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"architecture": "some-cpu"})
+    result = run("eval", checkpoint, "--ppl", text, "--max-tokens", "256", "--protocol", "ppl-128", "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert ("has no bfloat16 arithmetic" in result.stderr) is (dtype == "bfloat16")
+
+
 def test_eval_refuses_the_training_text(pruned: Path, text: Path) -> None:
     """Windows of 16 tokens are too short to be recognised, so this run has longer ones."""
     folder = pruned.with_name("longer")

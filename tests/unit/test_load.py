@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM
 from pyprune.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for
-from pyprune.load import annotate_checkpoint, atomic_folder, load_model, read_pruning_json, save_checkpoint
+from pyprune.load import (
+    annotate_checkpoint,
+    atomic_folder,
+    load_model,
+    read_pruning_json,
+    save_checkpoint,
+    warn_of_slow_dtype,
+)
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from tests._support.compare import assert_same_logits
@@ -398,3 +405,22 @@ assert not any(name.startswith("pyprune") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)
     assert AutoModelForCausalLM.from_pretrained(out).config.head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("known", "dtype", "device", "warns"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, "bfloat16", "cpu", True),
+        ({"avx512_bf16": True}, "bfloat16", "cpu", False),
+        ({"neon": True, "bf16": True}, "bfloat16", "cpu", False),
+        ({"avx2": True}, "float32", "cpu", False),
+        ({"avx2": True}, "bfloat16", "meta", False),
+    ],
+)
+def test_bfloat16_without_instructions_for_it_is_warned_of(
+    known: dict[str, Any], dtype: str, device: str, warns: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "some-cpu", **known})
+    warn_of_slow_dtype(dtype, torch.device(device))
+    assert ("this CPU (some-cpu) has no bfloat16 arithmetic" in capsys.readouterr().err) is warns
