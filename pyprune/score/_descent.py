@@ -20,6 +20,7 @@ weights stay zero.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -33,8 +34,10 @@ from pyprune.score._gradients import GradientReport, Summed, take_gradients
 from pyprune.score._memory import measured
 from pyprune.score.base import ScoreError, Scoring
 
-STALL = 10
-"""Steps without a smaller residual that are called a stall; one or two larger ones are usual on the way."""
+RECENT = 10
+"""How many of the last steps tell whether a run goes round."""
+USUAL_RISES = 2
+"""So many of them may leave a larger residual than the step before; of steps that are too long, 3 to 7 were seen to."""
 
 
 def wide_zeros(param: NamedParam) -> Tensor:
@@ -132,10 +135,10 @@ class Descent:
         return report
 
     @property
-    def stalled(self) -> bool:
-        """Whether the last steps came no nearer: they are too long for the loss's curvature, and go round."""
-        recent, earlier = self.residuals[-STALL:], self.residuals[:-STALL]
-        return bool(earlier) and min(recent) >= min(earlier)
+    def rises(self) -> int:
+        """How many of the last steps left a larger residual than the step before."""
+        recent = self.residuals[-RECENT - 1 :]
+        return sum(after > before for before, after in itertools.pairwise(recent))
 
     @property
     def converged(self) -> bool:
@@ -167,10 +170,10 @@ def score_by_descent(run: Scoring) -> None:
 def _advice(descent: Descent) -> str:
     if descent.config.redraw:
         return "Set moreau.redraw to false, for new noise never settles, and use more moreau.steps."
-    if descent.stalled:
+    if descent.rises > USUAL_RISES:
         return (
-            f"The last {STALL} steps came no nearer, so they are too long for the loss's curvature: use a smaller "
-            "moreau.gamma, or a smaller moreau.rho, which keeps the minimiser near."
+            f"{descent.rises} of the last {RECENT} steps led away from it, so they are too long for the loss's "
+            "curvature: use a smaller moreau.gamma, or a smaller moreau.rho, which keeps the minimiser near."
         )
     return "Use more moreau.steps or a larger moreau.gamma."
 
