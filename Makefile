@@ -19,6 +19,10 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 
 SANITIZED := build/sanitize
 
+# Container images often set it. Nothing compiled is kept then, and every process that imports torch, Transformers or vLLM
+# reads thousands of sources first: a start of vLLM takes three minutes in place of one.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test sanitize setup lint types bench-ops bench-optimizer lock clean
 
 demo: setup

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pyprune.serving.engines import engine_environment
 from tests._support.served import NEW_TOKENS, TOP, Answer
 
-START_S, STOP_S, ANSWER_S = 240.0, 60.0, 120.0
+START_S, STOP_S, ANSWER_S = 400.0, 60.0, 120.0
 OPTIONS = ("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256")
 
 

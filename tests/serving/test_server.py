@@ -29,7 +29,7 @@ from tests._support.server import Server
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 

@@ -39,7 +39,7 @@ from tests._support.tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.serving,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 
@@ -98,7 +98,7 @@ def _run_vllm(models: list[Path], damaged: list[Path]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         env=engine_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        timeout=380,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
