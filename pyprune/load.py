@@ -186,19 +186,24 @@ def accelerator_name(device: str) -> str | None:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else None
 
 
-def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
-    """Say on stderr that a CPU has no bfloat16 arithmetic when it is to compute in bfloat16.
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether a device has bfloat16 arithmetic; True where torch cannot tell (other devices, older releases).
 
-    torch (2.13) then takes four to five times as long for a product of matrices as in float32.
+    A CPU without it takes four to five times as long for a product of matrices in bfloat16 as in float32 (torch 2.13).
     """
-    read = getattr(torch.cpu, "get_capabilities", None)  # the oldest torch that pyprune runs on cannot tell
-    if dtype != "bfloat16" or device.type != "cpu" or read is None:
-        return
+    read = getattr(torch.cpu, "get_capabilities", None)
+    if device.type != "cpu" or read is None:
+        return True
     known = read()
-    if not any(known.get(name) for name in BFLOAT16_INSTRUCTIONS):
+    return any(known.get(name) for name in BFLOAT16_INSTRUCTIONS)
+
+
+def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
+    """Say on stderr that bfloat16 is slow on this CPU, when it is what is computed in."""
+    if dtype == "bfloat16" and not computes_bfloat16(device):
         console().print(
-            f"Warning: this CPU ({known.get('cpu_name', known['architecture'])}) has no bfloat16 arithmetic, so that "
-            "bfloat16 takes several times as long as float32; set dtype to float32 if time counts.",
+            "Warning: this CPU has no bfloat16 arithmetic, so that bfloat16 takes several times as long as float32; "
+            "set dtype to float32 if time counts.",
             style="yellow",
             highlight=False,
         )

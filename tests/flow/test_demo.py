@@ -53,7 +53,7 @@ def out(inputs: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> P
     folder.mkdir()
     (folder / "metrics.json").write_text("{}")
     (folder / "old.txt").write_text("a former run")
-    done = demo("--out", folder, *inputs)
+    done = demo("--out", folder, "--dtype", "float32", *inputs)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "TI" in done.stdout
     assert "direct removal" in done.stdout
@@ -106,6 +106,18 @@ def test_both_checkpoints_load(out: Path, metrics: dict[str, Any]) -> None:
         model, tokenizer = load_model(out / name)
         assert sum(p.numel() for p in model.parameters()) == metrics[f"{name}_parameters"]
         assert tokenizer is not None
+
+
+def test_everything_is_in_the_dtype_that_was_asked_for(out: Path, metrics: dict[str, Any]) -> None:
+    for arm in metrics["details"]["arms"].values():
+        assert arm["config"]["elder"]["train"]["dtype"] == arm["config"]["finetune"]["dtype"] == "float32"
+    assert {json.loads((out / name / "config.json").read_text())["dtype"] for name in ("dense", "pruned")} == {
+        "float32"
+    }
+    text = (out / "report.md").read_text()
+    assert "float32 compute" in text
+    assert "float32 weights" in text
+    assert "bfloat16" not in text
 
 
 def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:

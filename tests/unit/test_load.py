@@ -421,6 +421,6 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
     known: dict[str, Any], dtype: str, device: str, warns: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "some-cpu", **known})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
     warn_of_slow_dtype(dtype, torch.device(device))
-    assert ("this CPU (some-cpu) has no bfloat16 arithmetic" in capsys.readouterr().err) is warns
+    assert ("this CPU has no bfloat16 arithmetic" in capsys.readouterr().err) is warns
