@@ -227,10 +227,8 @@ class Demo:
         """Stage 1: learn the gates once; every arm removes these layers."""
         from pyprune.pipeline import make_plan
 
-        base = preset("elder-recommended")
-        config = replace(base, ratio=self.settings.ratio, elder=replace(base.elder, gates=self.settings.gates))
         beginnings = self.samples.input_ids[:, : self.settings.gate_sequence_length]
-        return make_plan(self.model, beginnings, config)
+        return make_plan(self.model, beginnings, choice(self.settings))
 
     def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, Outcome]:
         """Train and cut a copy of the dense model; then measure it."""
@@ -304,6 +302,13 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     folder, file = packaged_gguf(PACKAGE)
     loaded, tokenizer = load_model(folder, gguf_file=file)
     return MODEL_NAME, loaded, tokenizer
+
+
+def choice(settings: Settings) -> PruneConfig:
+    """The options of stage 1."""
+    base = preset("elder-recommended")
+    training = replace(base.elder.train, dtype=settings.dtype)
+    return replace(base, ratio=settings.ratio, elder=replace(base.elder, gates=settings.gates, train=training))
 
 
 def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:

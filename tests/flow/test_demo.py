@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.end_to_end import Settings, choice
 from pyprune.load import load_model, read_pruning_json, save_checkpoint
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
@@ -118,6 +120,7 @@ def test_everything_is_in_the_dtype_that_was_asked_for(out: Path, metrics: dict[
     assert "float32 compute" in text
     assert "float32 weights" in text
     assert "bfloat16" not in text
+    assert choice(replace(Settings(), dtype="float32")).elder.train.dtype == "float32"
 
 
 def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:
