@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -557,8 +558,11 @@ def _work_folder(out: Path) -> Path:
 
 
 def _holds_training(folder: Path) -> bool:
-    """Whether training has left a state in a work folder."""
-    return any(folder.glob("*/**/state.json"))
+    """Whether training has left a state in a work folder.
+
+    Path.glob fails on a folder that another process renames while it looks; os.walk goes past it.
+    """
+    return any("state.json" in names for _, _, names in os.walk(folder))
 
 
 class _WorkFolder:
