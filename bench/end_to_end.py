@@ -304,29 +304,29 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     return MODEL_NAME, loaded, tokenizer
 
 
-def choice(settings: Settings) -> PruneConfig:
-    """The options of stage 1."""
+def recommended(settings: Settings) -> PruneConfig:
+    """The package's default, with the demo's share of the layers and its dtype."""
     base = preset("elder-recommended")
     training = replace(base.elder.train, dtype=settings.dtype)
-    return replace(base, ratio=settings.ratio, elder=replace(base.elder, gates=settings.gates, train=training))
+    return replace(base, ratio=settings.ratio, elder=replace(base.elder, train=training))
+
+
+def choice(settings: Settings) -> PruneConfig:
+    """The options of stage 1."""
+    base = recommended(settings)
+    return replace(base, elder=replace(base.elder, gates=settings.gates))
 
 
 def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
     """The five ways to remove ``layers``; the four that train do it with the same options on the same tokens."""
-    base = preset("elder-recommended")
+    base = recommended(settings)
     training: TrainConfig = replace(
         base.elder.train,
         steps=settings.steps,
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
-        dtype=settings.dtype,
     )
-    default = replace(
-        base,
-        ratio=settings.ratio,
-        elder=replace(base.elder, layers=layers, train=training),
-        finetune=training,
-    )
+    default = replace(base, elder=replace(base.elder, layers=layers, train=training), finetune=training)
     papers = preset("elder").elder
     published = replace(default.elder, schedule=papers.schedule, strength=papers.strength, norm=papers.norm)
     share = f"{base.elder.anneal_share:.0%}"

@@ -19,7 +19,7 @@ import typer
 
 from pyprune.errors import CheckpointError, ConfigError, PypruneError
 from pyprune.interrupts import termination_interrupts
-from pyprune.progress import console
+from pyprune.progress import console, warn
 
 if TYPE_CHECKING:
     from pyprune.evaluate import PerplexityResult
@@ -356,7 +356,7 @@ def _print_recovered(report: TrainReport, out: Path) -> None:
     rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
     print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
     for warning in report.warnings:
-        _say(f"Warning: {warning}", "yellow")
+        warn(warning)
     print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
 
 
@@ -692,7 +692,7 @@ def export(
     for reason in report.reasons:
         print(f"Not a stock architecture: {reason}")
     for warning in report.warnings:
-        _say(f"Warning: {warning}", "yellow")
+        warn(warning)
 
 
 @app.command()

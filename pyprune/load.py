@@ -38,7 +38,7 @@ from pyprune.errors import (
 )
 from pyprune.families import all_families, count_parameters
 from pyprune.plan import PrunePlan
-from pyprune.progress import console
+from pyprune.progress import warn
 
 RECORD_NAME = "pruning.json"
 CARD_NAME = "README.md"
@@ -201,11 +201,9 @@ def computes_bfloat16(device: torch.device) -> bool:
 def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
     """Say on stderr that bfloat16 is slow on this CPU, when it is what is computed in."""
     if dtype == "bfloat16" and not computes_bfloat16(device):
-        console().print(
-            "Warning: this CPU has no bfloat16 arithmetic, so that bfloat16 takes several times as long as float32; "
-            "set dtype to float32 if time counts.",
-            style="yellow",
-            highlight=False,
+        warn(
+            "this CPU has no bfloat16 arithmetic, so that bfloat16 takes several times as long as float32; "
+            "set dtype to float32 if time counts."
         )
 
 

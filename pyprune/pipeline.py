@@ -37,7 +37,7 @@ from pyprune.load import (
 from pyprune.marks import marked_passages, training_marks, unguarded
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
-from pyprune.progress import console
+from pyprune.progress import warn
 from pyprune.recover import finetune, recover
 from pyprune.registry import get_method
 from pyprune.regularise.base import PlanDecision, RunOptions
@@ -231,7 +231,7 @@ def _warn(result: PruneResult, warnings: Iterable[str]) -> None:
     found = list(warnings)
     result.warnings += found
     for warning in found:
-        console().print(f"Warning: {warning}", style="yellow", highlight=False)
+        warn(warning)
 
 
 def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, samples: Tensor) -> None:

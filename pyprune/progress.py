@@ -22,6 +22,11 @@ def console() -> Console:
     return _console
 
 
+def warn(text: str) -> None:
+    """Print a warning on stderr: yellow on a terminal, one line in a log, brackets left as they are."""
+    console().print(f"Warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Yield ``items`` while showing a progress bar on a terminal, or nothing but the final count in a log.
 

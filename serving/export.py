@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
-from pyprune.progress import console
+from pyprune.progress import warn
 from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import ARCHITECTURES
@@ -225,7 +225,7 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
             f"(it serves {', '.join(sorted(ARCHITECTURES))}); load it with Transformers."
         )
     for warning in serving_warnings(checkpoint.config):
-        console().print(f"Warning: {warning}", style="yellow", highlight=False)
+        warn(warning)
     return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
 
 
