@@ -259,7 +259,7 @@ def _example_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, config: 
     if not stream.examples:
         raise DataError(
             f"No record of {config.source!r} leaves a response to predict in {config.sequence_length} tokens (the "
-            "cutoff); raise sequence_length."
+            "cutoff); raise sequence_length, unless the records have no responses at all."
         )
     return stream
 

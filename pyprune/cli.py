@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from pyprune.errors import CheckpointError, ConfigError, PypruneError
+from pyprune.errors import CheckpointError, ConfigError, OutputError, PypruneError
 from pyprune.interrupts import termination_interrupts
 from pyprune.progress import console, warn
 
@@ -53,7 +53,7 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            _check_json_file(kwargs.get("json_file"))
+            _check_json_file(kwargs.get("json_file"), kwargs.get("out"))
             # Commands that keep training checkpoints write one before they end.
             with termination_interrupts() if "resume" in kwargs else nullcontext():
                 command(*args, **kwargs)
@@ -71,10 +71,13 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def _check_json_file(path: Any) -> None:
+def _check_json_file(path: Any, *others: Any) -> None:
+    """Refuse before any work a file for the figures that cannot be written, or that is one of the other outputs."""
     if path is not None and path != "-":
         from pyprune.report import refuse_unwritable
 
+        if Path(path).resolve() in [Path(other).resolve() for other in others if other is not None]:
+            raise OutputError(f"--json is {path}, where the command writes something else; name another file.")
         refuse_unwritable(Path(path))
 
 
@@ -89,13 +92,11 @@ def _kept(options: Mapping[str, Any]) -> str:
         return "Nothing was changed."
     if Path(out).is_file():
         return f"What was finished is in {out}: the same command goes on from there."
-    kept = Path(out).absolute().with_name(f".{Path(out).name}.work")
-    return (
-        f"{out} was not written. Training checkpoints that were saved are kept: "
-        "the same command with --resume continues from them."
-        if "resume" in options and (kept / "run.json").is_file()
-        else f"{out} was not written."
-    )
+    from pyprune.pipeline import kept_of_a_run
+
+    kept = kept_of_a_run(out) if "resume" in options else None
+    goes_on = f" What it had reached is kept ({kept}): the same command with --resume goes on from there."
+    return f"{out} was not written.{goes_on if kept else ''}"
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -246,9 +247,13 @@ def prune(
         "trust_remote_code": trust_remote_code,
     }
     if dry_run:
-        found = pipeline.plan_for(model, options, **source)
-        _say(found.summary(), "bold")
-        print(found.to_json())
+        found = pipeline.decision_for(model, options, **source)
+        _say(found.plan.summary(), "bold")
+        for warning in found.warnings:
+            warn(warning)
+        for note in found.notes:
+            _say(f"Note: {note}", "dim")
+        print(found.plan.to_json())
     elif out is not None:
         _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
 
@@ -584,6 +589,7 @@ def robustness(
         return
     if model is None:
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
+    _check_json_file(json_file, out.with_suffix(".md"))
     from pyprune.load import load_model
     from pyprune.robustness import RobustnessConfig, check_robustness
     from pyprune.sources import check_source

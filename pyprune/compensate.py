@@ -53,7 +53,8 @@ class CompensationReport:
             return ["THE BIAS COMPENSATION HAD NO EFFECT: no block that stays loses heads or FFN channels."]
         found = [
             f"Bias compensation: the output projections of {self.blocks} blocks carry the mean of what they lose "
-            f"({self.tokens:,} calibration tokens; {self.added_parameters:,} new bias parameters)."
+            f"({self.tokens:,} calibration tokens; {self.added_parameters:,} new bias parameters, which lower the "
+            "share removed)."
         ]
         if self.skipped:
             found.append(

@@ -530,6 +530,11 @@ class ScoreConfig(Config):
             found,
         )
         _require(
+            set(self.axes) != {"hidden"} or (self.layers, self.first_layer, self.last_layer) == ((), 0, -1),
+            "axes is ['hidden'], whose channels run through every layer; leave layers, first_layer and last_layer out.",
+            found,
+        )
+        _require(
             self.normalise == "none" or self.ranking == "global",
             f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none.",
             found,

@@ -135,7 +135,7 @@ def load_model(
         options["gguf_file"] = gguf_file
     with _actionable(source):
         if gguf_file is None:
-            _check_model_type(AutoConfig.from_pretrained(source, **options))
+            _check_model_type(_config_of(source, **options))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], output_loading_info=True, **options
         )
@@ -157,7 +157,7 @@ def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_r
     """
     source = str(path_or_id)
     with _actionable(source):
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        config = _config_of(source, revision=revision, trust_remote_code=trust_remote_code)
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else None
 
@@ -256,6 +256,14 @@ def _check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
         raise CheckpointError(f"{folder} has no config.json; it is not a checkpoint folder.")
     if (folder / RECORD_NAME).exists():
         read_pruning_json(folder, verify_files=verify)
+
+
+def _config_of(source: str, **options: Any) -> Any:
+    try:
+        return AutoConfig.from_pretrained(source, **options)
+    except (AttributeError, TypeError) as error:
+        # Only config.json is read here: this is what Transformers makes of a list where a mapping belongs.
+        raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
 
 
 def _check_model_type(config: Any) -> None:

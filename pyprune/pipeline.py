@@ -270,18 +270,31 @@ def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: Pr
     return _decide(model, _ids(samples), config, None).plan
 
 
-def plan_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PrunePlan:
+def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PlanDecision:
     """Load a model and its calibration text and decide a plan; nothing is written.
 
     Args:
         model_id: folder or hub id of a dense model.
         config: every option.
         source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
+
+    Returns:
+        The plan, with the notes and warnings that a cut by it would come with.
     """
     config.validate()
     _check_sources(config)
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
-    return make_plan(model, draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES), config)
+    samples = _ids(draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES))
+    decision = _decide(model, samples, config, None)
+    if config.stages.prune:
+        _check_target(model, config, decision.plan)
+    if not config.compensates:
+        return decision
+    note = (
+        "The plan holds no biases: those of the bias compensation are made when it is cut, also in a replay (--plan) "
+        "with score.compensate=true."
+    )
+    return replace(decision, notes=(*decision.notes, note))
 
 
 def teacher_dtype(config: RecoverConfig) -> str:
@@ -416,7 +429,7 @@ def _new_decision(
 ) -> PlanDecision:
     if config.plan is not None:
         note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
-        return PlanDecision(read_plan(config.plan), notes=(note,))
+        return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_compensation(config)))
     if config.method == "none":
         raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
     started = time.monotonic()
@@ -443,6 +456,20 @@ def read_plan(path: str | Path) -> PrunePlan:
     return PrunePlan.from_json(text)
 
 
+def _lost_compensation(config: PruneConfig) -> list[str]:
+    """A checkpoint with bias compensation, whose plan is replayed without it."""
+    folder = Path(str(config.plan))
+    if config.compensates or not folder.is_dir():
+        return []
+    decided = read_pruning_json(folder).provenance.get("report", {}).get("decision", {})
+    if "compensation" not in decided:
+        return []
+    return [
+        f"THE BIAS COMPENSATION OF {folder} IS NOT REPLAYED: the plan says what stays, not the biases. Turn on "
+        "score.compensate to make them anew from this run's calibration text."
+    ]
+
+
 def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> None:
     """Find out before hours of training, not after, that no architecture takes the sizes or the biases."""
     target = target_of(model, config, plan)
@@ -450,7 +477,8 @@ def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) 
         raise ConfigError(
             f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "
             + "; ".join(target.reasons)
-            + ". Use other sizes, or target 'auto' for the pruned architecture."
+            + ". Use the same widths in every layer (score.uniform), other sizes, or target 'auto' for the pruned "
+            "architecture."
         )
 
 
@@ -541,10 +569,18 @@ def _target_ratio(config: PruneConfig) -> float | None:
     return config.dress.target_preserved_ratio if config.method == "dress" else None
 
 
-def interrupted_run(out: str | Path, config: Config) -> bool:
-    """Whether an interrupted run of these options, whose training had begun, can be resumed to ``out``."""
+def kept_of_a_run(out: str | Path) -> str | None:
+    """What an interrupted run to ``out`` has kept to go on from, in words; None without any of it."""
     folder = _work_folder(Path(out))
-    if not _holds_training(folder):
+    found = ["training checkpoints"] if _holds_training(folder) else []
+    found += ["its plan"] if (folder / "decision.json").is_file() else []
+    return " and ".join(found) or None
+
+
+def interrupted_run(out: str | Path, config: Config) -> bool:
+    """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
+    folder = _work_folder(Path(out))
+    if kept_of_a_run(out) is None:
         return False
     try:
         kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -568,25 +604,27 @@ def _holds_training(folder: Path) -> bool:
 class _WorkFolder:
     """The hidden folder beside the output that keeps what an interrupted run has reached.
 
-    A ``with`` block removes it when the run is complete, and after an error that left nothing to go on from.
+    A ``with`` block removes it when the run is complete, and when it was stopped with nothing to go on from. After a
+    ConfigError that is also where there is a plan alone: other options need another one.
 
     Raises:
         ConfigError: ``resume`` without a kept run, or with other options than the kept run's.
         CheckpointError: what is kept is damaged.
-        OutputError: the folder cannot be written, or holds training checkpoints that nobody asked to drop.
+        OutputError: the folder cannot be written, or holds a plan or training checkpoints that nobody asked to drop.
     """
 
     def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool) -> None:
+        self.out = out
         self.path = _work_folder(out)
         self.resume = resume
         identity = {**source, "config": config.to_dict()}
         if resume:
             self._check_same(identity)
             return
-        if not overwrite and _holds_training(self.path):
+        if not overwrite and (kept := kept_of_a_run(out)):
             raise OutputError(
-                f"An interrupted run is kept in {self.path}. Give --resume to go on with it, or --overwrite to drop it "
-                "and start anew."
+                f"An interrupted run has kept {kept} in {self.path}. Give --resume to go on with it, or --overwrite to "
+                "drop it and start anew."
             )
         with disk_errors(out):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -597,12 +635,9 @@ class _WorkFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or (isinstance(error, PypruneError) and not self._reached()):
+        reached = _holds_training(self.path) if isinstance(error, ConfigError) else kept_of_a_run(self.out)
+        if error is None or (isinstance(error, PypruneError | KeyboardInterrupt) and not reached):
             shutil.rmtree(self.path, ignore_errors=True)
-
-    def _reached(self) -> bool:
-        """Whether there is anything to go on from."""
-        return _holds_training(self.path) or (self.path / "decision.json").exists()
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         temporary = self.path / f"{name}.part"

@@ -1,7 +1,8 @@
 """From a preset, a recipe file and single settings to one validated PruneConfig.
 
-Later sources win: preset, then recovery, then recipe, then options by name, then ``key.path=value`` settings. A recipe
-is YAML or JSON with the layout of :class:`pyprune.config.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
+Later sources win: preset, then the recovery that a recipe names, then the recipe itself, then a recovery that is asked
+for beside it, then options by name, then ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
+:class:`pyprune.config.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
 Without a recipe and without a preset, the method's own default preset is the start; a recipe without one starts from
 the plain defaults. `pyprune recover` reads :class:`pyprune.config.RecoverRunConfig` in the same way.
 """
@@ -27,15 +28,19 @@ def build_config(
     """Compose the options of ``pyprune prune``.
 
     Args:
-        preset: name of a preset; it wins over the recipe's own ``preset`` key.
-        recovery: name of a recovery to follow the cut; it wins over the recipe's own ``recovery`` key.
+        preset: name of a preset to start from; it wins over the recipe's own ``preset`` key, and what else the recipe
+            says wins over it.
+        recovery: name of a recovery to follow the cut; it wins over everything that the recipe says of recovery.
         recipe: path of a YAML or JSON file.
         options: dotted name -> value, for example {"ratio": 0.25, "data.samples": 128}; None values are left out.
         settings: "dotted.name=value" texts; the value is read as YAML.
 
     Raises:
-        ConfigError: an unreadable recipe, an unknown preset or option, or values that are not allowed.
+        ConfigError: an unreadable recipe, an unknown preset or option, values that are not allowed, or a preset of
+            another method than the recipe's.
     """
+    from pyprune.recovery_presets import prune_options
+
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
@@ -43,11 +48,25 @@ def build_config(
         start = preset_options(preset or str(named))
     else:
         start = {} if recipe is not None else default_options(chosen)
-    if recovery or recovers:
-        from pyprune.recovery_presets import prune_options
-
-        start = merge(start, prune_options(recovery or str(recovers)))
+    if preset:
+        _refuse_other_method(preset, start, data, chosen)
+    if recovers:
+        start = merge(start, prune_options(recovers))
+    if recovery:
+        data = merge(data, prune_options(recovery))
     return PruneConfig.from_dict(merge(merge(start, data), chosen))
+
+
+def _refuse_other_method(
+    preset: str, start: Mapping[str, Any], recipe: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> None:
+    """A recipe's method would win over the preset that was asked for, which then did little of what its name says."""
+    method = recipe.get("method", start["method"])
+    if "method" not in chosen and method != start["method"]:
+        raise ConfigError(
+            f"The preset {preset!r} is of the method {start['method']!r}, the recipe says method {method!r}; leave one "
+            f"of them out, or name the method too (method={start['method']})."
+        )
 
 
 def build_recovery(
@@ -160,6 +179,15 @@ def nested(name: str, value: Any) -> dict[str, Any]:
     """Return {"a": {"b": value}} for the dotted name "a.b"."""
     first, dot, rest = name.partition(".")
     return {first.strip(): nested(rest, value) if dot else value}
+
+
+def dotted_names(data: Mapping[str, Any]) -> list[str]:
+    """Return ["a.b", "c"] for {"a": {"b": 1}, "c": 2}: the names of all values."""
+    found: list[str] = []
+    for name, value in data.items():
+        below = dotted_names(value) if isinstance(value, Mapping) else []
+        found += [f"{name}.{inner}" for inner in below] or [name]
+    return found
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,13 +37,13 @@ from typing_extensions import override
 from pyprune.calibrate import check_sequence_length, sample_sequences
 from pyprune.config import Config, DataConfig, PruneConfig, ScoreAxis
 from pyprune.decide import share_of_parameters
-from pyprune.errors import CheckpointError, ConfigError, did_you_mean
+from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean
 from pyprune.evaluate import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.families import family_for, parameter_shapes
 from pyprune.mask import mask_, restored
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
-from pyprune.recipe import build_config
+from pyprune.recipe import build_config, dotted_names, parse_setting
 from pyprune.registry import get_method
 from pyprune.report import Cell, Report, Table, refuse_unwritable, to_markdown, write_text
 from pyprune.score.base import ScoreMethod, Scoring, ranking_of, score_spread
@@ -54,6 +54,12 @@ METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
 """What every method reads unless the options say otherwise, whatever its preset does: only so are they comparable."""
+
+OPEN_OPTIONS = ("data", "hidden_multiple", "loraprune", "moreau", "score")
+"""What every method may be told, by its first name; nothing else of the options of `pyprune prune` is read here."""
+
+OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
+"""Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
 
 Json = dict[str, Any]
 
@@ -107,8 +113,10 @@ class RobustnessConfig(Config):
         """The complete options of a method, but for the ratio and the calibration seed.
 
         Raises:
-            ConfigError: an unknown option, or scoring in several rounds.
+            ConfigError: an unknown option, one that the comparison sets itself or does not read, or scoring in several
+                rounds.
         """
+        self._refuse_own_options()
         given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
@@ -125,6 +133,17 @@ class RobustnessConfig(Config):
             draws = noise.draws * (noise.steps if noise.redraw else 1)
             found = replace(found, moreau=replace(found.moreau, draws=draws, sigma=noise.sigma, seed=noise.seed))
         return found
+
+    def _refuse_own_options(self) -> None:
+        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
+        for name in given:
+            if name in OWN_OPTIONS:
+                own = OWN_OPTIONS[name]
+                raise ConfigError(f"{name} is what robustness sets itself, for every row of its tables; use --{own}.")
+            if name.partition(".")[0] not in OPEN_OPTIONS:
+                raise ConfigError(
+                    f"robustness does not read the option {name}; those of {', '.join(OPEN_OPTIONS)} may be set."
+                )
 
 
 @dataclass(frozen=True)
@@ -324,10 +343,13 @@ def check_robustness(
     Raises:
         ConfigError: invalid options, or a model that is not float32.
         DataError: text that cannot be used.
+        OutputError: ``out`` ends in .md, where the tables go.
         CheckpointError: ``out`` exists and is no such file.
         PypruneError: whatever stops a stage; what was finished is kept.
     """
     config.validate()
+    if out is not None and out.suffix == ".md":
+        raise OutputError(f"{out} is where the tables go; give the rows another name, for example .jsonl.")
     kept = _Kept(out)
     texts = [evaluation_text(tokenizer, source) for source in config.texts]
     with restored(model) as originals:
@@ -360,6 +382,7 @@ class _Bench:
     def result(self) -> RobustnessResult:
         """Do what is missing, then put it together."""
         config = self.config
+        self._check_goals()
         self.use(DENSE)
         total = len(config.seeds) * len(config.methods) * len(self.names)
         unpruned = {(t.source, v): self.perplexity(None, v, t) for v in self.names for t in self.texts}
@@ -388,6 +411,13 @@ class _Bench:
         )
         reports = tuple(self.report_of(name) for name in self.names)
         return RobustnessResult(config, rows, facts, reports, unpruned, self._conditions())
+
+    def _check_goals(self) -> None:
+        """Find out before anything is computed that a ratio cannot be reached or a text is too long."""
+        for options in self.methods.values():
+            check_sequence_length(self.model.config, options.data.sequence_length)
+            for ratio in self.config.ratios:
+                ranking_of(self.model, replace(options, ratio=ratio)).check_goal()
 
     def _row(
         self,
@@ -494,7 +524,6 @@ class _Bench:
         """The calibration samples that a method reads, int64 [N, T], none of them part of a test text."""
         data = config.data
         if data not in self.samples:
-            check_sequence_length(self.model.config, data.sequence_length)
             reserved = [text.spans for text in self.texts]
             self.samples[data] = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
         return self.samples[data]

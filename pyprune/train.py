@@ -242,6 +242,15 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
     return 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+def _warm_up_warnings(config: TrainConfig) -> list[str]:
+    if config.warmup_steps < config.steps:
+        return []
+    return [
+        f"The warm-up of {config.warmup_steps} steps takes the whole run of {config.steps}: the learning rate rises to "
+        "the end and never falls; lower warmup_steps."
+    ]
+
+
 def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 2048) -> int:
     """The largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
     fits = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m * sequence_length <= max_tokens]
@@ -301,6 +310,7 @@ def train(
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
     run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
+    run.report.warnings += _warm_up_warnings(config)
     warn_of_slow_dtype(config.dtype, run.device)
     with _prepared(model, config, run.device):
         try:

@@ -92,16 +92,30 @@ class Ranking:
             ConfigError: the goal removes nothing, cannot be reached, or is not legal.
         """
         orders = [self._order(scores, before, layer, axis) for layer, axis in opened_places(self.scope)]
-        if self.score.counts:
-            counts = self._by_counts(orders, done)
-        elif self.scope.axes == ("hidden",):
-            counts = self._hidden_by_ratio(orders, done)
-        else:
-            self._check_unit()
-            counts = self._local(orders, done) if self.score.is_local else self._global(orders, done)
+        counts = self._counts(orders, done)
         if done == 1 and not any(counts.values()):
             self._refuse_nothing(orders)
         return self._remove(orders, counts)
+
+    def check_goal(self) -> None:
+        """Find out before any scoring what no scores could mend.
+
+        Raises:
+            ConfigError: the goal cannot be reached, or is not legal.
+        """
+        alike = StructureScores(self.scope, "sum")
+        for layer, axis in opened_places(self.scope):
+            alike.add_structures(layer, axis, "unit", torch.zeros(self.scope.units(axis)))
+        orders = [self._order(alike, self.identity, layer, axis) for layer, axis in opened_places(self.scope)]
+        self._counts(orders, Fraction(1))
+
+    def _counts(self, orders: Sequence[Order], done: Fraction) -> Counts:
+        if self.score.counts:
+            return self._by_counts(orders, done)
+        if self.scope.axes == ("hidden",):
+            return self._hidden_by_ratio(orders, done)
+        self._check_unit()
+        return self._local(orders, done) if self.score.is_local else self._global(orders, done)
 
     def _refuse_nothing(self, orders: Sequence[Order]) -> None:
         if self.score.counts:
@@ -373,5 +387,7 @@ class Ranking:
 def _standard(scores: Sequence[float]) -> tuple[float, ...]:
     values = torch.tensor(scores, dtype=torch.float64)
     known = values[torch.isfinite(values)]
+    if not known.numel():
+        return tuple(scores)  # logarithms of products of 0 alone, which go first as they are
     spread = known.std(unbiased=False)
     return tuple(((values - known.mean()) / (spread if spread > 0 else 1.0)).tolist())

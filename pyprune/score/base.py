@@ -201,6 +201,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     """
     config.validate()
     ranking = ranking_of(model, config)
+    ranking.check_goal()
     rounds = config.score.iterations
     plan = ranking.identity
     run = Scoring.of(model, samples, config)
@@ -214,7 +215,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
     notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
-    warnings += _shortfall(config, share)
+    warnings += _shortfall(ranking, share)
     if config.score.uniform:
         notes += _uniform_notes(config, plan)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
@@ -237,13 +238,21 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
     return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
 
 
-def _shortfall(config: PruneConfig, share: float) -> list[str]:
+def _shortfall(ranking: Ranking, share: float) -> list[str]:
+    config = ranking.config
     if config.score.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
         return []
+    if config.score.is_local or config.score.axes == ("hidden",):
+        why = "every further step is larger than what is left of the goal"
+        closer = ["smaller steps (score.ffn_multiple, hidden_multiple)", "the ranking 'global'", "more open layers"]
+    else:
+        why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
+        closer = ["smaller steps (score.ffn_multiple)", "the ranking 'local', which goes on with smaller steps"]
+    if "heads" in config.score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
+        closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     return [
-        f"ONLY {share:.2%} OF THE PARAMETERS GO, {config.ratio:.2%} were asked for: every further step is larger than "
-        "what is left of the goal. Smaller steps (score.ffn_multiple, hidden_multiple), the ranking 'global' or more "
-        "open layers come closer."
+        f"ONLY {share:.2%} OF THE PARAMETERS GO, {config.ratio:.2%} were asked for: {why}. What may come closer: "
+        f"{'; '.join(closer)}."
     ]
 
 

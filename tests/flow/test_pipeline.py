@@ -19,7 +19,7 @@ from pyprune.families import family_for
 from pyprune.load import load_model, read_pruning_json
 from pyprune.marks import assert_not_trained_on
 from pyprune.mask import masked
-from pyprune.pipeline import make_plan, plan_for, prune, prune_
+from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
@@ -197,6 +197,42 @@ def test_the_model_that_is_read_is_never_replaced(model_folder: Path, text: Path
     assert (model_folder / "model.safetensors").read_bytes() == before
 
 
+def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have taken hours; training had not begun."""
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    work = tmp_path / ".out.work"
+    settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
+    for stopped_at, reached in (("_decide", False), ("_cut", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"pyprune.pipeline.{stopped_at}", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                prune(model_folder, settings, out=tmp_path / "out")
+        assert (work / "decision.json").exists() == work.exists() == reached
+    with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to go on with it, or --overwrite"):
+        prune(model_folder, settings, out=tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.pipeline._new_decision", lambda *_: pytest.fail("decided again"))
+        prune(model_folder, settings, out=tmp_path / "out", resume=True)
+    assert not work.exists()
+
+
+def test_sizes_that_no_stock_architecture_takes_leave_nothing_in_the_way(
+    model_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    """The same plan would be refused again, so that nobody could resume it."""
+    unequal = {"method": "random", "ratio": 0.2, "ratio_of": "parameters", "target": "stock", "stages": {"before": []}}
+    with pytest.raises(ConfigError, match=r"no stock architecture takes these sizes.*score\.uniform"):
+        prune(model_folder, config(text, **unequal), out=tmp_path / "out")
+    assert not (tmp_path / ".out.work").exists()
+    with pytest.raises(ConfigError, match="no stock architecture takes these sizes"):
+        decision_for(model_folder, config(text, **unequal))
+
+
 def test_a_refusal_leaves_nothing_behind(model_folder: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="removes nothing"):
         prune(model_folder, config(text, method="random", ratio=1e-4, stages={"before": []}), out=tmp_path / "out")
@@ -262,7 +298,7 @@ def test_resuming_nothing_is_an_error(model_folder: Path, text: Path, tmp_path: 
 
 
 def test_plans_are_replayed_from_files_and_checkpoints(model_folder: Path, text: Path, tmp_path: Path) -> None:
-    plan = plan_for(model_folder, config(text))
+    plan = decision_for(model_folder, config(text)).plan
     (tmp_path / "plan.json").write_text(plan.to_json())
     direct = {"method": "none", "stages": {"before": []}}
     first = prune(model_folder, config(text, plan=str(tmp_path / "plan.json"), **direct), out=tmp_path / "a")

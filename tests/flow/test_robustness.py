@@ -305,12 +305,53 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
         ({"adapter": Adapter(rank=0, size=2.0, seed=-1)}, "rank is 0"),
         ({"settings": ("score.iterations=2",)}, "one round"),
         ({"settings": ("score.ranking=local", "score.heads=3", "score.ffn=20")}, "one round"),
-        ({"settings": ("scor.axes=[ffn]",)}, "Did you mean 'score'"),
+        ({"settings": ("score.rankin=local",)}, "Did you mean 'ranking'"),
+        ({"settings": ("method=wanda",)}, "method is what robustness sets itself.*use --methods"),
+        ({"settings": ("data.seed=7",)}, "use --seeds"),
+        ({"settings": ("score.axes=[ffn]",)}, "use --axes"),
+        ({"options": {"ratio": 0.5}}, "use --ratios"),
+        ({"settings": ("dtype=bfloat16",)}, "does not read the option dtype"),
+        ({"settings": ("recover.train.steps=2",)}, "does not read the option recover.train.steps"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], words: str, texts: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=words):
         run(config(texts, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"ratios": (0.1, 0.9)}, ConfigError, "ratio 0.9 cannot be reached"),
+        ({"settings": ("score.first_layer=9",)}, ConfigError, "no range of the model's layers"),
+        ({"settings": ("data.sequence_length=4096",)}, DataError, "4096"),
+    ],
+)
+def test_what_no_score_could_mend_is_found_before_anything_is_computed(
+    changes: dict[str, Any], error: Any, words: str, texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "evaluate_perplexity", lambda *_, **__: pytest.fail("something was measured"))
+    with pytest.raises(error, match=words):
+        run(config(texts, **changes))
+
+
+@pytest.mark.parametrize(
+    ("out", "figures", "words"),
+    [
+        ("rows.md", "figures.json", "is where the tables go"),
+        ("rows.jsonl", "rows.jsonl", "writes something else"),
+        ("rows.jsonl", "rows.md", "writes something else"),
+    ],
+)
+def test_no_output_replaces_another(
+    out: str, figures: str, words: str, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    more = ["--out", str(tmp_path / out), "--json", str(tmp_path / figures)]
+    done = CliRunner().invoke(app, arguments(texts, folder, *more))
+    assert done.exit_code == ERROR_CODE
+    assert words in " ".join(done.stderr.split())
+    assert not (tmp_path / out).exists()
 
 
 def test_a_file_of_something_else_is_left_alone(texts: tuple[Path, Path], tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_dry_run_prints_the_plan(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["prune", str(folder), "--method", "magnitude", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model_type"] == "llama"
+    assert "% of the parameters go" in result.stderr
+
+
+def test_dry_run_warns_as_the_cut_would(text: Path, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    arguments = ["prune", str(folder), "--method", "flap", "--calibration", str(text), "--samples", "4"]
+    arguments += ["--sequence-length", "64", "--set", "score.axes=[heads]", "--ratio", "0.06", "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "Warning: ONLY" in said
+    assert "The plan holds no biases" in said
+    assert json.loads(result.stdout)["model_type"] == "llama"
 
 
 def test_the_cut_is_what_the_masked_model_was_and_recovery_follows(text: Path, tmp_path: Path) -> None:
@@ -187,6 +200,10 @@ def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: 
     replayed = replace(base, method="none", plan=str(tmp_path / "plain"), score=replace(base.score, compensate=True))
     result = prune(folder, replayed, out=tmp_path / "out")
     assert any("Bias compensation" in note for note in result.notes)
+    lost = "THE BIAS COMPENSATION OF"
+    assert not any(lost in warning for warning in result.warnings)
+    again = replace(base, method="none", plan=str(tmp_path / "out"))
+    assert any(lost in warning for warning in prune(folder, again, out=tmp_path / "again").warnings)
     record = read_pruning_json(tmp_path / "out")
     assert record.provenance["training_marks"]
     assert record.provenance["architecture"] == "LlamaForCausalLM"

@@ -127,6 +127,12 @@ def test_clipping_bounds_the_update() -> None:
     assert moved == pytest.approx(0.01, rel=1e-2)
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_warm_up_without_an_end_is_warned_of(steps: int) -> None:
+    report = train(tiny_model(), samples(2), replace(CONFIG, steps=steps, warmup_steps=2))
+    assert any("takes the whole run" in text for text in report.warnings) == (steps == 2)
+
+
 def test_schedules() -> None:
     linear = TrainConfig(steps=6, warmup_steps=2, decay="linear")
     factors = [learning_rate_factor(s, linear) for s in range(1, 7)]

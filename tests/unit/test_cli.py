@@ -268,7 +268,9 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     assert "--resume" not in result.stderr, "there is nothing to resume yet"
     (tmp_path / ".out.work").mkdir()
     (tmp_path / ".out.work" / "run.json").touch()
-    assert "--resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
+    assert "--resume" not in run("prune", checkpoint, "--out", tmp_path / "out").stderr, "options alone are nothing"
+    (tmp_path / ".out.work" / "decision.json").touch()
+    assert "(its plan): the same command with --resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
 
 
 @contextmanager
@@ -487,6 +489,26 @@ def test_settings_win_over_options_recipe_and_preset(tmp_path: Path) -> None:
     config = build_config(recipe=path, options={"ratio": 0.4, "method": None}, settings=["elder.strength=2e-3"])
     assert (config.ratio, config.elder.strength, config.elder.gates.batch_size) == (0.4, 2e-3, 7)
     assert config.elder.train == PRESETS["elder"]().elder.train
+
+
+@pytest.mark.parametrize("stages", ["", "stages: {before: [], after: []}\n"])
+@pytest.mark.parametrize("named", ["", "recovery: alpaca-lora-distill\n"])
+def test_a_recovery_asked_for_beside_a_recipe_is_done(tmp_path: Path, stages: str, named: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{named}{stages}recover: {{adapters: none, train: {{steps: 3}}}}\n")
+    config = build_config(recipe=path, recovery="alpaca-lora")
+    wanted = RECOVERIES["alpaca-lora"]()
+    assert config.stages.after == ("recover",)
+    assert (config.recover, config.recovery_data) == (wanted.recover, wanted.data)
+
+
+def test_a_preset_of_another_method_than_the_recipes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("method: elder\nratio: 0.3\n")
+    with pytest.raises(ConfigError, match="preset 'taylor' is of the method 'taylor', the recipe says method 'elder'"):
+        build_config(recipe=path, preset="taylor")
+    assert build_config(recipe=path, preset="taylor", options={"method": "taylor"}).method == "taylor"
+    assert build_config(recipe=path, preset="elder").ratio == 0.3
 
 
 def test_without_anything_the_recommended_preset_is_used() -> None:

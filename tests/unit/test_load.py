@@ -23,6 +23,7 @@ from pyprune.load import (
     load_model,
     read_pruning_json,
     save_checkpoint,
+    stored_dtype,
     warn_of_slow_dtype,
 )
 from pyprune.mask import masked
@@ -323,6 +324,20 @@ def test_impossible_sizes_in_a_config_are_refused(written: tuple[Path, torch.Ten
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="3 query heads do not divide into 2 KV heads"):
         load_model(out)
+
+
+@pytest.mark.parametrize("value", [[], 3, {"0": {"skip": "attention"}}], ids=str)
+def test_a_config_with_the_wrong_kind_of_value_is_refused(
+    written: tuple[Path, torch.Tensor, PrunePlan], value: Any
+) -> None:
+    out = written[0]
+    (out / "pruning.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"per_layer_config": value}))
+    with pytest.raises(CheckpointError, match="value of the wrong kind"):
+        load_model(out)
+    with pytest.raises(CheckpointError, match="value of the wrong kind"):
+        stored_dtype(out)
 
 
 def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:

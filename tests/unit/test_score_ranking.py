@@ -339,6 +339,56 @@ def test_a_plan_far_below_the_goal_is_warned_of() -> None:
     assert any("every further step is larger" in text for text in decided.warnings)
 
 
+def test_the_warning_of_a_global_order_says_what_ended_it() -> None:
+    """Channels would fit; the KV group that comes next does not, and the order is not left."""
+    model = tiny_model("llama")
+    scores: dict[tuple[int | None, str], list[float]] = {(i, "heads"): [1.0] * 6 for i in range(4)}
+    warnings = injected(model, options(ratio=0.06), scores).warnings
+    (text,) = (text for text in warnings if text.startswith("ONLY"))
+    assert "the next unit in the order of the scores is larger" in text
+    assert "score.heads_unit=query_head" in text
+    assert "the ranking 'local'" in text
+
+
+def test_a_layer_of_products_of_zero_does_not_disturb_the_others() -> None:
+    """A block whose output projection is zero: its units go first, the order of the rest is their scores'."""
+    model = tiny_model("llama")
+    values = [float(i + 1) for i in range(40)]
+    scores: dict[tuple[int | None, str], list[float]] = {(i, "ffn"): values for i in range(4)}
+    scores[1, "ffn"] = [0.0] * 40
+    config = options(ratio=0.2, axes=("ffn",), aggregation="prod", normalise="standard")
+    plan = injected(model, config, scores).plan
+    kept = [len(layer.ffn) for layer in plan.layers]
+    assert kept[1] == 1
+    assert max(kept[0], kept[2], kept[3]) - min(kept[0], kept[2], kept[3]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "words"),
+    [
+        ({"ratio": 0.9}, {}, "cannot be reached"),
+        ({"ratio": 0.9}, {"ranking": "local"}, "cannot be reached"),
+        ({"ratio_of": "layers"}, {}, "use parameters, or give counts"),
+        ({}, {"ranking": "local", "heads": 6, "ffn": 4000}, "score.ffn is 4000"),
+    ],
+)
+def test_a_goal_that_no_scores_can_reach_is_refused_before_scoring(
+    changes: dict[str, Any], score: dict[str, Any], words: str
+) -> None:
+    def scorer(run: Scoring) -> None:
+        pytest.fail("scored")
+
+    config = replace(options(**score), **changes)
+    with pytest.raises(ConfigError, match=words):
+        decide_by_scores(scorer, tiny_model("llama"), tiny_batch(), config)
+
+
+@pytest.mark.parametrize("score", [{"layers": (1,)}, {"first_layer": 1}, {"last_layer": 2}], ids=str)
+def test_the_hidden_axis_has_no_open_layers(score: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="run through every layer"):
+        make_plan(tiny_model("llama"), NO_SAMPLES, options("random", axes=("hidden",), **score))
+
+
 def test_query_heads_of_a_group_go_in_equal_numbers() -> None:
     model = tiny_model("llama")
     scores: dict[tuple[int | None, str], list[float]] = {(0, "heads"): [5.0, 1, 9, 8, 8, 0]}
