@@ -756,12 +756,14 @@ def bench(
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
+    from pyprune.load import resolve_device, warn_of_slow_dtype
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.table import conditions, speed_table
     from pyprune.sources import check_source
 
     choose_engine(engine)  # a missing engine is an error now, not after the perplexities
+    warn_of_slow_dtype(dtype, resolve_device("auto"))
     if annotate:
         _check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from pyprune.cli import ERROR_CODE, INTERRUPTED_CODE, app
@@ -452,7 +453,10 @@ def test_export_converts(pruned: Path, tmp_path: Path) -> None:
     assert data["bytes"] < 0.6 * full["bytes"]
 
 
-def test_bench_prints_the_papers_columns(pruned: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_bench_prints_the_papers_columns(
+    pruned: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     options = ["--engine", "transformers", "--batch-size", "2", "--new-tokens", "2", "--prompt-tokens", "8"]
     out, samples = tmp_path / "speed.json", tmp_path / "samples.jsonl"
     result = run("bench", pruned, "--against", checkpoint, *options, "--repeats", "1", "--json", out,
@@ -462,6 +466,8 @@ def test_bench_prints_the_papers_columns(pruned: Path, checkpoint: Path, tmp_pat
         assert column in result.stdout
     assert json.loads(out.read_text())["summary"]["pruned"]["speedup"] > 0
     assert len(samples.read_text().splitlines()) == 4
+    slow = "this CPU has no bfloat16 arithmetic" in result.stderr  # bfloat16 is the command's default
+    assert slow == (not torch.cuda.is_available())
 
 
 def test_env_prints_versions_and_backends() -> None:
