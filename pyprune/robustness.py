@@ -109,6 +109,13 @@ class RobustnessConfig(Config):
                 found.append(f"{name} is {list(values)}; give at least one, and none of them twice.")
         return found + [f"lora: {p}" for p in self.adapter.problems()]
 
+    @override
+    def validate(self) -> None:
+        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read."""
+        super().validate()
+        for method in self.methods:
+            self.of(method)
+
     def of(self, method: str) -> PruneConfig:
         """The complete options of a method, but for the ratio and the calibration seed.
 

@@ -429,6 +429,7 @@ def test_the_theorem_is_printed_without_a_model() -> None:
         (["--seeds", "0,x"], "--seeds has 'x'"),
         (["--methods", "wanda2"], "Unknown method"),
         (["--lora-size", "0"], "size is 0.0"),
+        (["--set", "moreau.sigma=-1"], "sigma is -1"),
     ],
 )
 def test_wrong_options_of_the_command(more: list[str], words: str, texts: tuple[Path, Path], tmp_path: Path) -> None:
