@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.config import PruneConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
-from pyprune.progress import console
+from pyprune.progress import console, warn
 from pyprune.recipe import build_config, parse_setting
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.serving.stats import RecordFile, environment_record
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     found = [records.cells[key] for key in keys]
     print(markdown_table(make_table(cases, found, setting)))
     for name in without_effect(cases, found):
-        _say(f"Warning: {name} made no difference to any cell; the other options may leave it unused.")
+        warn(f"{name} made no difference to any cell; the other options may leave it unused.")
     return int(any(record["error"] for record in found))
 
 

@@ -571,7 +571,10 @@ def _target_ratio(config: PruneConfig) -> float | None:
 
 def kept_of_a_run(out: str | Path) -> str | None:
     """What an interrupted run to ``out`` has kept to go on from, in words; None without any of it."""
-    folder = _work_folder(Path(out))
+    return _kept_in(_work_folder(Path(out)))
+
+
+def _kept_in(folder: Path) -> str | None:
     found = ["training checkpoints"] if _holds_training(folder) else []
     found += ["its plan"] if (folder / "decision.json").is_file() else []
     return " and ".join(found) or None
@@ -580,7 +583,7 @@ def kept_of_a_run(out: str | Path) -> str | None:
 def interrupted_run(out: str | Path, config: Config) -> bool:
     """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
     folder = _work_folder(Path(out))
-    if kept_of_a_run(out) is None:
+    if _kept_in(folder) is None:
         return False
     try:
         kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -614,14 +617,13 @@ class _WorkFolder:
     """
 
     def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool) -> None:
-        self.out = out
         self.path = _work_folder(out)
         self.resume = resume
         identity = {**source, "config": config.to_dict()}
         if resume:
             self._check_same(identity)
             return
-        if not overwrite and (kept := kept_of_a_run(out)):
+        if not overwrite and (kept := _kept_in(self.path)):
             raise OutputError(
                 f"An interrupted run has kept {kept} in {self.path}. Give --resume to go on with it, or --overwrite to "
                 "drop it and start anew."
@@ -635,7 +637,7 @@ class _WorkFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        reached = _holds_training(self.path) if isinstance(error, ConfigError) else kept_of_a_run(self.out)
+        reached = _holds_training(self.path) if isinstance(error, ConfigError) else _kept_in(self.path)
         if error is None or (isinstance(error, PypruneError | KeyboardInterrupt) and not reached):
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -111,19 +111,22 @@ class RobustnessConfig(Config):
 
     @override
     def validate(self) -> None:
-        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read."""
+        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read.
+
+        Raises:
+            ConfigError: also options that the comparison sets itself, or does not read.
+        """
         super().validate()
         for method in self.methods:
             self.of(method)
+        self._refuse_own_options()
 
     def of(self, method: str) -> PruneConfig:
         """The complete options of a method, but for the ratio and the calibration seed.
 
         Raises:
-            ConfigError: an unknown option, one that the comparison sets itself or does not read, or scoring in several
-                rounds.
+            ConfigError: an unknown option, or scoring in several rounds.
         """
-        self._refuse_own_options()
         given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"

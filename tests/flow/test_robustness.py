@@ -305,6 +305,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
         ({"adapter": Adapter(rank=0, size=2.0, seed=-1)}, "rank is 0"),
         ({"settings": ("score.iterations=2",)}, "one round"),
         ({"settings": ("score.ranking=local", "score.heads=3", "score.ffn=20")}, "one round"),
+        ({"settings": ("scor.axes=[ffn]",)}, "Did you mean 'score'"),
         ({"settings": ("score.rankin=local",)}, "Did you mean 'ranking'"),
         ({"settings": ("method=wanda",)}, "method is what robustness sets itself.*use --methods"),
         ({"settings": ("data.seed=7",)}, "use --seeds"),
