@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.config import DataConfig, GateConfig, PruneConfig, StageConfig, TrainConfig
 from pyprune.errors import PypruneError
+from pyprune.files import write_text
 from pyprune.progress import console
 from pyprune.regularise.presets import preset
-from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report, write_text
+from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -367,7 +368,7 @@ class Results:
 def run(demo: Demo) -> Results:
     """The flow, phase by phase."""
     from pyprune.families import count_parameters
-    from pyprune.load import annotate_checkpoint
+    from pyprune.record import annotate_checkpoint
 
     clock = demo.clock
     with clock.phase("dense perplexity"):
@@ -573,7 +574,7 @@ NOTES = (
 
 def write_results(demo: Demo, results: Results, out: Path) -> None:
     """Write the folder beside ``out`` and swap it in, whole."""
-    from pyprune.load import atomic_folder
+    from pyprune.files import atomic_folder
 
     with atomic_folder(out, overwrite=True) as folder:
         write_report(make_report(demo, results), folder)
@@ -591,11 +592,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, steps=options.steps)
     out = Path(options.out).absolute()
     try:
-        from pyprune.load import computes_bfloat16, refuse_existing, resolve_device
+        from pyprune.files import check_output
+        from pyprune.load import computes_bfloat16, resolve_device
 
         fast = "bfloat16" if computes_bfloat16(resolve_device("cpu")) else "float32"
         settings = replace(settings, dtype=options.dtype or fast)
-        refuse_existing(out, overwrite=True)
+        check_output(out, overwrite=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
             demo = Demo(settings, Path(work), options.engine, options.model, options.text)

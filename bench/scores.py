@@ -400,7 +400,8 @@ class Bench:
         Raises:
             CheckpointError: --out holds another model.
         """
-        from pyprune.load import packaged_gguf, read_pruning_json
+        from pyprune.load import packaged_gguf
+        from pyprune.record import read_pruning_json
         from pyprune.serving.export import export
 
         folder = self.out / "dense"
@@ -421,7 +422,7 @@ class Bench:
         Raises:
             PypruneError: the model or a test text cannot be used, which would stop every cell.
         """
-        from pyprune.load import read_pruning_json
+        from pyprune.record import read_pruning_json
 
         key = self.setting.key({"dense": True})
         if key not in self.records.of("dense"):
@@ -504,7 +505,7 @@ class Bench:
 
     def _cut_before(self, case: Case) -> Json:
         """Sizes and digest of the cut that a recovery starts from; cut again when its checkpoint is gone."""
-        from pyprune.load import read_pruning_json
+        from pyprune.record import read_pruning_json
 
         folder, wanted = self.out / case.pruned_name, self.setting.with_paths(case.config).to_dict()
         there = folder.is_dir() and read_pruning_json(folder).provenance.get("config") == wanted

@@ -20,7 +20,7 @@ _PUBLIC = {
     "make_plan": "pyprune.pipeline",
     "mask_": "pyprune.mask",
     "prune": "pyprune.pipeline",
-    "save_checkpoint": "pyprune.load",
+    "save_checkpoint": "pyprune.save",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from pyprune.errors import PypruneError as PypruneError
     from pyprune.evaluate import evaluate_perplexity as evaluate_perplexity
     from pyprune.load import load_model as load_model
-    from pyprune.load import save_checkpoint as save_checkpoint
     from pyprune.mask import mask_ as mask_
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.plan import PrunePlan as PrunePlan
+    from pyprune.save import save_checkpoint as save_checkpoint
 
 
 def __getattr__(name: str) -> Any:

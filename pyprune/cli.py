@@ -74,11 +74,11 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
 def _check_json_file(path: Any, *others: Any) -> None:
     """Refuse before any work a file for the figures that cannot be written, or that is one of the other outputs."""
     if path is not None and path != "-":
-        from pyprune.report import refuse_unwritable
+        from pyprune.files import check_file
 
         if Path(path).resolve() in [Path(other).resolve() for other in others if other is not None]:
             raise OutputError(f"--json is {path}, where the command writes something else; name another file.")
-        refuse_unwritable(Path(path))
+        check_file(Path(path))
 
 
 def _say(text: str, style: str) -> None:
@@ -653,13 +653,13 @@ def _whole(text: str, option: str) -> int:
 
 def _check_annotatable(folder: str) -> None:
     """Find out before hours of measuring, not after, that there is no record to add to."""
-    from pyprune.load import read_pruning_json
+    from pyprune.record import read_pruning_json
 
     read_pruning_json(folder)
 
 
 def _annotate(folder: str, **measured: Any) -> None:
-    from pyprune.load import annotate_checkpoint
+    from pyprune.record import annotate_checkpoint
 
     annotate_checkpoint(folder, **measured)
     _say(f"Added to the model card of {folder}.", "dim")
@@ -825,7 +825,7 @@ def inspect(
 
     Example: pyprune inspect pruned/
     """
-    from pyprune.load import read_pruning_json
+    from pyprune.record import read_pruning_json
     from pyprune.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
 
@@ -890,7 +890,8 @@ def env(json_file: JsonFile = None, debug: Debug = False) -> None:
 
 def _output(data: Mapping[str, Any], json_file: str | None, *shown: Any) -> None:
     """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
-    from pyprune.report import Table, print_table, write_text
+    from pyprune.files import write_text
+    from pyprune.report import Table, print_table
 
     text = json.dumps(data, indent=2) + "\n"
     if json_file == "-":

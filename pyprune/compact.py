@@ -148,16 +148,11 @@ def compact_checkpoint(
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
-    from pyprune.load import (
-        PruningRecord,
-        atomic_folder,
-        copy_tokenizer,
-        inherited_facts,
-        refuse_existing,
-        write_record,
-    )
+    from pyprune.files import atomic_folder, check_output
+    from pyprune.load import copy_tokenizer
+    from pyprune.record import PruningRecord, inherited_facts, write_record
 
-    refuse_existing(out, overwrite=overwrite, reads=[folder])
+    check_output(out, overwrite=overwrite, reads=[folder])
     inherited = inherited_facts(folder, verify_files=True)
     source = TensorFiles(Path(folder))
     config = AutoConfig.from_pretrained(folder)

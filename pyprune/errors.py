@@ -7,12 +7,22 @@ the message without a traceback.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+LONGEST_MESSAGE = 4000
+"""Characters of an error message; damaged input must not fill a terminal or a log."""
+
 
 class PypruneError(Exception):
-    """Base of every error that pyprune raises on purpose."""
+    """Base of every error that pyprune raises on purpose. Messages are cut off at :data:`LONGEST_MESSAGE`."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= LONGEST_MESSAGE:
+            return text
+        return f"{text[:LONGEST_MESSAGE]} ... ({len(text):,} characters in all)"
 
 
 class ConfigError(PypruneError):
@@ -76,3 +86,23 @@ def did_you_mean(value: str, allowed: Iterable[str], what: str) -> str:
     close = get_close_matches(value, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {what} {value!r}.{hint} Available: {', '.join(names)}."
+
+
+class _Shown(reprlib.Repr):
+    """A repr that stays short whatever it is given, also for a whole number of more digits than Python prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 80, 160, 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Digits, or how many there are."""
+        return super().repr_int(x, level) if x.bit_length() < 4000 else f"<a number of {x.bit_length()} bits>"
+
+
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """``repr`` of a value for an error message: at most a few hundred characters, nesting cut off."""
+    return _shown.repr(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyprune.calibrate import BOILERPLATE, SHINGLE, Hashes, TokenSamples, shingle_hashes
 from pyprune.errors import CheckpointError, DataError
-from pyprune.load import RECORD_NAME, read_pruning_json
+from pyprune.record import RECORD_NAME, read_pruning_json
 
 
 def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:

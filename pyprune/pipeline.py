@@ -23,24 +23,17 @@ from pyprune.effects import EffectReport, compare, snapshot
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError
 from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.load import (
-    RECORD_NAME,
-    disk_errors,
-    inherited_facts,
-    load_model,
-    read_pruning_json,
-    refuse_existing,
-    save_checkpoint,
-    stored_dtype,
-    take_measured,
-)
+from pyprune.files import check_output, disk_errors
+from pyprune.load import load_model, stored_dtype
 from pyprune.marks import marked_passages, training_marks, unguarded
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from pyprune.progress import warn
+from pyprune.record import RECORD_NAME, inherited_facts, read_pruning_json, take_measured
 from pyprune.recover import finetune, recover
 from pyprune.registry import get_method
 from pyprune.regularise.base import PlanDecision, RunOptions
+from pyprune.save import save_checkpoint
 from pyprune.sources import check_source
 from pyprune.tokens import Tokens
 from pyprune.train import TrainReport
@@ -128,7 +121,7 @@ def prune(
     """
     out = Path(out)
     config.validate()
-    refuse_existing(out, overwrite=overwrite, reads=[model_id])
+    check_output(out, overwrite=overwrite, reads=[model_id])
     reading: dict[str, Any] = {
         "device": config.device,
         "gguf_file": gguf_file,
@@ -344,7 +337,7 @@ def recover_checkpoint(
             else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
             "recover.distill.alpha=0.5), or leave the teacher out."
         )
-    refuse_existing(out, overwrite=overwrite, reads=[pruned, teacher])
+    check_output(out, overwrite=overwrite, reads=[pruned, teacher])
     check_source(config.data.source)
     record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})

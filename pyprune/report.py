@@ -130,7 +130,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     return markdown_path, html_path
 
 
-def refuse_unwritable(path: Path) -> None:
+def check_file(path: Path) -> None:
     """Raise :class:`OutputError` before any work when a file can surely not be written there."""
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file.")

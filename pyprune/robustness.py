@@ -40,12 +40,13 @@ from pyprune.decide import share_of_parameters
 from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean
 from pyprune.evaluate import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.families import family_for, parameter_shapes
+from pyprune.files import check_file, write_text
 from pyprune.mask import mask_, restored
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
 from pyprune.recipe import build_config, dotted_names, parse_setting
 from pyprune.registry import get_method
-from pyprune.report import Cell, Report, Table, refuse_unwritable, to_markdown, write_text
+from pyprune.report import Cell, Report, Table, to_markdown
 from pyprune.score.base import ScoreMethod, Scoring, ranking_of, score_spread
 from pyprune.score.presets import SCORE_PRESETS
 from pyprune.variants import DENSE, VARIANTS, Adapter, VariantReport, set_variant_
@@ -647,7 +648,7 @@ class _Kept:
 
     def __init__(self, path: Path | None) -> None:
         if path is not None:
-            refuse_unwritable(path)
+            check_file(path)
         self.path = path
         self.records: dict[str, Json] = {}
         for number, line in enumerate(self._lines(), start=1):

@@ -73,7 +73,7 @@ def verify_checkpoint(source: str | Path) -> None:
     Raises:
         CheckpointError: a file, or pruning.json itself, is missing, truncated or changed; the message names it.
     """
-    from pyprune.load import RECORD_NAME, read_pruning_json
+    from pyprune.record import RECORD_NAME, read_pruning_json
 
     if (Path(source) / RECORD_NAME).is_file():
         read_pruning_json(source, verify_files=True)

@@ -89,9 +89,11 @@ def export(
         CheckpointError: the source cannot be read.
         OutputError: the folder exists, or it cannot be written.
     """
-    from pyprune.load import DTYPES, refuse_existing, save_checkpoint
+    from pyprune.files import check_output
+    from pyprune.load import DTYPES
+    from pyprune.save import save_checkpoint
 
-    refuse_existing(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
+    check_output(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
     if target not in TARGETS:
         raise ConfigError(did_you_mean(str(target), TARGETS, "export target"))
     if dtype is not None and dtype not in DTYPES:
@@ -126,7 +128,8 @@ def _load(
     source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
     """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
-    from pyprune.load import RECORD_NAME, load_model, read_pruning_json, stored_dtype, take_measured
+    from pyprune.load import load_model, stored_dtype
+    from pyprune.record import RECORD_NAME, read_pruning_json, take_measured
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)

@@ -16,8 +16,9 @@ from bench import _ops_cases, ops, optimizer
 from bench._ops_cases import OPS, Setting, cases
 from bench._timing import CEILING, Case, Target, find, interleave, last_level_cache
 from pyprune.compact import compact_checkpoint
-from pyprune.load import RECORD_NAME, save_checkpoint
 from pyprune.plan import PrunePlan
+from pyprune.record import RECORD_NAME
+from pyprune.save import save_checkpoint
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from bench.end_to_end import Settings, choice
-from pyprune.load import load_model, read_pruning_json, save_checkpoint
+from pyprune.load import load_model
+from pyprune.record import read_pruning_json
+from pyprune.save import save_checkpoint
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.tokenizer import tiny_tokenizer

@@ -16,11 +16,12 @@ from pyprune.compact import compact_
 from pyprune.config import PruneConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
-from pyprune.load import load_model, read_pruning_json
+from pyprune.load import load_model
 from pyprune.marks import assert_not_trained_on
 from pyprune.mask import masked
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
+from pyprune.record import read_pruning_json
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model

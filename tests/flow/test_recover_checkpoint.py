@@ -21,10 +21,11 @@ from pyprune.distill import Distillation
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.evaluate import perplexity
 from pyprune.families import family_for
-from pyprune.load import annotate_checkpoint, load_model, read_pruning_json
+from pyprune.load import load_model
 from pyprune.marks import assert_not_trained_on
 from pyprune.pipeline import prune, prune_, recover_checkpoint
 from pyprune.recipe import build_config, build_recovery, merge
+from pyprune.record import annotate_checkpoint, read_pruning_json
 from pyprune.recovery_presets import RECOVERIES
 from tests._support.models import tiny_model
 from tests._support.plans import axis_plans

@@ -17,11 +17,12 @@ from pyprune.config import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.distill import Distillation
 from pyprune.errors import CheckpointError, ConfigError, TrainingError
 from pyprune.families import family_for
-from pyprune.load import load_model, save_checkpoint
+from pyprune.load import load_model
 from pyprune.loss import causal_loss
 from pyprune.mask import mask_
 from pyprune.plan import PrunePlan
 from pyprune.recover import projection_names, recover
+from pyprune.save import save_checkpoint
 from pyprune.tokens import IGNORED, Tokens
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model

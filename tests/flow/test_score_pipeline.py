@@ -15,10 +15,11 @@ from pyprune.cli import ERROR_CODE, app
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
-from pyprune.load import load_model, read_pruning_json
+from pyprune.load import load_model
 from pyprune.mask import masked
 from pyprune.pipeline import prune, prune_
 from pyprune.recipe import build_config
+from pyprune.record import read_pruning_json
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model

@@ -22,12 +22,13 @@ from typer.testing import CliRunner, Result
 from pyprune.cli import ERROR_CODE, INTERRUPTED_CODE, app
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.load import annotate_checkpoint, read_pruning_json, save_checkpoint
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
+from pyprune.record import annotate_checkpoint, read_pruning_json
 from pyprune.recovery_presets import RECOVERIES
 from pyprune.registry import method_modules
 from pyprune.regularise.presets import PRESETS
+from pyprune.save import save_checkpoint
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 

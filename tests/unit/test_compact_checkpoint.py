@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from pyprune.compact import compact_, compact_checkpoint
 from pyprune.errors import CheckpointError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
-from pyprune.load import load_model, read_pruning_json, save_checkpoint
+from pyprune.load import load_model
 from pyprune.plan import PrunePlan
+from pyprune.record import read_pruning_json
+from pyprune.save import save_checkpoint
 from pyprune.tensor_files import Entry, TensorFiles, write_shards
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans

@@ -16,9 +16,10 @@ from pyprune.compensate import compensate_, compensated_config
 from pyprune.config import PruneConfig
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for
-from pyprune.load import load_model, save_checkpoint
+from pyprune.load import load_model
 from pyprune.mask import mask_, masked
 from pyprune.plan import PrunePlan
+from pyprune.save import save_checkpoint
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import TINY, tiny_batch, tiny_model

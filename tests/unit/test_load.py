@@ -17,17 +17,12 @@ from transformers import AutoModelForCausalLM
 from pyprune.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for
-from pyprune.load import (
-    annotate_checkpoint,
-    atomic_folder,
-    load_model,
-    read_pruning_json,
-    save_checkpoint,
-    stored_dtype,
-    warn_of_slow_dtype,
-)
+from pyprune.files import atomic_folder
+from pyprune.load import load_model, stored_dtype, warn_of_slow_dtype
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
+from pyprune.record import annotate_checkpoint, read_pruning_json
+from pyprune.save import save_checkpoint
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.paths import REPO
@@ -217,7 +212,7 @@ def test_a_disk_that_fills_up_while_writing_weights(tmp_path: Path) -> None:
 import resource, signal, sys
 sys.path.insert(0, {str(REPO)!r})
 from pyprune.errors import OutputError
-from pyprune.load import save_checkpoint
+from pyprune.save import save_checkpoint
 from tests._support.models import tiny_model
 model = tiny_model()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -272,7 +267,7 @@ def cut_the_record(out: Path) -> None:
 
 
 def name_a_file_elsewhere(out: Path) -> None:
-    from pyprune.load import PruningRecord
+    from pyprune.record import PruningRecord
 
     (out / "pruning.json").write_text(PruningRecord(None, {}, {"../secret": "0"}).to_json())
 

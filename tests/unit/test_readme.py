@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from pyprune.cli import app
 from pyprune.compact import choose_target
 from pyprune.families import all_families, family_for
-from pyprune.load import load_model, save_checkpoint
+from pyprune.load import load_model
 from pyprune.plan import PrunePlan
+from pyprune.save import save_checkpoint
 from pyprune.serving.plugin import ARCHITECTURES
 from tests._support.models import tiny_model
 from tests._support.paths import REPO

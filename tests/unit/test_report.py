@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pyprune.errors import ConfigError, MissingDependencyError, OutputError
+from pyprune.files import write_text
 from pyprune.report import (
     BarChart,
     LineChart,
@@ -27,7 +28,6 @@ from pyprune.report import (
     to_html,
     to_markdown,
     write_report,
-    write_text,
 )
 
 

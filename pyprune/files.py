@@ -1,0 +1,489 @@
+"""Files: read within bounds, written whole, and nothing replaced that pyprune did not write.
+
+An output folder appears complete or not at all: it is filled next to its place, in a hidden folder that one run at a
+time may hold, flushed to the disk and renamed. What ``--overwrite`` may replace is decided by the folder's own
+manifest (``pruning.json`` of a checkpoint, ``metrics.json`` of a report), which names every file that pyprune wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pyprune.errors import OutputError
+
+CHECKPOINT_MANIFEST = "pruning.json"
+REPORT_MANIFEST = "metrics.json"
+CARD_NAME = "README.md"
+"""The model card of a checkpoint: for people, who may edit it, so it has no checksum."""
+MANIFESTS = (CHECKPOINT_MANIFEST, REPORT_MANIFEST)
+MARK = ".pyprune"
+"""Marks a hidden work folder as pyprune's own."""
+JSON_BYTES = 256 << 20
+"""No record, plan or state that pyprune writes comes near it; what is longer is not read."""
+WRITTEN_BY = "pyprune"
+"""Key of the version in every JSON file of figures: only a file with it is replaced."""
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_bounded(path: str | Path, limit: int = JSON_BYTES) -> str:
+    """Read a UTF-8 file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: the file is missing or may not be read.
+        ValueError: it is longer, or not UTF-8.
+    """
+    with Path(path).open("rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes, the most that are read")
+    return data.decode("utf-8")
+
+
+def read_json(path: str | Path, limit: int = JSON_BYTES) -> Any:
+    """Read a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        OSError: the file is missing or may not be read.
+        ValueError: it is longer, not UTF-8, not JSON, or nested too deeply.
+    """
+    return parse_json(read_bounded(path, limit))
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; the same as ``json.loads``, but nesting that Python cannot follow is a ValueError as well."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seal(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain JSON data with a checksum over its own content under "sha256"."""
+    return {**body, "sha256": _checksum(body)}
+
+
+def unseal(data: Any) -> dict[str, Any]:
+    """Return what :func:`seal` was given.
+
+    Raises:
+        ValueError: it is no JSON object, has no checksum, or was changed.
+    """
+    if not isinstance(data, dict) or "sha256" not in data:
+        raise ValueError("it holds no checksum")
+    body = {key: value for key, value in data.items() if key != "sha256"}
+    if data["sha256"] != _checksum(body):
+        raise ValueError("its checksum does not match")
+    return body
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+def check_file(path: Path) -> None:
+    """Raise :class:`OutputError` before any work when a file can surely not be written there."""
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder; name a file.")
+    if path.is_block_device():
+        raise OutputError(f"{path} is a block device; name a file.")
+    if _in_place(path):
+        return
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
+        raise OutputError(f"Cannot write {path}: there is no folder {place.parent}. Create it, or name another file.")
+    if not os.access(place.parent, os.W_OK | os.X_OK) or (place.exists() and not os.access(place, os.W_OK)):
+        raise OutputError(f"Cannot write {path}: permission denied. Name another file.")
+
+
+def check_figures(path: Path, *others: str | Path | None) -> None:
+    """Raise :class:`OutputError` before any work for a file of figures (``--json``) that may not be written there.
+
+    An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`) or it is empty.
+
+    Args:
+        path: the file.
+        others: what else the command reads or writes.
+    """
+    check_file(path)
+    for other in others:
+        if other is not None and (_same(path, other) or _inside(path, Path(other))):
+            raise OutputError(f"--json is {path}, but the command uses {other} for something else; name another file.")
+    if path.is_file() and not _in_place(path) and path.stat().st_size and not _holds_figures(path):
+        raise OutputError(
+            f"{path} exists and was not written by pyprune, so it is not replaced. Name another file, or remove it."
+        )
+
+
+def _holds_figures(path: Path) -> bool:
+    try:
+        data = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and WRITTEN_BY in data
+
+
+def _same(path: Path, other: str | Path) -> bool:
+    with suppress(OSError):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file so that it is either the old one or the whole new one, never a part.
+
+    Symbolic links are followed. Devices and pipes are written to as they are, and so is whatever /dev and /proc name:
+    replacing /dev/stdout would cut off what it stands for.
+
+    Raises:
+        OutputError: the file cannot be written (a full disk, a missing permission).
+    """
+    try:
+        if _in_place(path):
+            _write_in_place(path, text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        raise OutputError(f"Cannot write {path}: {_reason(error, path)}. {path} is as it was.") from error
+
+
+def _in_place(path: Path) -> bool:
+    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+        return True
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _write_in_place(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:200]}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# --- a folder ------------------------------------------------------------------------------------
+
+
+def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[str | Path | None] = ()) -> None:
+    """Refuse, before anything is computed, an output folder that may not be written.
+
+    Args:
+        out: the folder that a command would create.
+        overwrite: whether an existing one may be replaced, which it is only if pyprune wrote everything in it.
+        reads: files and folders that the command reads (hub ids and None are passed over).
+
+    Raises:
+        OutputError: ``out`` is a file or a symbolic link; it exists (without ``overwrite``); it is or holds the current
+            folder or something that is read; it holds a file or folder that pyprune did not write; or its parent cannot
+            be written.
+    """
+    out = Path(out)
+    if out.is_symlink():
+        raise OutputError(f"{out} is a symbolic link to {os.readlink(out)}; name the folder itself.")
+    if not out.exists():
+        _check_parent(out)
+        return
+    place = out.resolve()
+    for source in filter(None, reads):
+        _check_not_read(place, out, Path(source))
+    if not overwrite:
+        raise OutputError(f"{out} exists already. Choose another folder or give --overwrite.")
+    if not out.is_dir():
+        raise OutputError(f"{out} is a file, not a folder; it is not replaced.")
+    if place in (here := Path.cwd().resolve(), *here.parents):
+        raise OutputError(f"{out} is or holds the current folder, which is not replaced. Choose another folder.")
+    _refuse_foreign(out)
+    _check_parent(out)
+
+
+def _check_parent(out: Path) -> None:
+    parent = existing_parent(out.absolute().parent)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"Cannot create {out}: {parent} is no folder that may be written. Choose another folder.")
+
+
+def _check_not_read(place: Path, out: Path, source: Path) -> None:
+    try:
+        read = source.resolve(strict=True)
+    except (OSError, ValueError):
+        return
+    if place == read:
+        raise OutputError(f"{out} is what the command reads; it is not replaced. Choose another folder.")
+    if place in read.parents:
+        raise OutputError(f"{out} holds {source}, which the command reads; it is not replaced. Choose another folder.")
+
+
+def _refuse_foreign(folder: Path, shown_as: Path | None = None) -> None:
+    foreign = next(foreign_names(folder), None)
+    if foreign is not None:
+        where = shown_as or folder
+        raise OutputError(
+            f"{where} holds {foreign}, which no record of pyprune in it names; the folder is not replaced, even with "
+            "--overwrite. Move that away, or choose another folder."
+        )
+
+
+def foreign_names(folder: Path) -> Iterator[str]:
+    """Yield what a folder holds that its manifests do not name: files, links, and folders without a file of theirs."""
+    owned = _owned_names(folder)
+    inside = {str(parent) for name in owned for parent in Path(name).parents}
+    for root, folders, files in os.walk(folder):
+        base = Path(root)
+        for name in [*files, *folders]:
+            path = base / name
+            is_folder = path.is_dir() and not path.is_symlink()
+            relative = path.relative_to(folder).as_posix()
+            if relative not in (inside if is_folder else owned):
+                yield relative
+
+
+def _owned_names(folder: Path) -> set[str]:
+    owned: set[str] = set()
+    for manifest in MANIFESTS:
+        try:
+            names = unseal(read_json(folder / manifest)).get("files", ())
+        except (OSError, ValueError):
+            continue
+        if isinstance(names, Mapping | list):
+            owned |= {manifest, *map(str, names)}
+            owned |= {CARD_NAME} if manifest == CHECKPOINT_MANIFEST else set()
+    return owned
+
+
+def work_folder(out: str | Path) -> Path:
+    """The hidden folder next to ``out`` in which it is made."""
+    path = Path(out).absolute()
+    return path.with_name(f".{path.name}.work")
+
+
+_claims: set[tuple[int, Path]] = set()
+"""(thread, work folder) of every claim that this process holds, so that claims of one thread nest."""
+
+
+@contextmanager
+def claimed(out: str | Path) -> Iterator[Path]:
+    """Hold the work folder of ``out``: nobody else writes to ``out`` meanwhile.
+
+    The lock is the system's, on the folder itself, so it ends with the process however that ends. The folder goes with
+    the block when nothing was left in it, and so do the parents that had to be made, when they are empty.
+
+    Raises:
+        OutputError: another run holds it, something else is in its place, or it cannot be made.
+    """
+    folder = work_folder(out)
+    claim = (threading.get_ident(), folder)
+    if claim in _claims:
+        yield folder
+        return
+    made = [p for p in (folder.parent, *folder.parent.parents) if not p.exists()]
+    try:
+        with disk_errors(out):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(folder, Path(out))
+    except BaseException:
+        _remove_empty(made)
+        raise
+    _claims.add(claim)
+    try:
+        with disk_errors(out):
+            _settle_swap(folder, Path(out).absolute())
+        yield folder
+    finally:
+        _claims.discard(claim)
+        if set(os.listdir(folder)) <= {MARK}:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+        _remove_empty(made)
+
+
+def _lock(folder: Path, out: Path) -> int:
+    while True:
+        with suppress(FileExistsError):
+            folder.mkdir()
+        if folder.is_symlink() or not folder.is_dir():
+            raise OutputError(f"{folder} is in the way, and pyprune did not write it. Move it away.")
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            _take(descriptor, folder, out)
+            held = os.fstat(descriptor)
+            with suppress(FileNotFoundError):  # the holder before may just have removed it
+                if os.path.samestat(held, folder.stat()):
+                    _mark(folder)
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path, out: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(
+            f"Another run is writing to {out} (it holds {folder}). Wait for it, or choose another folder."
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+        # A file system without locks: going on is no worse than what every other program does there.
+
+
+def _mark(folder: Path) -> None:
+    names = os.listdir(folder)
+    if names and MARK not in names:
+        raise OutputError(f"{folder} holds {names[0]}, which pyprune did not write. Move it away.")
+    (folder / MARK).touch()
+
+
+def _settle_swap(folder: Path, out: Path) -> None:
+    """Finish what a run that was killed while it replaced ``out`` has left."""
+    old = folder / "old"
+    if old.is_dir() and not os.path.lexists(out):
+        old.rename(out)
+    elif old.is_dir():
+        _refuse_foreign(old)
+        shutil.rmtree(old)
+    shutil.rmtree(folder / "part", ignore_errors=True)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:  # the deepest first
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary folder to fill; it takes the place of ``out`` when the block ends without error.
+
+    Raises:
+        OutputError: ``out`` may not be written (see :func:`check_output`), now or when the block has ended; or it
+            cannot be (the disk is full).
+    """
+    out = Path(out).absolute()
+    check_output(out, overwrite=overwrite)
+    with claimed(out) as folder:
+        part = folder / "part"
+        try:
+            with disk_errors(out):
+                part.mkdir()
+                yield part
+                _flush(part)
+                _swap(part, out, overwrite=overwrite)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
+    check_output(out, overwrite=overwrite)  # hours may have passed
+    if not out.exists():
+        part.rename(out)  # refused by the system if something with content appears at this very moment
+    else:
+        old = part.with_name("old")
+        out.rename(old)
+        try:
+            _refuse_foreign(old, shown_as=out)
+            part.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(out.parent)
+
+
+def _flush(folder: Path) -> None:
+    mask = _umask()
+    inside = list(folder.rglob("*"))
+    for path in filter(Path.is_file, inside):
+        # safetensors creates private files; a server under another account must be able to read them.
+        path.chmod(0o666 & ~mask)
+    for path in [*inside, folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(out: str | Path) -> Iterator[None]:
+    """Turn what a failed write raises into an :class:`OutputError` that names ``out`` and the limit that was met."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"Writing {out} failed: {_reason(error, Path(out))}. {out} is as it was.") from error
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """What went wrong, in words; safetensors gives the system's error number as text only."""
+    found = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    if number == errno.ENOSPC:
+        free = shutil.disk_usage(existing_parent(path.absolute())).free
+        return f"no room on the disk ({free / 1e6:.0f} MB free); free some space or choose another folder"
+    if number == errno.EFBIG:
+        return "a file would be larger than this process may write (see ulimit -f)"
+    if number == errno.EDQUOT:
+        return "the disk quota of this account is used up"
+    return str(error)
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(p for p in (path, *path.parents) if p.exists())
