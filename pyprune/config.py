@@ -2,21 +2,25 @@
 
 Each dataclass is one stage of the flow (load -> calibrate -> regularise | score -> decide -> compact ->
 recover -> evaluate -> export -> measure); :class:`PruneConfig` composes them. ``from_dict`` refuses unknown
-keys with a suggestion, and ``validate`` collects every problem before it raises once.
+keys with a suggestion, and ``validate`` collects every problem before it raises once. What a number may be stands
+beside its default, in :func:`option`; only what several options have to agree on is checked by hand.
 """
 
 from __future__ import annotations
 
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from typing_extensions import override
 
-from pyprune.errors import ConfigError, did_you_mean
+from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.registry import is_scoring, method_modules
 
 CONFIG_VERSION = 1
@@ -27,6 +31,104 @@ Schedule = Literal["published", "anneal"]
 RatioOf = Literal["layers", "hidden", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
 ScoreAxis = Literal["heads", "ffn", "hidden"]
+
+HALF_DTYPES = ("bfloat16", "float16")
+MOST_PROBLEMS = 10
+"""Sentences of one error; what is longer says how many more there are."""
+LONGEST_TEXT = 4096
+"""Characters of a name or path."""
+LARGEST_SEED = 2**32 - 1
+"""The seeds of steps and epochs are multiples of the option's, and have to stay below 2**64."""
+LARGEST_BATCH = 65_536
+LARGEST_RANK = 65_536
+LARGEST_INDEX = 10_000_000
+"""Of a layer or channel, and the number of them; far beyond every model."""
+LONGEST_RUN = 100_000_000
+"""Steps."""
+LARGEST_WEIGHT = 1_000_000
+"""Of a rate or a strength: float32 cannot overflow by it alone."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option, or every entry of a list, may have; None = no limit on that side.
+
+    Attributes:
+        at_least: the smallest.
+        at_most: the largest.
+        above: smaller than the smallest.
+        below: larger than the largest.
+        unit: plural, of the limits (tokens).
+        otherwise: what else is allowed, in words.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    unit: str = ""
+    otherwise: str = ""
+
+    def problem(self, name: str, value: Any) -> str | None:
+        """One sentence if ``value`` is outside, else None."""
+        if not isinstance(value, Real):
+            return f"{name} is {shown(value)}; expected a number."
+        broken = self._broken(_as_float(value))
+        return f"{name} is {shown(value)}; it must be {broken}{self.otherwise}." if broken else None
+
+    def _broken(self, value: float) -> str | None:
+        """The limit that the value breaks, in words."""
+        if self.above is not None and self.below is not None:
+            return None if self.above < value < self.below else f"strictly between {self.above:g} and {self.below:g}"
+        if self.at_least is not None and value < self.at_least:
+            return f"at least {self._limit(self.at_least)}"
+        if self.above is not None and value <= self.above:
+            return f"> {self._limit(self.above)}"
+        if self.at_most is not None and value > self.at_most:
+            return f"at most {self._limit(self.at_most)}"
+        if self.below is not None and value >= self.below:
+            return f"below {self._limit(self.below)}"
+        return None if math.isfinite(value) else "a finite number"
+
+    def _limit(self, value: float) -> str:
+        unit = self.unit.removesuffix("s") if value == 1 else self.unit
+        return f"{value:,} {unit}".rstrip()
+
+
+def _as_float(value: Any) -> float:
+    """The nearest float; infinite for a whole number of hundreds of digits."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def option(
+    default: T,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    unit: str = "",
+    otherwise: str = "",
+) -> T:
+    """A dataclass field with a default and the range of its numbers, which :class:`Config` checks.
+
+    Args:
+        default: also says what the option is: a number, None for an optional one, or a list of indices, which must be
+            distinct.
+        at_least: see :class:`Range`, as for the others.
+        at_most: the largest.
+        above: smaller than the smallest.
+        below: larger than the largest.
+        unit: plural.
+        otherwise: what else is allowed.
+    """
+    allowed = Range(at_least, at_most, above, below, unit, otherwise)
+    return field(default=default, metadata={"range": allowed})
 
 
 class Config:
@@ -41,10 +143,12 @@ class Config:
         Raises:
             ConfigError: unknown keys (with a suggestion) or values of the wrong type, all together.
         """
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"The options are {shown(data)}; expected a mapping.")
         problems: list[str] = []
         result = cls._parse(data, "", problems)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(_first(problems))
         result.validate()
         return result
 
@@ -56,10 +160,12 @@ class Config:
         for key, value in data.items():
             if key == "version" and path == "":
                 if value != CONFIG_VERSION:
-                    problems.append(f"version is {value!r}; this pyprune reads version {CONFIG_VERSION}.")
+                    problems.append(f"version is {shown(value)}; this pyprune reads version {CONFIG_VERSION}.")
                 continue
             if key not in names:
-                problems.append(did_you_mean(str(key), names, f"option in {path or cls.__name__}"))
+                # Of thousands, none is read any more, and looking for a name like each of them takes a while.
+                many = len(problems) >= MOST_PROBLEMS
+                problems.append("" if many else did_you_mean(_text(key), names, f"option in {path or cls.__name__}"))
                 continue
             values[key] = _coerce(value, hints[key], f"{path}{key}", problems)
         return cls(**values)
@@ -76,15 +182,56 @@ class Config:
         """Raise :class:`ConfigError` with every problem of this object and of the ones inside it."""
         found = self._all_problems()
         if found:
-            raise ConfigError(found)
+            raise ConfigError(_first(found))
 
     def _all_problems(self) -> list[str]:
-        found = list(self.problems())
+        found = [*self._range_problems(), *self.problems()]
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if isinstance(value, Config):
                 found += [f"{f.name}: {p}" for p in value._all_problems()]
         return found
+
+    def _range_problems(self) -> Iterator[str]:
+        """One sentence for each number outside its range or not finite, and for each text that can be no name."""
+        for f in fields(self):  # type: ignore[arg-type]
+            value, allowed = getattr(self, f.name), f.metadata.get("range")
+            if allowed is None and isinstance(value, float):
+                allowed = Range()
+            if isinstance(value, str) and allowed is None:
+                problem = _text_problem(f.name, value)
+            elif isinstance(value, (tuple, list)) and allowed is not None:
+                problem = _list_problem(f.name, value, allowed)
+            else:
+                problem = None if value is None or allowed is None else allowed.problem(f.name, value)
+            if problem:
+                yield problem
+
+
+def _first(problems: Sequence[str]) -> list[str]:
+    """As many sentences as a person reads, and how many there are more."""
+    more = len(problems) - MOST_PROBLEMS
+    return [*problems[:MOST_PROBLEMS], f"There are {more:,} problems more."] if more > 0 else list(problems)
+
+
+def _text_problem(name: str, value: str) -> str | None:
+    if len(value) > LONGEST_TEXT:
+        return f"{name} has {len(value):,} characters; at most {LONGEST_TEXT:,} are allowed."
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in value):
+        return f"{name} is {shown(value)}, which holds a control character or half a character; leave it out."
+    return None
+
+
+def _list_problem(name: str, values: Sequence[Any], allowed: Range) -> str | None:
+    for i, value in enumerate(values):
+        if problem := allowed.problem(f"{name}[{i}]", value):
+            return problem
+    twice = next((value for value, count in Counter(values).items() if count > 1), None)
+    return None if twice is None else f"{name} names {shown(twice)} twice; name each one once."
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _plain(value: Any) -> Any:
@@ -103,29 +250,39 @@ def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
     if origin is Literal:
         if value not in typing.get_args(hint):
             allowed = [str(a) for a in typing.get_args(hint)]
-            problems.append(did_you_mean(str(value), allowed, f"value of {path}"))
+            problems.append(did_you_mean(_text(value), allowed, f"value of {path}"))
         return value
     if is_dataclass(hint) and isinstance(hint, type) and issubclass(hint, Config):
         if isinstance(value, Mapping):
             return hint._parse(value, f"{path}.", problems)
-        problems.append(f"{path} is {value!r}; expected a mapping of options.")
+        problems.append(f"{path} is {shown(value)}; expected a mapping of options.")
         return hint()
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            problems.append(f"{path} is {value!r}; expected a list.")
+            problems.append(f"{path} is {shown(value)}; expected a list.")
             return ()
-        inner = typing.get_args(hint)[0]
-        return tuple(_coerce(v, inner, f"{path}[{i}]", problems) for i, v in enumerate(value))
+        return _coerce_list(value, typing.get_args(hint)[0], path, problems)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value)
     if hint is float and isinstance(value, str):
         return _float_from_text(value, path, problems)
     if hint is Any:
         return value
     expected = origin or hint
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        problems.append(f"{path} is {value!r}; expected {getattr(expected, '__name__', expected)}.")
+        problems.append(f"{path} is {shown(value)}; expected {getattr(expected, '__name__', expected)}.")
     return value
+
+
+def _coerce_list(values: Sequence[Any], hint: Any, path: str, problems: list[str]) -> tuple[Any, ...]:
+    """Check the entries up to the first wrong one: of a million, one is enough to say."""
+    found: list[Any] = []
+    before = len(problems)
+    for i, value in enumerate(values):
+        found.append(_coerce(value, hint, f"{path}[{i}]", problems))
+        if len(problems) > before:
+            break
+    return tuple(found)
 
 
 def _coerce_union(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
@@ -148,7 +305,7 @@ def _float_from_text(value: str, path: str, problems: list[str]) -> Any:
     try:
         return float(value)
     except ValueError:
-        problems.append(f"{path} is {value!r}; expected a number.")
+        problems.append(f"{path} is {shown(value)}; expected a number.")
         return value
 
 
@@ -157,12 +314,9 @@ def _require(ok: bool, message: str, into: list[str]) -> None:
         into.append(message)
 
 
-def _adapter_problems(rank: int, alpha: float, dropout: float) -> list[str]:
-    found: list[str] = []
-    _require(rank >= 1, f"rank is {rank}; it must be at least 1.", found)
-    _require(alpha > 0, f"alpha is {alpha}; it must be > 0.", found)
-    _require(0 <= dropout < 1, f"dropout is {dropout}; it must be in [0, 1).", found)
-    return found
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of ``number`` (at least 1) that is not above ``at_most`` (at least 1)."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
 @dataclass(frozen=True)
@@ -186,23 +340,17 @@ class DataConfig(Config):
 
     source: str = "wikitext2"
     split: str = "train"
-    samples: int = 128
-    sequence_length: int = 2048
+    samples: int = option(128, at_least=1, at_most=100_000_000)
+    sequence_length: int = option(2048, at_least=2, at_most=1_000_000, unit="tokens")
     field: str | None = None
     chat_template: bool = False
     layout: Literal["stream", "instructions"] = "stream"
     mask_prompt: bool = True
-    seed: int = 0
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(self.samples > 0, f"samples is {self.samples}; it must be at least 1.", found)
-        _require(
-            self.sequence_length > 1,
-            f"sequence_length is {self.sequence_length}; it must be at least 2 tokens.",
-            found,
-        )
         _require(
             self.mask_prompt or self.layout == "instructions",
             "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway.",
@@ -222,7 +370,8 @@ class TrainConfig(Config):
         weight_decay: decoupled decay per unit learning rate.
         steps: optimiser steps, at most.
         batch_size: sequences per optimiser step.
-        micro_batch_size: sequences per forward pass; batch_size is reached by gradient accumulation.
+        micro_batch_size: sequences per forward pass, at most: the largest divisor of batch_size that is not above it is
+            used, and batch_size is reached by gradient accumulation.
         warmup_steps: linear warm-up, steps.
         decay: learning-rate schedule after the warm-up.
         max_grad_norm: global gradient-norm clip; None = no clipping.
@@ -236,48 +385,70 @@ class TrainConfig(Config):
     """
 
     optimiser: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
-    learning_rate: float = 2e-5
-    weight_decay: float = 0.0
-    steps: int = 100
-    batch_size: int = 64
-    micro_batch_size: int = 1
-    warmup_steps: int = 0
+    learning_rate: float = option(2e-5, above=0, at_most=LARGEST_WEIGHT)
+    weight_decay: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
+    steps: int = option(100, at_least=1, at_most=LONGEST_RUN)
+    batch_size: int = option(64, at_least=1, at_most=LARGEST_BATCH)
+    micro_batch_size: int = option(1, at_least=1, at_most=LARGEST_BATCH)
+    warmup_steps: int = option(0, at_least=0, at_most=LONGEST_RUN)
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = option(1.0, above=0, otherwise=", or null for no clipping")
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
-    early_stop_patience: int | None = None
-    early_stop_min_delta: float = 1e-4
-    validation_interval: int = 10
-    checkpoint_interval: int | None = None
-    seed: int = 0
+    early_stop_patience: int | None = option(None, at_least=1, at_most=LONGEST_RUN)
+    early_stop_min_delta: float = option(1e-4, at_least=0)
+    validation_interval: int = option(10, at_least=1, at_most=LONGEST_RUN)
+    checkpoint_interval: int | None = option(None, at_least=1, at_most=LONGEST_RUN)
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Sequences in one forward pass: all of them have as many."""
+        return largest_divisor(self.batch_size, self.micro_batch_size)
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
-        _require(self.steps >= 1, f"steps is {self.steps}; it must be at least 1.", found)
-        _require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1.", found)
         _require(
-            self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
-            f"micro_batch_size is {self.micro_batch_size}; it must divide batch_size ({self.batch_size}).",
+            self.optimiser != "adam" or not self.weight_decay,
+            f"weight_decay is {shown(self.weight_decay)} with optimiser 'adam', which has none; use 'adamw'.",
             found,
         )
-        _require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}; it must be >= 0.", found)
-        _require(self.weight_decay >= 0, f"weight_decay is {self.weight_decay}; it must be >= 0.", found)
+        return found
+
+
+class Training(NamedTuple):
+    """One training of a run, for the checks that need more than its own options.
+
+    Attributes:
+        action: what trains.
+        name: dotted name of the options.
+        train: the options.
+        data: its text.
+        all_weights: whether the model's own weights are trained (adapters are float32 whatever the model is).
+    """
+
+    action: StageAction
+    name: str
+    train: TrainConfig
+    data: DataConfig
+    all_weights: bool
+
+    def problems(self, dtype: str) -> list[str]:
+        """What would stop this training only when its turn comes; ``dtype`` is that of the model's weights."""
+        found: list[str] = []
         _require(
-            self.max_grad_norm is None or self.max_grad_norm > 0,
-            f"max_grad_norm is {self.max_grad_norm}; it must be > 0, or null for no clipping.",
+            not self.all_weights or dtype not in HALF_DTYPES,
+            f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
+            f"set dtype to float32 ({self.name}.dtype says what is computed in).",
             found,
         )
         _require(
-            self.early_stop_min_delta >= 0,
-            f"early_stop_min_delta is {self.early_stop_min_delta}; it must be >= 0.",
+            self.train.early_stop_patience is None or self.data.samples != 1,
+            f"{self.name}.early_stop_patience holds a sample out, but {self.action} reads only 1; set it to null, or "
+            "read more samples.",
             found,
         )
-        for name in ("early_stop_patience", "validation_interval", "checkpoint_interval"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1.", found)
         return found
 
 
@@ -302,33 +473,25 @@ class DressConfig(Config):
     """
 
     select: Literal["last", "first", "segments", "explicit", "scored"] = "last"
-    channels: tuple[int, ...] = ()
-    segments: int = 5
+    channels: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
+    segments: int = option(5, at_least=1, at_most=LARGEST_INDEX)
     penalise: Literal["removed", "all"] = "removed"
     norm: Norm = "l2"
-    strength: float = 1e-3
+    strength: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
     solver: Solver = "subgradient"
-    prox_step: float | None = None
+    prox_step: float | None = option(None, above=0, at_most=LARGEST_WEIGHT, otherwise=", or null for the learning rate")
     schedule: Schedule = "published"
-    anneal_share: float = 0.5
-    target_preserved_ratio: float = 0.3
+    anneal_share: float = option(0.5, above=0, at_most=1)
+    target_preserved_ratio: float = option(0.3, at_least=0)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
-        _require(self.segments >= 1, f"segments is {self.segments}; it must be at least 1.", found)
-        _require(0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found)
         _require(
             self.penalise == "removed" or self.schedule == "published",
             "penalise is 'all' with schedule 'anneal', which would shrink the whole model to zero; "
             "use schedule 'published'.",
-            found,
-        )
-        _require(
-            self.prox_step is None or self.prox_step > 0,
-            f"prox_step is {self.prox_step}; it must be > 0, or null for the learning rate.",
             found,
         )
         in_adam_metric = (
@@ -367,21 +530,11 @@ class GateConfig(Config):
 
     placement: Literal["residual", "output"] = "residual"
     search: Literal["greedy", "one_shot"] = "greedy"
-    strength: float = 5e-3
-    learning_rate: float = 1e-2
-    first_round_steps: int = 40
-    round_steps: int = 10
-    batch_size: int = 4
-
-    @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
-        _require(self.learning_rate > 0, f"learning_rate is {self.learning_rate}; it must be > 0.", found)
-        for name in ("first_round_steps", "round_steps", "batch_size"):
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} is {value}; it must be at least 1.", found)
-        return found
+    strength: float = option(5e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    learning_rate: float = option(1e-2, above=0, at_most=LARGEST_WEIGHT)
+    first_round_steps: int = option(40, at_least=1, at_most=100_000)
+    round_steps: int = option(10, at_least=1, at_most=100_000)
+    batch_size: int = option(4, at_least=1, at_most=LARGEST_BATCH)
 
 
 @dataclass(frozen=True)
@@ -399,19 +552,12 @@ class ElderConfig(Config):
     """
 
     gates: GateConfig = field(default_factory=GateConfig)
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
     norm: Norm = "l2"
-    strength: float = 1e-3
+    strength: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
     schedule: Schedule = "published"
-    anneal_share: float = 0.5
+    anneal_share: float = option(0.5, above=0, at_most=1)
     train: TrainConfig = field(default_factory=TrainConfig)
-
-    @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(self.strength >= 0, f"strength is {self.strength}; it must be >= 0.", found)
-        _require(0 < self.anneal_share <= 1, f"anneal_share is {self.anneal_share}; it must be in (0, 1].", found)
-        return found
 
 
 @dataclass(frozen=True)
@@ -459,23 +605,23 @@ class ScoreConfig(Config):
     ranking: Literal["local", "global"] = "global"
     normalise: Literal["none", "size", "standard"] = "none"
     heads_unit: Literal["kv_group", "query_head"] = "kv_group"
-    heads: int | None = None
-    ffn: int | None = None
-    hidden: int | None = None
-    first_layer: int = 0
-    last_layer: int = -1
-    layers: tuple[int, ...] = ()
+    heads: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
+    ffn: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
+    hidden: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
+    first_layer: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+    last_layer: int = option(-1, at_least=-LARGEST_INDEX, at_most=LARGEST_INDEX)
+    layers: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
     uniform: bool = False
-    iterations: int = 1
-    ffn_multiple: int = 1
+    iterations: int = option(1, at_least=1, at_most=1_000)
+    ffn_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
     allow_empty: bool = False
     magnitude: Norm = "l1"
     taylor: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
     wanda: Literal["coupled", "output"] = "coupled"
     compensate: bool | None = None
-    batch_size: int | None = None
+    batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
     layerwise: bool = True
-    seed: int = 0
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @property
     def counts(self) -> dict[ScoreAxis, int]:
@@ -493,10 +639,6 @@ class ScoreConfig(Config):
         found: list[str] = []
         _require(bool(self.axes), "axes is empty; name at least one of heads, ffn, hidden.", found)
         _require(len(set(self.axes)) == len(self.axes), f"axes names one twice: {list(self.axes)}.", found)
-        for name in ("iterations", "ffn_multiple", "batch_size", "heads", "ffn", "hidden"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} is {value}; it must be at least 1.", found)
-        _require(self.seed >= 0, f"seed is {self.seed}; it must be >= 0.", found)
         found += self._goal_problems()
         _require(
             not self.layers or (self.first_layer, self.last_layer) == (0, -1),
@@ -565,31 +707,22 @@ class MoreauConfig(Config):
         seed: of the noise.
     """
 
-    steps: int = 10
-    rho: float = 0.05
-    gamma: float = 1e-3
-    eta: float = 0.0
-    sigma: float = 0.05
-    draws: int = 1
+    steps: int = option(10, at_least=1, at_most=1_000_000)
+    rho: float = option(0.05, above=0, at_most=LARGEST_WEIGHT)
+    gamma: float = option(1e-3, above=0, at_most=LARGEST_WEIGHT)
+    eta: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
+    sigma: float = option(0.05, at_least=0, at_most=1e30)
+    draws: int = option(1, at_least=1, at_most=1_000_000)
     redraw: bool = True
-    tolerance: float | None = None
-    seed: int = 0
+    tolerance: float | None = option(None, above=0, below=1, otherwise=", or null for all steps")
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        for name in ("steps", "draws"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1.", found)
-        for name in ("rho", "gamma"):
-            _require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be > 0.", found)
-        for name in ("eta", "sigma", "seed"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0.", found)
         _require(
-            self.gamma <= self.rho, f"gamma is {self.gamma} and rho is {self.rho}; gamma must not exceed rho.", found
-        )
-        _require(
-            self.tolerance is None or 0 < self.tolerance < 1,
-            f"tolerance is {self.tolerance}; it must be in (0, 1), or null for all steps.",
+            self.gamma <= self.rho,
+            f"gamma is {shown(self.gamma)} and rho is {shown(self.rho)}; gamma must not exceed rho.",
             found,
         )
         return found
@@ -611,10 +744,10 @@ class LoraPruneConfig(Config):
         train: the training loop's options; its seed is that of the factors too.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.05
-    momentum: float = 0.9
+    rank: int = option(8, at_least=1, at_most=LARGEST_RANK)
+    alpha: float = option(16.0, above=0, at_most=LARGEST_WEIGHT)
+    dropout: float = option(0.05, at_least=0, below=1)
+    momentum: float = option(0.9, at_least=0, below=1)
     train: TrainConfig = field(
         default_factory=lambda: TrainConfig(
             learning_rate=1e-4, steps=32, batch_size=8, micro_batch_size=8, max_grad_norm=None
@@ -623,8 +756,7 @@ class LoraPruneConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        found = _adapter_problems(self.rank, self.alpha, self.dropout)
-        _require(0 <= self.momentum < 1, f"momentum is {self.momentum}; it must be in [0, 1).", found)
+        found: list[str] = []
         _require(
             self.train.early_stop_patience is None,
             "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
@@ -646,25 +778,21 @@ class DistillConfig(Config):
 
     Attributes:
         alpha: share of the teacher's distribution, in [0, 1], no unit; 0 leaves the text's own tokens alone.
-        temperature: softens both distributions, > 0, no unit.
+        temperature: softens both distributions, at least 0.001, no unit.
         hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
         chunk: tokens whose logits are held at once.
         teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
     """
 
-    alpha: float = 0.5
-    temperature: float = 1.0
-    hidden: float = 0.0
-    chunk: int = 256
+    alpha: float = option(0.5, at_least=0, at_most=1)
+    temperature: float = option(1.0, at_least=1e-3, at_most=LARGEST_WEIGHT)
+    hidden: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
+    chunk: int = option(256, at_least=1, at_most=1_000_000, unit="tokens")
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(0 <= self.alpha <= 1, f"alpha is {self.alpha}; it must be in [0, 1].", found)
-        _require(self.temperature > 0, f"temperature is {self.temperature}; it must be > 0.", found)
-        _require(self.hidden >= 0, f"hidden is {self.hidden}; it must be >= 0.", found)
-        _require(self.chunk >= 1, f"chunk is {self.chunk}; it must be at least 1 token.", found)
         _require(
             self.alpha > 0 or self.hidden > 0,
             "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null.",
@@ -687,15 +815,11 @@ class RecoverConfig(Config):
     """
 
     adapters: Literal["lora", "none"] = "lora"
-    rank: int = 32
-    alpha: float = 10.0
-    dropout: float = 0.0
+    rank: int = option(32, at_least=1, at_most=LARGEST_RANK)
+    alpha: float = option(10.0, above=0, at_most=LARGEST_WEIGHT)
+    dropout: float = option(0.0, at_least=0, below=1)
     distill: DistillConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
-
-    @override
-    def problems(self) -> list[str]:
-        return _adapter_problems(self.rank, self.alpha, self.dropout)
 
 
 @dataclass(frozen=True)
@@ -715,6 +839,11 @@ class RecoverRunConfig(Config):
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     data: DataConfig = field(default_factory=DataConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+    @override
+    def problems(self) -> list[str]:
+        trained = Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
+        return trained.problems(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -765,9 +894,9 @@ class PruneConfig(Config):
     """
 
     method: str = "elder"
-    ratio: float = 0.25
+    ratio: float = option(0.25, above=0, below=1)
     ratio_of: RatioOf | None = None
-    hidden_multiple: int = 8
+    hidden_multiple: int = option(8, at_least=1, at_most=LARGEST_INDEX)
     plan: str | None = None
     target: Literal["auto", "stock"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -784,7 +913,7 @@ class PruneConfig(Config):
     loraprune: LoraPruneConfig = field(default_factory=LoraPruneConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     finetune: TrainConfig = field(default_factory=TrainConfig)
-    seed: int = 0
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @property
     def compensates(self) -> bool:
@@ -792,15 +921,24 @@ class PruneConfig(Config):
         wanted = self.score.compensate
         return self.stages.prune and (self.method == "flap" if wanted is None else wanted)
 
+    def _trainings(self) -> Iterator[Training]:
+        """The trainings of all stages, in order."""
+        after = self.recovery_data or self.data
+        both = [(a, self.data) for a in self.stages.before] + [(a, after) for a in self.stages.after]
+        for action, data in both:
+            if action == "recover":
+                yield Training(action, "recover.train", self.recover.train, data, self.recover.adapters == "none")
+            elif action == "finetune":
+                yield Training(action, "finetune", self.finetune, data, True)
+            elif self.method == "dress":
+                yield Training(action, "dress.train", self.dress.train, data, True)
+            else:
+                yield Training(action, "elder.train", self.elder.train, data, True)
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        _require(0 < self.ratio < 1, f"ratio is {self.ratio}; it must be strictly between 0 and 1.", found)
-        _require(
-            self.hidden_multiple >= 1,
-            f"hidden_multiple is {self.hidden_multiple}; it must be at least 1.",
-            found,
-        )
+        found += dict.fromkeys(problem for training in self._trainings() for problem in training.problems(self.dtype))
         _require(
             self.stages.prune or not self.verify,
             "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",

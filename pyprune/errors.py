@@ -14,6 +14,9 @@ from difflib import get_close_matches
 LONGEST_MESSAGE = 4000
 """Characters of an error message; damaged input must not fill a terminal or a log."""
 
+LONGEST_NAME = 200
+"""Characters of a name or path that a message repeats as it is."""
+
 
 class PypruneError(Exception):
     """Base of every error that pyprune raises on purpose. Messages are cut off at :data:`LONGEST_MESSAGE`."""
@@ -81,11 +84,16 @@ class MissingDependencyError(PypruneError):
 
 
 def did_you_mean(value: str, allowed: Iterable[str], what: str) -> str:
-    """Return "Unknown <what> 'value'. Did you mean 'x'? Available: ..." for an error message."""
+    """Return "Unknown <what> 'value'. Did you mean 'x'? Available: ..." for an error message.
+
+    A value that is longer than a name (:data:`LONGEST_NAME`) is cut off, and nothing like it is looked for.
+    """
     names = sorted(allowed)
-    close = get_close_matches(value, names, n=1)
+    # The search takes the product of both lengths: minutes for a megabyte.
+    close = get_close_matches(value, names, n=1) if len(value) <= LONGEST_NAME else []
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown {what} {value!r}.{hint} Available: {', '.join(names)}."
+    seen = repr(value) if len(value) <= LONGEST_NAME else shown(value)
+    return f"Unknown {what} {seen}.{hint} Available: {', '.join(names)}."
 
 
 class _Shown(reprlib.Repr):

@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.config import TrainConfig
+from pyprune.config import TrainConfig, largest_divisor
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
 from pyprune.interrupts import interrupts_deferred
 from pyprune.load import warn_of_slow_dtype
@@ -253,8 +253,7 @@ def _warm_up_warnings(config: TrainConfig) -> list[str]:
 
 def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 2048) -> int:
     """The largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
-    fits = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m * sequence_length <= max_tokens]
-    return max(fits, default=1)
+    return largest_divisor(batch_size, max(1, max_tokens // sequence_length))
 
 
 def train(
@@ -449,7 +448,7 @@ class _Run:
     def _micro_batches(self, batch: Tokens) -> Iterator[tuple[Tokens, _Weight]]:
         """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
         predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
-        for micro in batch.micro_batches(self.config.micro_batch_size):
+        for micro in batch.micro_batches(self.config.sequences_per_pass):
             weight = _Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
             yield micro.to(self.device), weight
 
@@ -665,12 +664,7 @@ def make_optimizer(
         groups: what is trained.
         config: the loop's options.
         penalties: what "fused_adamw" handles in its own pass.
-
-    Raises:
-        ConfigError: weight decay with "adam", which has none here.
     """
-    if config.optimiser == "adam" and config.weight_decay:
-        raise ConfigError(f"weight_decay is {config.weight_decay} with optimiser 'adam', which has none; use 'adamw'.")
     parameters = [
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]

@@ -160,6 +160,25 @@ def test_micro_batch_size_fits_a_token_budget() -> None:
     assert micro_batch_for(6, 1000) == 2
 
 
+def test_a_micro_batch_that_does_not_divide_the_batch_is_the_next_smaller_that_does() -> None:
+    """The passes are those of the divisor itself, bit for bit."""
+    passes: dict[int, list[int]] = {}
+    losses: dict[int, list[float]] = {}
+    for size in (3, 2, 64):
+        sizes = passes.setdefault(size, [])
+
+        class Counted(Objective):
+            def micro_loss(self, model: torch.nn.Module, batch: Tensor) -> LossTerms:
+                sizes.append(len(batch))  # noqa: B023 - used within this turn
+                return super().micro_loss(model, batch)
+
+        model = tiny_model()
+        config = replace(CONFIG, steps=2, batch_size=4, micro_batch_size=size)
+        losses[size] = train(model, samples(), config, Counted()).losses
+    assert passes == {3: [2] * 4, 2: [2] * 4, 64: [4] * 2}
+    assert losses[3] == losses[2]
+
+
 @pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
 def test_equal_seeds_give_equal_bits_and_leave_the_global_stream_alone(optimiser: str) -> None:
     config = replace(CONFIG, optimiser=optimiser)
