@@ -11,10 +11,112 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import yaml
+from typing_extensions import override
 
 from pyprune.config import PruneConfig, RecoverRunConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import LONGEST_NAME, ConfigError, shown
+from pyprune.files import read_bounded
+
+RECIPE_BYTES = 1_000_000
+"""The largest of ours has 2,000; a list of every channel of the largest models has 100,000."""
+DEEPEST = 20
+"""Mappings and lists inside each other; options have four."""
+LONGEST_NUMBER = 100
+"""Characters."""
+LONGEST_MARK = 200
+"""Characters of what YAML itself says about a mistake."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as far as options need it: mappings with distinct names, lists, texts, numbers, true, false and null.
+
+    No anchors and aliases (a few lines of them are billions of values), no tags; a date stays the text that it is.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the parent's way
+        first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":timestamp", ":merge", ":value"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = 0
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise _mistake("anchors (&) and aliases (*) are not read; write the values out", event)
+        if getattr(event, "tag", None) is not None:
+            raise _mistake("tags (!) are not read; write the value without one", event)
+        if self.depth == DEEPEST:
+            raise _mistake(f"more than {DEEPEST} lists and mappings are inside each other", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
+            _check_number(node)
+        return node
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if not key.tag.endswith(":str"):
+                raise _mistake("this is no name of an option; put a word there", key)
+            if key.value in names:
+                raise _mistake(f"the name {shown(key.value)} is there twice", key)
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _check_number(node: yaml.ScalarNode) -> None:
+    if len(node.value) > LONGEST_NUMBER:
+        raise _mistake(f"a number has {len(node.value):,} characters", node)
+
+
+def _mistake(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, at.start_mark))
+
+
+def read_yaml(text: str, what: str) -> Any:
+    """Read the YAML of a recipe or a single value: what somebody wrote, so nothing in it can cost more than reading it.
+
+    Args:
+        text: YAML or JSON, of bounded length.
+        what: begins the error message.
+
+    Raises:
+        ConfigError: it is not YAML, or has what options never need: anchors, aliases, tags, names that are no texts or
+            are there twice, numbers of hundreds of digits, or more than :data:`DEEPEST` levels.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe one
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} is not valid YAML: {_reason(error)}.") from error
+    except (ValueError, ArithmeticError, TypeError, LookupError) as error:
+        # What PyYAML calls for numbers and escapes, such as int("0b_", 2) and chr(0x110000), may raise through it.
+        raise ConfigError(f"{what} is not valid YAML: {_cut(str(error))}.") from error
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return place + _cut(getattr(error, "problem", None) or str(error))
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_MARK else f"{line[:LONGEST_MARK]} ..."
+
+
+def _named(path: str | Path) -> str:
+    """The path as it is, unless it is no name that a person gave a file."""
+    text = str(path)
+    return text if len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
 
 
 def build_config(
@@ -64,8 +166,8 @@ def _refuse_other_method(
     method = recipe.get("method", start["method"])
     if "method" not in chosen and method != start["method"]:
         raise ConfigError(
-            f"The preset {preset!r} is of the method {start['method']!r}, the recipe says method {method!r}; leave one "
-            f"of them out, or name the method too (method={start['method']})."
+            f"The preset {preset!r} is of the method {start['method']!r}, the recipe says method {shown(method)}; "
+            f"leave one of them out, or name the method too (method={start['method']})."
         )
 
 
@@ -95,7 +197,7 @@ def _name_in(data: dict[str, Any], key: str, recipe: str | Path | None) -> str |
     """Take the name of a preset out of a recipe's data."""
     named = data.pop(key, None)
     if named is not None and not isinstance(named, str):
-        raise ConfigError(f"{key} is {named!r} in {recipe}; expected the name of a {key}.")
+        raise ConfigError(f"{key} is {shown(named)} in {_named(str(recipe))}; expected the name of a {key}.")
     return named
 
 
@@ -141,20 +243,20 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     """Read a YAML or JSON recipe as plain data.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or does not hold a mapping.
+        ConfigError: the file is missing or longer than :data:`RECIPE_BYTES`, cannot be read by :func:`read_yaml`, or
+            does not hold a mapping.
     """
-    import yaml
-
+    name = f"The recipe {_named(path)}"
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The recipe {path} cannot be read: {error}. Give the path of a YAML file.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The recipe {path} is not valid YAML: {error}") from error
+        text = read_bounded(path, RECIPE_BYTES)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or _cut(str(error))
+        raise ConfigError(f"{name} cannot be read: {reason}. Give the path of a YAML file.") from error
+    data = read_yaml(text, name)
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"The recipe {path} holds {type(data).__name__}; expected a mapping of options.")
+        raise ConfigError(f"{name} holds {type(data).__name__}; expected a mapping of options.")
     return data
 
 
@@ -162,23 +264,21 @@ def parse_setting(text: str) -> dict[str, Any]:
     """Read "elder.gates.strength=0.05" as {"elder": {"gates": {"strength": 0.05}}}.
 
     Raises:
-        ConfigError: there is no "=" or no name before it, or the value is not YAML.
+        ConfigError: there is no "=" or no name before it, it has more than :data:`DEEPEST` parts, or the value cannot
+            be read by :func:`read_yaml`.
     """
-    import yaml
-
     name, equals, value = text.partition("=")
-    if not equals or not all(part.strip() for part in name.split(".")):
-        raise ConfigError(f"--set got {text!r}; expected key.path=value, for example elder.gates.strength=0.05.")
-    try:
-        return nested(name.strip(), yaml.safe_load(value))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {name}: the value {value!r} is not valid YAML: {error}") from error
+    parts = name.split(".")
+    if not equals or not all(part.strip() for part in parts) or len(parts) > DEEPEST:
+        raise ConfigError(f"--set got {shown(text)}; expected key.path=value, for example elder.gates.strength=0.05.")
+    return nested(name.strip(), read_yaml(value, f"--set {_named(name)}: the value {shown(value)}"))
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
     """Return {"a": {"b": value}} for the dotted name "a.b"."""
-    first, dot, rest = name.partition(".")
-    return {first.strip(): nested(rest, value) if dot else value}
+    for part in reversed(name.split(".")):
+        value = {part.strip(): value}
+    return value  # type: ignore[no-any-return]
 
 
 def dotted_names(data: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,213 @@
+"""What a recipe or a --set value may hold: written by anyone, it ends in options or in one short message."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyprune.errors import ConfigError, did_you_mean
+from pyprune.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
+
+HOSTILE = {
+    "anchor": ("&a 5", "anchors (&) and aliases (*) are not read"),
+    "alias": ("[&a 1, *a]", "anchors (&) and aliases (*) are not read"),
+    "endless anchor": ("&a [*a]", "anchors (&) and aliases (*) are not read"),
+    "unknown alias": ("*nothing", "anchors (&) and aliases (*) are not read"),
+    "tag": ("!!int abc", "tags (!) are not read"),
+    "python tag": ("!!python/object/apply:os.system [echo]", "tags (!) are not read"),
+    "long tag": (f"!{'t' * 50_000} x", "tags (!) are not read"),
+    "binary tag": ("!!binary aGVsbG8=", "tags (!) are not read"),
+    "merge anchor": ("{<<: *b}", "anchors (&) and aliases (*) are not read"),
+    "name twice": ("{a: 1, a: 2}", "the name 'a' is there twice"),
+    "number as a name": ("{1: 2}", "this is no name of an option"),
+    "nothing as a name": ("{null: 2}", "this is no name of an option"),
+    "truth as a name": ("{yes: 2}", "this is no name of an option"),
+    "list as a name": ("{? [a] : 2}", "this is no name of an option"),
+    "digits": ("9" * 5000, "a number has 5,000 characters"),
+    "hexadecimal digits": ("0x" + "f" * 5000, "a number has 5,002 characters"),
+    "sexagesimal digits": (":".join(["1"] * 3000), "a number has 5,999 characters"),
+    "no digits": ("0b_", "invalid literal for int()"),
+    "deep lists": ("[" * 50_000, "more than 20 lists and mappings"),
+    "deep mappings": ("{a: " * 20_000, "more than 20 lists and mappings"),
+    "deep blocks": ("- " * 50_000, "more than 20 lists and mappings"),
+    "NUL": ("\0", "#x0000"),
+    "escape code": ("\x1b[31m", "#x001b"),
+    "half a character": ("\ud800", "#xd800"),
+    "character beyond Unicode": ('"\\U00110000"', "chr()"),
+    "two documents": ("---\n1\n--- 2", "found another document"),
+    "not closed": ("[1, 2", "expected"),
+    "long word that is none": (f"@{'x' * 50_000}", "cannot start any token"),
+    "long directive": (f"%{'x' * 50_000}", "expected"),
+}
+
+
+@pytest.mark.parametrize(("text", "phrase"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_values_are_refused_in_one_short_line(text: str, phrase: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_setting(f"data.source={text}")
+    message = str(caught.value)
+    assert message.startswith("--set data.source: the value ")
+    assert phrase in message
+    assert len(message) < 500
+    assert message.isprintable(), "it has one line and no escape codes"
+
+
+@pytest.mark.parametrize(("text", "phrase"), [x for x in HOSTILE.values() if "\ud800" not in x[0]])
+def test_hostile_recipes_are_refused_in_one_short_line(text: str, phrase: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    assert str(caught.value).startswith(f"The recipe {path} is not valid YAML: ")
+    assert phrase in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(path))
+    assert str(caught.value).isprintable()
+
+
+def test_the_place_of_a_mistake_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("ratio: 0.5\nelder:\n  train: &t\n    steps: 3\n")
+    with pytest.raises(ConfigError, match="line 3, column 10: anchors"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize("text", ["2020-02-30", "2020-02-03", "2020-02-03 10:00:00", "=", "<<"])
+def test_dates_are_text(text: str) -> None:
+    assert parse_setting(f"data.split={text}") == {"data": {"split": text}}
+    with pytest.raises(ConfigError, match="seed is '"):
+        build_config(settings=[f"seed={text}"])
+
+
+def test_plain_values_stay_what_they_are() -> None:
+    text = "a: {b: [1, -2, 0x1f, 1.5, 1.0e-3, true, off, null, ~, 'x', \"y\"]}\nc: |\n  two\n  lines\nd: 1_000\n"
+    values = [1, -2, 31, 1.5, 1e-3, True, False, None, None, "x", "y"]
+    assert read_yaml(text, "it") == {"a": {"b": values}, "c": "two\nlines\n", "d": 1000}
+    assert read_yaml('{"a": [1, {"b": "c"}]}', "it") == {"a": [1, {"b": "c"}]}
+    assert read_yaml("", "it") is None
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def make_long(path: Path) -> Path:
+    path.write_text("#" * (RECIPE_BYTES + 1))
+    return path
+
+
+def make_binary(path: Path) -> Path:
+    path.write_bytes(b"\xff\xfe\x00")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "phrase"),
+    [
+        (make_folder, "Is a directory"),
+        (make_long, "more than 1,000,000 bytes"),
+        (make_binary, "codec can't decode"),
+        (lambda path: Path("/dev/zero"), "more than 1,000,000 bytes"),
+        (lambda path: path / "\0", "embedded null byte"),
+        (lambda path: path / ("x" * 300), "cannot be read: "),
+        (lambda path: path / "\x1b[31m", "No such file"),
+    ],
+)
+def test_files_that_are_no_recipe(make: Any, phrase: str, tmp_path: Path) -> None:
+    for build in (build_config, build_recovery):
+        path = make(tmp_path / build.__name__)
+        with pytest.raises(ConfigError) as caught:
+            build(recipe=path)
+        assert "cannot be read: " in str(caught.value)
+        assert phrase in str(caught.value)
+        assert len(str(caught.value)) < 500
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_recipe_that_may_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("ratio: 0.5")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        read_recipe(path)
+
+
+def test_an_anchor_bomb_is_neither_grown_nor_shown(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join([*lines, "ratio: *a29"]))
+    with pytest.raises(ConfigError) as caught:
+        build_config(recipe=path)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "phrase"),
+    [
+        ("=5", "--set got '=5'"),
+        ("elder=5", "elder is 5; expected a mapping"),
+        ("elder.train=null", "elder.train is None; expected a mapping"),
+        ("elder.gates=[1]", "elder.gates is [1]; expected a mapping"),
+        ("stages=null", "stages is None; expected a mapping"),
+        ("recovery_data=5", "recovery_data is 5; expected a mapping"),
+        ("method=[1]", "method is [1]; expected str"),
+        ("ratio=.nan", "ratio is nan"),
+        ("elder.train.weight_decay=.inf", "weight_decay is inf"),
+        ("elder.train.seed=-1", "seed is -1"),
+        (f"elder.train.seed={2**64}", "seed is 18446744073709551616"),
+        ("data.samples=1000000000", "at most 100,000,000"),
+        ("recover.rank=1000000000", "at most 65,536"),
+        (".".join("a" * 100_000) + "=1", "expected key.path=value"),
+        ("x" * 1_000_000 + "=1", "Unknown option"),
+        ("ratio=" + "x" * 1_000_000, "expected a number"),
+        ("x" * 1_000_000, "expected key.path=value"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_settings_that_are_no_options(setting: str, phrase: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        build_config(preset="elder", settings=[setting])
+    assert phrase in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < 10
+
+
+def test_a_smaller_batch_needs_no_second_option() -> None:
+    config = build_config(settings=["elder.train.batch_size=2"])
+    assert (config.elder.train.batch_size, config.elder.train.micro_batch_size) == (2, 8)
+    assert config.elder.train.sequences_per_pass == 2
+
+
+def test_a_name_of_many_parts_is_no_recursion() -> None:
+    data, depth = nested(".".join("a" * 100_000), 5), 0
+    while isinstance(data, dict):
+        data, depth = data["a"], depth + 1
+    assert (data, depth) == (5, 100_000)
+
+
+@pytest.mark.parametrize("key", ["preset", "recovery"])
+def test_a_name_in_a_recipe_that_is_no_text(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{key}: [{', '.join(['x'] * 100_000)}]")
+    with pytest.raises(ConfigError) as caught:
+        build_config(recipe=path)
+    assert str(caught.value).startswith(f"{key} is ['x', ")
+    assert len(str(caught.value)) < 400
+
+
+def test_an_unknown_name_of_a_megabyte_is_cut_off_and_not_compared() -> None:
+    started = time.monotonic()
+    message = did_you_mean("elder" * 200_000, ["elder"] * 1000, "method")
+    assert time.monotonic() - started < 1
+    assert message.startswith("Unknown method 'elderelder")
+    assert "Did you mean" not in message
+    assert "..." in message
+    assert did_you_mean("eldr", ["elder"], "method") == "Unknown method 'eldr'. Did you mean 'elder'? Available: elder."
