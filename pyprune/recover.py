@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,8 @@ def recover(
     Raises:
         MissingDependencyError: PEFT is not installed.
         UnsupportedModelError: the model has no linear projection.
-        ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit.
+        ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit; a rank
+            larger than every projection.
         PlanError: the plan is not the teacher's.
         TrainingError, DataError, ConfigError: as in :func:`pyprune.train.train`.
     """
@@ -159,6 +160,26 @@ def projection_names(model: PreTrainedModel) -> list[str]:
     return names
 
 
+def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> None:
+    """Refuse, before anything is allocated, adapters that hold more than the matrices they stand for.
+
+    Args:
+        model: a causal LM.
+        targets: full names of the linear modules that get an adapter.
+        rank: of every adapter, [rank, in] and [out, rank].
+
+    Raises:
+        ConfigError: no projection is as large, in or out.
+    """
+    weights = [cast(nn.Linear, model.get_submodule(name)).weight for name in targets]
+    largest = max(max(weight.shape) for weight in weights)
+    if rank > largest:
+        raise ConfigError(
+            f"rank is {rank}, but the largest linear projection of {type(model).__name__} has {largest} channels; use "
+            f"a rank of at most {largest}."
+        )
+
+
 @contextmanager
 def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) -> Iterator[Any]:
     """The model wrapped by PEFT; which parameters require a gradient, and the mode, are put back afterwards.
@@ -171,8 +192,10 @@ def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) 
         config: rank, alpha, dropout, and the seed of the adapters (``train.seed``).
 
     Raises:
+        ConfigError: the rank is larger than every projection.
         MissingDependencyError: PEFT is not installed.
     """
+    check_rank(model, targets, config.rank)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
