@@ -10,7 +10,7 @@ drawn whole, one a row, with the prompt masked (:class:`ExampleStream`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pyprune.config import DataConfig
-from pyprune.errors import ConfigError, DataError
+from pyprune.encoding import Ids, check_chat_template, encode, render
+from pyprune.errors import CheckpointError, ConfigError, DataError, shown
 from pyprune.instructions import Example, encode_examples
+from pyprune.limits import foreign_errors
 from pyprune.progress import track
 from pyprune.sources import (
     HUB_SOURCES,
@@ -45,12 +47,14 @@ __all__ = [
     "split_disjoint", "token_stream",
 ]  # fmt: skip
 
-Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Hashes = npt.NDArray[np.uint64]
 
 STREAM_TOKENS = 2**24
 """A stream stops after this many tokens unless more are asked for: 8,000 samples of 2,048 fit."""
+
+PADDED_TOKENS = 2**30
+"""Records drawn whole take 16 bytes for each of their tokens, padding included."""
 
 SHINGLE = 64
 """Tokens in a row that two streams must share before the text counts as the same."""
@@ -60,7 +64,6 @@ BOILERPLATE = 4
 
 _DISTINCT = SHINGLE // 4
 _BASE = 0xD1342543DE82EF95
-_DOCUMENTS_AT_ONCE = 1024
 _PROGRESS_CHARACTERS = 4_000_000
 
 
@@ -212,45 +215,39 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
 
     Raises:
-        DataError: see :func:`pyprune.sources.read_corpus`; or a chat template is asked for and there is none.
+        DataError: see :func:`pyprune.sources.read_corpus`; a chat template is asked for and there is none that works;
+            or the tokenizer fails.
     """
     corpus = read_corpus(config.source, config.split, config.field)
     if config.chat_template:
-        _check_chat_template(tokenizer, corpus)
+        check_chat_template(tokenizer, corpus.name)
     if config.layout == "instructions":
         return _example_stream(tokenizer, corpus, config)
-    texts = _layout(tokenizer, corpus, config.chat_template)
+    documents: Iterable[Document] = corpus.documents
+    if sum(len(document.text) for document in documents) > _PROGRESS_CHARACTERS:
+        documents = track(documents, f"Tokenising {config.source}", total=len(corpus.documents))
     limit = max(STREAM_TOKENS, needed or 0)
-    chunks = [texts[i : i + _DOCUMENTS_AT_ONCE] for i in range(0, len(texts), _DOCUMENTS_AT_ONCE)]
-    steps: Iterable[list[str]] = chunks
-    if sum(map(len, texts)) > _PROGRESS_CHARACTERS:
-        steps = track(chunks, f"Tokenising {config.source}", total=len(chunks))
-    parts: list[Ids] = []
+    parts = [np.zeros(0, dtype=np.int64)]
     count = 0
-    for chunk in steps:
-        encoded = [np.asarray(ids, dtype=np.int64) for ids in _encode(tokenizer, chunk)]
-        parts += encoded
-        count += sum(map(len, encoded))
+    for ids in encode(tokenizer, _layout(tokenizer, corpus, documents, config.chat_template), config.source):
+        parts.append(ids)
+        count += len(ids)
         if count >= limit:
             break
     return TokenStream.of(config.source, np.concatenate(parts)[:limit])
 
 
-def _layout(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, chat_template: bool) -> list[str]:
-    """Return the text of each document followed by its separator."""
-    if chat_template:
-        return [_chat(tokenizer, document) for document in corpus.documents if document.text.strip()]
+def _layout(
+    tokenizer: PreTrainedTokenizerBase, corpus: Corpus, documents: Iterable[Document], chat_template: bool
+) -> Iterator[str]:
+    """Yield the text of each document followed by its separator, made only when it is needed."""
     eos = tokenizer.eos_token if corpus.instructions else None
     end = eos if isinstance(eos, str) else corpus.joiner
-    return [document.text + end for document in corpus.documents]
-
-
-def _check_chat_template(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"chat_template is on for {corpus.name!r}, but the tokenizer has no chat template. "
-            "Turn the option off, or use a model whose tokenizer has one."
-        )
+    for document in documents:
+        if not chat_template:
+            yield document.text + end
+        elif document.text.strip():
+            yield render(tokenizer, document.turns, corpus.name)
 
 
 def _example_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, config: DataConfig) -> ExampleStream:
@@ -262,17 +259,6 @@ def _example_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, config: 
             "cutoff); raise sequence_length, unless the records have no responses at all."
         )
     return stream
-
-
-def _chat(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
-    messages = [{"role": role, "content": content} for role, content in document.turns]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
 
 
 def sample_sequences(
@@ -299,6 +285,7 @@ def _draw(stream: TokenStream, config: DataConfig, exclude: Sequence[SpanSet]) -
     free = _free(stream, exclude)
     if isinstance(stream, ExampleStream):
         return _draw_examples(stream, config, free)
+    _check_room(stream, free, [config])
     lengths = [config.sequence_length] * config.samples
     placed = _place(free, lengths, _rng(config.seed))
     if placed is None:
@@ -315,6 +302,11 @@ def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> Tok
             f"{stream.source!r} is too small: it has {total} distinct instruction records{taken}; "
             f"{config.samples} are asked for. Lower samples, or give more records."
         )
+    if config.samples * config.sequence_length > PADDED_TOKENS:
+        raise DataError(
+            f"{config.samples} records, padded to sequence_length {config.sequence_length}, are more than "
+            f"{PADDED_TOKENS:,} tokens, which is all that is held in memory. Lower sequence_length or samples."
+        )
     chosen = _rng(config.seed).permutation(usable)[: config.samples]
     return TokenSamples.pad(stream, chosen.tolist(), config.sequence_length, mask_prompt=config.mask_prompt)
 
@@ -324,6 +316,12 @@ def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
     for spans in exclude:
         free &= ~spans.found_in(stream)
     return free
+
+
+def _check_room(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> None:
+    """Refuse what cannot fit before anything is made for it: a billion samples are easily asked for."""
+    if sum(c.samples * c.sequence_length for c in configs) > int(free.sum()):
+        raise DataError(_too_small(stream, free, configs))
 
 
 def _too_small(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> str:
@@ -456,6 +454,7 @@ def _draw_together(
                 taken.append(drawn[name].spans)
             continue
         free = _free(stream, taken)
+        _check_room(stream, free, members)
         lengths = [c.sequence_length for c in members for _ in range(c.samples)]
         placed = _place(free, lengths, _rng(*(c.seed for c in members)))
         if placed is None:
@@ -587,15 +586,28 @@ def check_sequence_length(model_config: Any, length: int) -> None:
 
     Raises:
         DataError: ``length`` is above the model's limit.
+        CheckpointError: the limit is no number, or the config has no text part.
     """
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     for name in ("max_position_embeddings", "n_positions"):
-        limit = getattr(text_config, name, None)
-        if isinstance(limit, int) and 0 < limit < length:
-            raise DataError(
-                f"The sequence length is {length} tokens, but the model allows at most {limit} ({name}). "
-                f"Choose {limit} or less."
+        limit = getattr(_text_config(model_config), name, None)
+        if limit is None:
+            continue
+        if isinstance(limit, bool) or not isinstance(limit, int | float):
+            raise CheckpointError(
+                f"The model's config.json gives {name} as {shown(limit)}; it must be a whole number. Correct it."
             )
+        if 0 < limit < length:
+            raise DataError(
+                f"The sequence length is {length} tokens, but the model allows at most {shown(limit)} ({name}). "
+                f"Choose {shown(limit)} or less."
+            )
+
+
+def _text_config(model_config: Any) -> Any:
+    if not hasattr(model_config, "get_text_config"):
+        return model_config
+    with foreign_errors(CheckpointError, "The model's config.json has no text part", "Use a causal language model."):
+        return model_config.get_text_config()
 
 
 def _rng(*seeds: int) -> np.random.Generator:

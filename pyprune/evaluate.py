@@ -7,6 +7,7 @@ they differ in the window (2048 or 128 tokens), so in the context a prediction s
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from pyprune.calibrate import SpanSet, TokenStream, check_sequence_length
-from pyprune.errors import ConfigError, DataError, MissingDependencyError, PypruneError, did_you_mean
+from pyprune.encoding import check_chat_template, encode, render
+from pyprune.errors import ConfigError, DataError, MissingDependencyError, PypruneError, did_you_mean, shown
+from pyprune.limits import foreign_errors
 from pyprune.loss import token_losses
 from pyprune.progress import track
 from pyprune.sources import evaluation_split, read_corpus, text_sha256
@@ -29,6 +33,7 @@ WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
 """Tokens in a window of each protocol (METHODS.md, "Evaluation protocols")."""
 
 _FORWARD_TOKENS = 2048
+_UNKNOWN_SHOWN = 5
 
 
 class EvaluationError(PypruneError):
@@ -91,13 +96,13 @@ def evaluation_text(
         field: the field or column with the text.
 
     Raises:
-        DataError: the source cannot be read.
+        DataError: the source cannot be read, or the tokenizer fails.
     """
     chosen = split or evaluation_split(source)
     corpus = read_corpus(source, chosen, field)
     text = corpus.text()
-    ids = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
-    return EvaluationText(source, torch.tensor(ids, dtype=torch.int64), text_sha256(text), corpus.max_windows)
+    ids = np.concatenate(list(encode(tokenizer, [text], source, special=True)))
+    return EvaluationText(source, torch.from_numpy(ids), text_sha256(text), corpus.max_windows)
 
 
 def evaluate_perplexity(
@@ -180,7 +185,9 @@ def perplexity(
     _check_model(model, windows, size)
     losses: list[Tensor] = []
     with _evaluating(model), torch.no_grad():
-        for batch in track(windows.split(step), f"Perplexity ({protocol})", total=-(-len(windows) // step)):
+        for batch in track(
+            windows.split(min(step, len(windows))), f"Perplexity ({protocol})", total=-(-len(windows) // step)
+        ):
             losses.append(_window_losses(model, batch))
             _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
     per_token = torch.cat(losses)
@@ -221,7 +228,11 @@ def _check_model(model: nn.Module, windows: Tensor, size: int) -> None:
         return
     check_sequence_length(config, size)
     vocabulary = getattr(config, "vocab_size", None)
-    largest = int(windows.max())
+    smallest, largest = int(windows.min()), int(windows.max())
+    if smallest < 0:
+        raise DataError(
+            f"The text has token id {smallest}; ids start at 0. Use the tokenizer that belongs to the model."
+        )
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise DataError(
             f"The text has token id {largest}, but the model's vocabulary has {vocabulary} entries. "
@@ -288,65 +299,99 @@ def evaluate_tasks(
 
     Raises:
         MissingDependencyError: lm-eval is not installed.
-        ConfigError: an unknown task.
-        DataError: a task's data cannot be loaded.
+        ConfigError: no task, an unknown one, or an option out of range.
+        DataError: a task cannot be loaded or run: its file, its data, or the chat template it is asked with.
     """
+    _check_task_options(tasks, limit, batch_size, num_fewshot)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise MissingDependencyError("lm-eval", "eval", "Evaluating tasks") from error
+    if apply_chat_template:
+        check_chat_template(tokenizer, ", ".join(tasks))
+        render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
     manager = _task_manager(tasks, include_path)
-    with _evaluating(model), _quiet("lm_eval"):
+    with _evaluating(model), _quiet("lm_eval"), _task_errors(model, tasks):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-        try:
-            # The global seeds stay as they are: an evaluation must not change the training around it.
-            output = simple_evaluate(
-                wrapped,
-                tasks=list(tasks),
-                num_fewshot=num_fewshot,
-                limit=limit,
-                apply_chat_template=apply_chat_template,
-                task_manager=manager,
-                log_samples=False,
-                random_seed=None,
-                numpy_random_seed=None,
-                torch_random_seed=None,
-            )
-        except OSError as error:
-            raise DataError(
-                f"The data of {', '.join(tasks)} could not be loaded: {error}. "
-                "Check the network, or give include_path with tasks over local files."
-            ) from error
+        # The global seeds stay as they are: an evaluation must not change the training around it.
+        output = simple_evaluate(
+            wrapped,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            task_manager=manager,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
     results: dict[str, dict[str, Any]] = output["results"] if output else {}
     return {task: _metrics(values) for task, values in results.items()}
+
+
+def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int, num_fewshot: int | None) -> None:
+    if not tasks:
+        raise ConfigError("tasks is empty; name at least one lm-eval task, for example piqa.")
+    if not all(isinstance(task, str) and task.strip() for task in tasks):
+        raise ConfigError(
+            f"tasks is {shown(list(tasks))}, where a name is blank; name lm-eval tasks, for example piqa."
+        )
+    if limit is not None and not limit > 0:
+        raise ConfigError(f"limit is {limit}; it must be above 0, or left out for all examples.")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise ConfigError(f"num_fewshot is {num_fewshot}; it must be at least 0.")
+
+
+@contextmanager
+def _task_errors(model: nn.Module, tasks: Sequence[str]) -> Iterator[None]:
+    """One error for whatever lm-eval makes of a task's file and data; what the model raises stays as it is."""
+    try:
+        with foreign_errors(
+            DataError,
+            f"The tasks {shown(list(tasks))} cannot be loaded and run",
+            "Check their files and data and the network, or give include_path with tasks over local files.",
+        ):
+            yield
+    except DataError as error:
+        cause = error.__cause__
+        if cause is not None and _raised_in(model, cause):
+            raise cause from None
+        raise
+
+
+def _raised_in(model: nn.Module, error: BaseException) -> bool:
+    return any(frame.f_locals.get("self") is model for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _task_manager(tasks: Sequence[str], include_path: Path | str | None) -> Any:
     """Return an lm-eval task manager that knows all of ``tasks``."""
     from lm_eval.tasks import TaskManager
 
-    if not tasks:
-        raise ConfigError("tasks is empty; name at least one lm-eval task, for example piqa.")
     folder = None if include_path is None else str(include_path)
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"include_path is {folder!r}, which is not a folder; give a folder of task YAML files.")
-    manager = None
-    if folder is not None:
-        # Indexing the thousands of built-in tasks takes seconds and is needed only for built-in names.
-        manager = TaskManager(include_path=folder, include_defaults=False)
-    if manager is None or not set(tasks) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=folder)
-    unknown = [task for task in tasks if task not in manager.all_tasks]
+    with foreign_errors(ConfigError, f"The tasks in {folder!r} cannot be listed", "Correct its YAML files."):
+        manager = None
+        if folder is not None:
+            # Indexing the thousands of built-in tasks takes seconds and is needed only for built-in names.
+            manager = TaskManager(include_path=folder, include_defaults=False)
+        if manager is None or not set(tasks) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=folder)
+        known = list(manager.all_tasks)
+    unknown = [task for task in tasks if task not in known]
     if unknown:
-        raise ConfigError([_unknown_task(task, manager.all_tasks) for task in unknown])
+        raise ConfigError([_unknown_task(task, known) for task in unknown[:_UNKNOWN_SHOWN]])
     return manager
 
 
 def _unknown_task(task: str, known: Sequence[str]) -> str:
     close = get_close_matches(task, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown task {task!r}.{hint} `lm-eval ls tasks` lists all {len(known)} of them."
+    return f"Unknown task {shown(task)}.{hint} `lm-eval ls tasks` lists all {len(known)} of them."
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:

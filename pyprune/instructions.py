@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pyprune.encoding import PIECE, Ids, call, groups, render, token_ids
 from pyprune.errors import DataError
 from pyprune.sources import Corpus, Document
-
-Ids = npt.NDArray[np.int64]
-
-_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +46,8 @@ def encode_examples(tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_templat
         chat_template: lay the records out by the tokenizer's chat template, which brings its own marks.
 
     Raises:
-        DataError: the corpus holds no instruction records, the tokenizer has no end-of-sequence token, or its chat
-            template does not begin an answer with its own prompt.
+        DataError: the corpus holds no instruction records, or one of many millions of characters; the tokenizer fails
+            or has no end-of-sequence token, or its chat template fails or does not begin an answer with its own prompt.
     """
     if not corpus.instructions:
         raise DataError(
@@ -60,26 +56,20 @@ def encode_examples(tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_templat
         )
     if tokenizer.eos_token_id is None:
         raise DataError("The tokenizer has no end-of-sequence token, which ends a response; set its eos_token.")
-    lay_out = _chat if chat_template else _alpaca
-    beginning = () if chat_template else _beginning(tokenizer)
-    answered = [d for d in corpus.documents if d.turns[-1][1].strip()]
-    for at in range(0, len(answered), _AT_ONCE):
-        pairs = [lay_out(tokenizer, document) for document in answered[at : at + _AT_ONCE]]
-        for ids, response in _encode(tokenizer, pairs):
-            example = _finish([*beginning, *ids], len(beginning) + response, tokenizer.eos_token_id, cutoff)
-            if example.response < len(example.ids):
-                yield example
+    name = corpus.name
+    beginning = () if chat_template else _beginning(tokenizer, name)
+    answered = (d for d in corpus.documents if d.turns[-1][1].strip())
+    laid_out = (_chat(tokenizer, d, name) if chat_template else (d.prompt, d.text) for d in answered)
+    for ids, response in _encode(tokenizer, laid_out, name):
+        example = _finish([*beginning, *ids.tolist()], len(beginning) + response, tokenizer.eos_token_id, cutoff)
+        if example.response < len(example.ids):
+            yield example
 
 
-def _alpaca(tokenizer: Any, document: Document) -> tuple[str, str]:
-    return document.prompt, document.text
-
-
-def _chat(tokenizer: Any, document: Document) -> tuple[str, str]:
+def _chat(tokenizer: Any, document: Document, name: str) -> tuple[str, str]:
     """Return the template's text up to the answer, and with it."""
-    messages = [{"role": role, "content": content} for role, content in document.turns]
-    prompt = str(tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True))
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    prompt = render(tokenizer, document.turns[:-1], name, add_generation_prompt=True)
+    text = render(tokenizer, document.turns, name)
     if not text.startswith(prompt):
         raise DataError(
             "The tokenizer's chat template writes an answered question differently from an open one, so the answer "
@@ -88,23 +78,38 @@ def _chat(tokenizer: Any, document: Document) -> tuple[str, str]:
     return prompt, text
 
 
-def _beginning(tokenizer: Any) -> tuple[int, ...]:
+def _beginning(tokenizer: Any, name: str) -> tuple[int, ...]:
     """The beginning-of-sequence token, if this tokenizer puts one before a text."""
-    special = tokenizer("", add_special_tokens=True)["input_ids"]
+    special = _ids(tokenizer, [""], name, special=True)[0]
     bos = tokenizer.bos_token_id
-    return (bos,) if bos is not None and list(special[:1]) == [bos] else ()
+    return (bos,) if bos is not None and special[:1].tolist() == [bos] else ()
 
 
-def _encode(tokenizer: Any, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[list[int], int]]:
+def _encode(tokenizer: Any, laid_out: Iterable[tuple[str, str]], name: str) -> Iterator[tuple[Ids, int]]:
     """Ids of each text, and the position of the first token that reaches beyond its prompt."""
-    prompts, texts = zip(*pairs, strict=True)
-    if not tokenizer.is_fast:  # no character positions: count the prompt's own tokens, as Alpaca does
-        plain = [tokenizer(list(t), add_special_tokens=False, verbose=False)["input_ids"] for t in (texts, prompts)]
-        yield from ((ids, len(prompt)) for ids, prompt in zip(*plain, strict=True))
-        return
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for prompt, ids, offsets in zip(prompts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+    for pairs in groups(laid_out, lambda pair: len(pair[1])):
+        prompts, texts = ([pair[side] for pair in pairs] for side in (0, 1))
+        if len(texts[0]) > PIECE:
+            raise DataError(
+                f"A record of {name!r} has {len(texts[0]):,} characters as it is laid out; at most {PIECE:,} are fed. "
+                "Shorten it."
+            )
+        if tokenizer.is_fast:
+            yield from _by_offsets(tokenizer, prompts, texts, name)
+        else:  # no character positions: count the prompt's own tokens, as Alpaca does
+            ids, before = (_ids(tokenizer, rows, name) for rows in (texts, prompts))
+            yield from zip(ids, map(len, before), strict=True)
+
+
+def _by_offsets(tokenizer: Any, prompts: list[str], texts: list[str], name: str) -> Iterator[tuple[Ids, int]]:
+    encoded = call(tokenizer, texts, name, add_special_tokens=False, return_offsets_mapping=True)
+    every = token_ids(encoded, len(texts), name)
+    for prompt, ids, offsets in zip(prompts, every, encoded["offset_mapping"], strict=True):
         yield ids, next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), len(ids))
+
+
+def _ids(tokenizer: Any, texts: list[str], name: str, *, special: bool = False) -> list[Ids]:
+    return token_ids(call(tokenizer, texts, name, add_special_tokens=special), len(texts), name)
 
 
 def _finish(ids: list[int], response: int, eos: int, cutoff: int) -> Example:

@@ -11,23 +11,40 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pyprune.errors import DataError, MissingDependencyError, OutputError, did_you_mean
+from pyprune.errors import LONGEST_NAME, DataError, MissingDependencyError, OutputError, did_you_mean, shown
+from pyprune.files import parse_json
+from pyprune.limits import brief, foreign_errors
 
 PARAGRAPH = "\n\n"
 C4_WINDOWS = 256
 """C4 is evaluated on at most this many windows (METHODS.md, "Evaluation protocols")."""
 
+TEXT_BYTES = 2 << 30
+"""A local file may have this many bytes, once it is unpacked."""
+RECORD_CHARACTERS = 64 << 20
+"""A line of a .jsonl file: parsed, empty lists take twenty times their text."""
+MOST_DOCUMENTS = 2**24
+"""Documents of a local file: each takes some 250 bytes, however short it is."""
+
 PACKAGE_PREFIX = "package:"
 _LOCAL_SUFFIXES = (".txt", ".jsonl", ".gz")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 _WIKITEXT_TITLE = re.compile(r"^ = [^=].* = $")
+_NOT_TREEBANK = re.compile(r"^(?! [^\n]+ $)", re.MULTILINE)
+"""The first line that is not text between two spaces."""
+_READ_AT_ONCE = 1 << 24
+_NAMES_SHOWN = 20
 _WIKIPEDIA_ARTICLE = re.compile(r"<doc [^>]*>\n(.*?)</doc>", re.DOTALL)
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -41,7 +58,7 @@ _ALPACA_WITHOUT_INPUT = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """One document.
 
@@ -179,16 +196,20 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
 
 
 def check_source(source: str) -> None:
-    """Refuse a source that cannot exist, without reading it: for runs that need its text after long work.
+    """Refuse a source that cannot be read, without reading it: for runs that need its text after long work.
 
     Raises:
-        DataError: a local file that is not there, or a name that is no source at all.
+        DataError: a local file (or one of a package) that is not there, is no regular file, is too large or may not be
+            read; or a name that is no source at all.
+        MissingDependencyError: a hub data set without the package `datasets`.
     """
-    if source in HUB_SOURCES or source.startswith(PACKAGE_PREFIX):
-        return
-    if _is_local(source):
-        _check_file(Path(source).expanduser())
-    elif not _HUB_ID.match(source):
+    if source.startswith(PACKAGE_PREFIX):
+        _check_file(_packaged_file(source.removeprefix(PACKAGE_PREFIX)))
+    elif source not in HUB_SOURCES and _is_local(source):
+        _check_file(_local_path(source))
+    elif source in HUB_SOURCES or _HUB_ID.fullmatch(source):
+        _check_datasets(source)
+    else:
         known = did_you_mean(source, HUB_SOURCES, "data source")
         raise DataError(
             f"{known} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
@@ -197,11 +218,33 @@ def check_source(source: str) -> None:
 
 
 def _is_local(source: str) -> bool:
-    return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or Path(source).exists()
+    # Unlike Path.exists, os.path.exists answers for names that no system allows, too.
+    return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
+
+
+def _local_path(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{_named(source)} names no home folder: {error}. Give the whole path.") from error
+
+
+def _named(path: str | Path) -> str:
+    """A path for a message: whole, unless it is longer than anybody wants to read."""
+    return repr(str(path)) if len(str(path)) <= LONGEST_NAME else shown(str(path))
+
+
+def _check_datasets(source: str) -> None:
+    try:
+        missing = importlib.util.find_spec("datasets") is None
+    except ValueError:  # something stands in for it
+        missing = False
+    if missing:
+        raise MissingDependencyError("datasets", "data", f"The data source {source!r}")
 
 
 def _read_local(source: str, field: str | None) -> Corpus:
-    path = Path(source).expanduser()
+    path = _local_path(source)
     text = _read_text(path)
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         return _parse_jsonl(source, text, field)
@@ -210,30 +253,73 @@ def _read_local(source: str, field: str | None) -> Corpus:
 
 
 def _check_file(path: Path) -> None:
-    if not path.exists():
-        raise DataError(f"The file {str(path)!r} does not exist. Check the path (it is relative to {Path.cwd()}).")
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} is a folder; name one .txt or .jsonl file (optionally .gz).")
+    """Refuse what can be known without reading it."""
+    name = _named(path)
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise DataError(f"The file {name} does not exist. Check the path{_seen_from(path)}.") from None
+    except (OSError, ValueError) as error:  # a name too long, with a NUL, below a closed folder
+        raise DataError(f"{name} cannot be read: {_reason(error)}. Check the path.") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise DataError(f"{name} is a folder; name one .txt or .jsonl file (optionally .gz).")
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{name} is a device, pipe or socket; name one .txt or .jsonl file (optionally .gz).")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{name} cannot be read: permission denied. Change its permissions, or give another file.")
+    if status.st_size > TEXT_BYTES:
+        raise DataError(_too_long(name, f"has {status.st_size:,} bytes"))
+
+
+def _seen_from(path: Path) -> str:
+    try:
+        return "" if path.is_absolute() else f" (it is relative to {Path.cwd()})"
+    except OSError:  # the current folder has been removed
+        return ""
+
+
+def _reason(error: Exception) -> str:
+    """The system's words without the path, which the message has already."""
+    return (getattr(error, "strerror", None) or str(error)).rstrip(".")
+
+
+def _too_long(name: str, seen: str) -> str:
+    return f"{name} {seen}; at most {TEXT_BYTES:,} are read. Give a part of it."
 
 
 def _read_text(path: Path) -> str:
-    """Return a (gzipped) file as text, with Unix line ends."""
+    """Return a (gzipped) file as text, with Unix line ends.
+
+    Raises:
+        DataError: it cannot be read, is damaged, too long once it is unpacked, or not UTF-8.
+    """
+    _check_file(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    data = bytearray()
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise DataError(f"{str(path)!r} cannot be read: {error}. Give a readable, complete file.") from error
+        with opened(path, "rb") as stream:
+            while chunk := stream.read(_READ_AT_ONCE):
+                _refuse_nul(chunk, len(data), str(path))
+                data += chunk
+                if len(data) > TEXT_BYTES:
+                    raise DataError(_too_long(_named(path), "unpacks to too many bytes"))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{_named(path)} cannot be read: {_reason(error)}. Give a readable, complete file.") from error
     return _decode(data, str(path))
 
 
-def _decode(data: bytes, name: str) -> str:
-    nul = data.find(b"\0")
+def _refuse_nul(chunk: bytes, start: int, name: str) -> None:
+    nul = chunk.find(b"\0")
     if nul >= 0:
-        raise DataError(f"{name!r} is binary: a NUL byte at offset {nul}. Give a UTF-8 text file.")
+        raise DataError(f"{_named(name)} is binary: a NUL byte at offset {start + nul}. Give a UTF-8 text file.")
+
+
+def _decode(data: bytearray, name: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{name!r} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. "
+            f"{_named(name)} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. "
             "Convert it to UTF-8, or give a text file."
         ) from error
     return text.replace("\r\n", "\n")
@@ -241,7 +327,9 @@ def _decode(data: bytes, name: str) -> str:
 
 def _refuse_field(source: str, field: str | None) -> None:
     if field is not None:
-        raise DataError(f"field is {field!r}, but {source!r} is plain text; field is for .jsonl and hub data only.")
+        raise DataError(
+            f"field is {shown(field)}, but {source!r} is plain text; field is for .jsonl and hub data only."
+        )
 
 
 def _plain_document(text: str) -> Document:
@@ -253,32 +341,46 @@ def _parse_plain(source: str, text: str) -> Corpus:
 
     Joining by a blank line gives a plain file back unchanged: its evaluation stream is the file itself.
     """
-    lines = text.removesuffix("\n").split("\n")
-    if _WIKITEXT_TITLE.match(next((line for line in lines if line.strip()), "")):
+    body = text.removesuffix("\n")
+    if _WIKITEXT_TITLE.match(_first_line(body)):
         # The rows of the hub's wikitext: a line keeps its end, a blank one is the empty string.
-        rows = [line + "\n" if line.strip() else "" for line in lines]
-    elif all(len(line) > 2 and line[0] == line[-1] == " " for line in lines):
-        rows = [line.strip() for line in lines]
+        rows = [line + "\n" if line.strip() else "" for line in _split(source, body, "\n")]
+    elif not _NOT_TREEBANK.search(body):
+        rows = [line.strip() for line in _split(source, body, "\n")]
     else:
-        rows = text.split(PARAGRAPH)
+        rows = _split(source, text, PARAGRAPH)
     return Corpus(source, tuple(_plain_document(row) for row in rows))
 
 
+def _first_line(text: str) -> str:
+    """The first line that is not blank, or an empty one."""
+    at = len(text) - len(text.lstrip())
+    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+    return text[start : end if end >= 0 else len(text)]
+
+
+def _split(source: str, text: str, separator: str) -> list[str]:
+    """Split a text, unless that makes more documents than memory is spent on."""
+    count = text.count(separator) + 1
+    if count > MOST_DOCUMENTS:
+        raise DataError(
+            f"{source!r} has {count:,} documents or lines; at most {MOST_DOCUMENTS:,} are read. Give a part of it."
+        )
+    return text.split(separator)
+
+
 def _parse_jsonl(source: str, text: str, field: str | None) -> Corpus:
-    records = [
-        (number, _parse_record(source, number, line))
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-    if not records:
+    records = _records(source, text)
+    first = next(records, None)
+    if first is None:
         return Corpus(source, ())
-    first = records[0][1]
-    if field is None and _is_instruction(first):
-        documents = [_instruction_document(f"{source!r}, line {n}", record) for n, record in records]
+    everything = chain([first], records)
+    if field is None and _is_instruction(first[1]):
+        documents = [_instruction_document(f"{source!r}, line {n}", record) for n, record in everything]
         return Corpus(source, tuple(documents), instructions=True)
     name = field or "text"
-    texts = [_field_of(f"{source!r}, line {n}", record, name, field is None) for n, record in records]
-    c4 = {"text", "timestamp", "url"} <= first.keys()
+    texts = (_field_of(f"{source!r}, line {n}", record, name, field is None) for n, record in everything)
+    c4 = {"text", "timestamp", "url"} <= first[1].keys()
     return Corpus(
         source,
         tuple(_plain_document(t) for t in texts if t.strip()),
@@ -287,16 +389,26 @@ def _parse_jsonl(source: str, text: str, field: str | None) -> Corpus:
     )
 
 
-def _parse_record(source: str, number: int, line: str) -> dict[str, Any]:
+def _records(source: str, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, record), one by one: what no document needs of a record is not kept."""
+    for number, line in enumerate(_split(source, text, "\n"), start=1):
+        if line.strip():
+            yield number, _parse_record(f"{source!r}, line {number}", line)
+
+
+def _parse_record(where: str, line: str) -> dict[str, Any]:
+    if len(line) > RECORD_CHARACTERS:
+        raise DataError(f"{where} has {len(line):,} characters; a record may have {RECORD_CHARACTERS:,}. Shorten it.")
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{source!r}, line {number} is not JSON ({error.msg} at column {error.colno}). "
-            "A .jsonl file holds one JSON object a line."
+            f"{where} is not JSON ({error.msg} at column {error.colno}). A .jsonl file holds one JSON object a line."
         ) from error
+    except ValueError as error:  # nested too deeply, a number of thousands of digits
+        raise DataError(f"{where} cannot be read: {brief(error)}. Correct the record, or leave it out.") from error
     if not isinstance(record, dict):
-        raise DataError(f"{source!r}, line {number} is a JSON {type(record).__name__}; expected an object.")
+        raise DataError(f"{where} is a JSON {type(record).__name__}; expected an object.")
     return record
 
 
@@ -307,32 +419,62 @@ def _is_instruction(record: Mapping[str, Any]) -> bool:
 def _field_of(where: str, record: Mapping[str, Any], name: str, automatic: bool) -> str:
     value = record.get(name)
     if isinstance(value, str):
-        return value
-    there = ", ".join(sorted(map(str, record))) or "none"
+        return _encodable(where, name, value)
+    there = _listed(map(str, record))
     if name in record:
-        raise DataError(f"{where}: field {name!r} is {type(value).__name__}, not text. Fields there: {there}.")
+        raise DataError(f"{where}: field {shown(name)} is {type(value).__name__}, not text. Fields there: {there}.")
     hint = " Name the one that holds the text with the option field." if automatic else ""
-    raise DataError(f"{where} has no field {name!r}. Fields there: {there}.{hint}")
+    raise DataError(f"{where} has no field {shown(name)}. Fields there: {there}.{hint}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names for a message, in order, as many as one can read."""
+    ordered = sorted(names)
+    more = len(ordered) - _NAMES_SHOWN
+    listed = ", ".join(shown(name)[1:-1] for name in ordered[:_NAMES_SHOWN]) or "none"
+    return f"{listed} and {more:,} more" if more > 0 else listed
+
+
+def _encodable(where: str, name: str, value: str) -> str:
+    r"""Refuse half a character, which JSON can write ("\ud800") and no tokenizer takes."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: field {shown(name)} holds half of a surrogate pair ({value[error.start]!a} at character "
+            f"{error.start}), which is no text. Correct the record, or leave it out."
+        ) from error
+    return value
 
 
 def _instruction_document(where: str, record: Mapping[str, Any]) -> Document:
     instruction = _field_of(where, record, "instruction", False)
     output = _field_of(where, record, "output", False)
-    extra = str(record.get("input") or "").strip()
+    extra = _input_of(where, record).strip()
     template = _ALPACA_WITH_INPUT if extra else _ALPACA_WITHOUT_INPUT
     question = f"{instruction}{PARAGRAPH}{extra}" if extra else instruction
     prompt = template.format(instruction=instruction, input=extra)
     return Document(prompt + output, (("user", question), ("assistant", output)), prompt)
 
 
+def _input_of(where: str, record: Mapping[str, Any]) -> str:
+    """The input of an instruction, which may be missing, empty in any way, or a number."""
+    value = record.get("input") or ""
+    if isinstance(value, str):
+        return _encodable(where, "input", value)
+    if isinstance(value, int | float):
+        return str(value)
+    raise DataError(f"{where}: field 'input' is {type(value).__name__}, not text. Make it text, or leave it out.")
+
+
 def _read_named(name: str, split: str, field: str | None) -> Corpus:
     entry = HUB_SOURCES[name]
     if split not in entry.splits:
-        raise DataError(f"{name} has no split {split!r}. Available: {', '.join(entry.splits)}.")
+        raise DataError(f"{name} has no split {shown(split)}. Available: {', '.join(entry.splits)}.")
     files = {split: entry.files[split]} if entry.files else None
     rows = _load_rows(name, entry.repository, entry.config, split, revision=entry.revision, data_files=files)
     if entry.instructions and field is None:
-        documents = [_instruction_document(f"{name}, row {i}", row) for i, row in enumerate(rows)]
+        documents = [_instruction_document(f"{name}, row {i}", row) for i, row in enumerate(_each_row(name, rows))]
     else:
         documents = _column(name, rows, field or entry.field, automatic=False)
     return Corpus(name, tuple(documents), entry.joiner, entry.max_windows, entry.instructions)
@@ -341,15 +483,17 @@ def _read_named(name: str, split: str, field: str | None) -> Corpus:
 def _read_hub_id(source: str, split: str, field: str | None) -> Corpus:
     repository, _, config = source.partition(":")
     rows = _load_rows(source, repository, config or None, split)
-    first = next(iter(rows), None)
+    first = next(_each_row(source, rows), None)
     if first is not None and field is None and _is_instruction(first):
-        documents = [_instruction_document(f"{source}, row {i}", row) for i, row in enumerate(rows)]
+        each = enumerate(_each_row(source, rows))
+        documents = [_instruction_document(f"{source}, row {i}", row) for i, row in each]
         return Corpus(source, tuple(documents), instructions=True)
     return Corpus(source, tuple(_column(source, rows, field or "text", automatic=field is None)))
 
 
 def _column(source: str, rows: Iterable[Mapping[str, Any]], name: str, automatic: bool) -> list[Document]:
-    return [_plain_document(_field_of(f"{source}, row {i}", row, name, automatic)) for i, row in enumerate(rows)]
+    each = enumerate(_each_row(source, rows))
+    return [_plain_document(_field_of(f"{source}, row {i}", row, name, automatic)) for i, row in each]
 
 
 def _load_rows(
@@ -374,11 +518,18 @@ def _load_rows(
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(repository, config, **options)
     except Exception as error:  # hub, HTTP, parquet and split errors share no base class
         raise DataError(
-            f"The data set {source!r} ({repository}, split {split!r}) could not be loaded: "
-            f"{type(error).__name__}: {error}. Check the name and the network; "
-            "a local .txt or .jsonl(.gz) path works as well and needs no network."
+            f"The data set {source!r} ({repository}, split {split!r}) could not be loaded: {brief(error)}. "
+            "Check the name and the network; a local .txt or .jsonl(.gz) path works as well and needs no network."
         ) from error
     return rows
+
+
+def _each_row(source: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Go through a data set, which is read only now: a damaged file of it raises whatever its format does."""
+    with foreign_errors(
+        DataError, f"The data set {source!r} cannot be read", "Remove it from the cache and try again."
+    ):
+        yield from rows
 
 
 def packaged_text(name: str) -> str:
@@ -388,8 +539,12 @@ def packaged_text(name: str) -> str:
         name: "PACKAGE/FILE", for example "exllamav3/wiki.utf8"; FILE is a file name or the end of its path.
 
     Raises:
-        DataError: the package is not installed, or holds no such file.
+        DataError: the package is not installed, holds no such file, or one that cannot be read.
     """
+    return _read_text(_packaged_file(name))
+
+
+def _packaged_file(name: str) -> Path:
     package, _, wanted = name.partition("/")
     paths = _package_files(package)
     if paths is None:
@@ -399,10 +554,9 @@ def packaged_text(name: str) -> str:
         )
     found = sorted(p for p in paths if wanted and f"/{p.as_posix()}".endswith(f"/{wanted}"))
     if not found:
-        texts = sorted({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
-        there = ", ".join(texts) or "none"
-        raise DataError(f"The package {package!r} holds no file {wanted!r}. Text files there: {there}.")
-    return _read_text(found[0])
+        there = _listed({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
+        raise DataError(f"The package {package!r} holds no file {shown(wanted)}. Text files there: {there}.")
+    return found[0]
 
 
 def _package_files(package: str) -> list[Path] | None:
@@ -505,7 +659,7 @@ def write_demo_data(
         out.mkdir(parents=True, exist_ok=True)
         _write_jsonl(result.test, texts[:cut])
         _write_jsonl(result.calibration, texts[cut:])
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OutputError(f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder.") from error
     return result
 

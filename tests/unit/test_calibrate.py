@@ -6,6 +6,7 @@ import inspect
 import json
 import random
 import sys
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,7 +34,7 @@ from pyprune.calibrate import (
     write_demo_data,
 )
 from pyprune.config import DataConfig
-from pyprune.errors import ConfigError, DataError, MissingDependencyError
+from pyprune.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from tests._support.paths import SHARED_DATA
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -314,7 +315,7 @@ def test_sampling_is_seeded(tmp_path: Path) -> None:
     source = text_file(tmp_path, prose(500))
     first, same, other = (
         sample_sequences(TOKENIZER, DataConfig(source=source, samples=8, sequence_length=32, seed=seed))
-        for seed in (1, 1, -2)
+        for seed in (1, 1, 2)
     )
     assert torch.equal(first.input_ids, same.input_ids)
     assert first.fingerprints == same.fingerprints
@@ -328,6 +329,30 @@ def test_text_that_is_exactly_large_enough_and_one_token_too_small(tmp_path: Pat
     assert sorted(samples.spans.spans) == [(i, i + 50) for i in range(0, 400, 50)]
     with pytest.raises(DataError, match="has 400 tokens; 9 samples of 50 tokens need 450"):
         sample_sequences(TOKENIZER, DataConfig(source=source, samples=9, sequence_length=50))
+
+
+def test_far_too_many_samples_are_refused_before_anything_is_made_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = text_file(tmp_path, prose(200)[:398])
+    config = DataConfig(source=source, samples=10**8, sequence_length=2048)
+    monkeypatch.setattr(calibrate, "_place", lambda *arguments: pytest.fail("places were looked for"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="has 400 tokens; 100000000 samples of 2048 tokens need 204800000000"):
+            sample_sequences(TOKENIZER, config)
+        with pytest.raises(DataError, match="need 409600000000 tokens in unbroken"):
+            split_disjoint(TOKENIZER, {"regularise": config, "recover": config})
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_sets_that_are_too_much_together_have_the_message_of_both(tmp_path: Path) -> None:
+    source = text_file(tmp_path, prose(200)[:398])
+    both = {name: DataConfig(source=source, samples=n, sequence_length=40) for name, n in (("a", 6), ("b", 10**8))}
+    with pytest.raises(DataError, match="6 samples of 40 tokens and 100000000 samples of 40 tokens need 4000000240"):
+        split_disjoint(TOKENIZER, both)
 
 
 def test_invalid_options_are_refused_before_reading() -> None:
@@ -453,6 +478,32 @@ def test_sequences_longer_than_the_model_allows() -> None:
     check_sequence_length(SimpleNamespace(), 10**6)
     with pytest.raises(DataError, match="129 tokens, but the model allows at most 128"):
         check_sequence_length(config, 129)
+
+
+@pytest.mark.parametrize("limit", ["abc", "128", [128], {"a": 1}, True, 1j])
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_a_limit_that_is_no_number_is_named(name: str, limit: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json gives {name} as .*must be a whole number"):
+        check_sequence_length(SimpleNamespace(**{name: limit}), 129)
+
+
+@pytest.mark.parametrize("limit", [None, 0, -1, 10**30, 129.0, float("nan"), float("inf")])
+def test_limits_that_allow_the_length(limit: Any) -> None:
+    check_sequence_length(SimpleNamespace(max_position_embeddings=limit), 129)
+
+
+@pytest.mark.parametrize("limit", [128.0, 0.5])
+def test_a_limit_with_a_point_is_a_limit(limit: float) -> None:
+    with pytest.raises(DataError, match=f"allows at most {limit}"):
+        check_sequence_length(SimpleNamespace(max_position_embeddings=limit), 129)
+
+
+def test_a_config_without_a_text_part() -> None:
+    def several() -> None:
+        raise ValueError("Multiple text configs")
+
+    with pytest.raises(CheckpointError, match="no text part: ValueError: Multiple"):
+        check_sequence_length(SimpleNamespace(get_text_config=several), 129)
 
 
 # Real data

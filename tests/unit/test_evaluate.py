@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -248,12 +249,103 @@ def test_pruned_architectures_are_evaluated_alike(tmp_path: Path) -> None:
 def test_unknown_tasks_and_a_missing_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     tasks = choice_task(tmp_path)
-    with pytest.raises(ConfigError, match=r"Unknown task 'tiny_sum'. Did you mean 'tiny_sums'"):
-        evaluate_tasks(tiny_llama(), TOKENIZER, ["tiny_sum"], include_path=tasks)
-    with pytest.raises(ConfigError, match="tasks is empty"):
-        evaluate_tasks(tiny_llama(), TOKENIZER, [])
+    many = ["tiny_sum", *(f"tiny_sum{i}" for i in range(1000))]
+    with pytest.raises(ConfigError, match=r"Unknown task 'tiny_sum'. Did you mean 'tiny_sums'") as caught:
+        evaluate_tasks(tiny_llama(), TOKENIZER, many, include_path=tasks)
+    assert len(caught.value.problems) == 5, "comparing each with thousands of names takes its time"
     with pytest.raises(ConfigError, match="not a folder"):
         evaluate_tasks(tiny_llama(), TOKENIZER, ["tiny_sums"], include_path=tmp_path / "none")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(MissingDependencyError, match=r"pyprune\[eval\]"):
         evaluate_tasks(tiny_llama(), TOKENIZER, ["tiny_sums"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tasks": []}, "tasks is empty"),
+        ({"tasks": ["tiny_sums", ""]}, "where a name is blank"),
+        ({"tasks": ["", "", " "]}, "where a name is blank"),
+        ({"tasks": [None]}, "where a name is blank"),
+        ({"limit": 0}, "limit is 0"),
+        ({"limit": float("nan")}, "limit is nan"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"num_fewshot": -1}, "num_fewshot is -1"),
+    ],
+)
+def test_options_of_tasks_are_checked_before_anything_is_imported(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=words):
+        evaluate_tasks(tiny_llama(), TOKENIZER, **{"tasks": ["tiny_sums"], **options})
+
+
+def broken_task(folder: Path, old: str, new: str) -> Path:
+    """The task of :func:`choice_task` with something else in its file."""
+    tasks = choice_task(folder)
+    path = tasks / "tiny_sums.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("doc_to_text: '{{q}}'", "doc_to_text: '{{ 1 / 0 }}'"),
+        ("doc_to_text: '{{q}}'", "doc_to_text: '{% for %}'"),
+        ("test_split: test", "test_split: none"),
+        ("dataset_path: json", "dataset_path: 7"),
+        ("sums.jsonl", "none.jsonl"),
+        ("output_type: multiple_choice", "output_type: nonsense"),
+        ("metadata:", "include: none.yaml\nmetadata:"),
+        ("metadata:", "{\nmetadata:"),
+    ],
+)
+def test_broken_tasks_end_in_one_line(old: str, new: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    tasks = broken_task(tmp_path, old, new)
+    with pytest.raises((DataError, ConfigError)) as caught:
+        evaluate_tasks(tiny_llama(), TOKENIZER, ["tiny_sums"], include_path=tasks)
+    assert "tiny_sums" in str(caught.value) or str(tasks) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_the_model_and_pyprune_raise_in_a_task_stays_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    tasks = choice_task(tmp_path)
+    for error in (RuntimeError("shapes"), EvaluationError("ours"), KeyboardInterrupt()):
+        model = tiny_llama()
+
+        def fail(*arguments: Any, error: BaseException = error, **options: Any) -> None:
+            raise error
+
+        model.model.register_forward_pre_hook(fail)
+        with pytest.raises(type(error)) as caught:
+            evaluate_tasks(model, TOKENIZER, ["tiny_sums"], include_path=tasks)
+        assert caught.value is error
+
+
+def test_a_chat_template_is_tried_before_the_tasks_are_asked_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    tasks = choice_task(tmp_path)
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(DataError, match="has no chat template"):
+        evaluate_tasks(tiny_llama(), tokenizer, ["tiny_sums"], include_path=tasks, apply_chat_template=True)
+    tokenizer.chat_template = "{{ 'x' * 10 ** 10 }}"
+    with pytest.raises(DataError, match="chat template failed on 'tiny_sums': MemoryError"):
+        evaluate_tasks(tiny_llama(), tokenizer, ["tiny_sums"], include_path=tasks, apply_chat_template=True)
+
+
+def test_numbers_far_out_of_range() -> None:
+    ids = torch.zeros(400, dtype=torch.int64)
+    expected = perplexity(WarmsUp(), ids, protocol="ppl-128").perplexity
+    assert perplexity(WarmsUp(), ids, protocol="ppl-128", batch_size=10**30).perplexity == expected
+    assert perplexity(WarmsUp(), ids, protocol="ppl-128", max_tokens=10**30).perplexity == expected
+    with pytest.raises(DataError, match="less than one window of 1000000000000000000000000000000"):
+        perplexity(WarmsUp(), ids, protocol="ppl-128", window=10**30)
+    with pytest.raises(DataError, match="token id -1; ids start at 0"):
+        perplexity(tiny_llama(), ids - 1, protocol="ppl-128")

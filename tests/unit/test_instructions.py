@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyprune import calibrate
 from pyprune.calibrate import ExampleStream, TokenSamples, assert_disjoint, sample_sequences, split_disjoint
 from pyprune.config import DataConfig, PruneConfig
 from pyprune.errors import ConfigError, DataError
@@ -197,6 +198,19 @@ def test_unusable_sources_and_tokenizers_are_refused(tmp_path: Path) -> None:
         DataConfig(mask_prompt=False).validate()
     with pytest.raises(ConfigError, match="which is for recovery_data"):
         PruneConfig.from_dict({"data": {"layout": "instructions"}})
+
+
+def test_far_too_many_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 3 distinct instruction records; 100000000 are asked for"):
+        sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS), samples=10**8, sequence_length=10**6))
+
+
+def test_padding_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(tmp_path, RECORDS)
+    monkeypatch.setattr(calibrate, "PADDED_TOKENS", 3 * 256)
+    assert len(sample_sequences(TOKENIZER, config(source))) == 3
+    with pytest.raises(DataError, match="3 records, padded to sequence_length 257, are more than 768 tokens"):
+        sample_sequences(TOKENIZER, config(source, sequence_length=257))
 
 
 def test_sampling_is_seeded_and_a_later_set_takes_other_records(tmp_path: Path) -> None:
