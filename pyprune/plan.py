@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Any, Self
 
-from pyprune.errors import PlanError
+from pyprune.errors import PlanError, did_you_mean, shown
+from pyprune.files import parse_json
 
 PLAN_VERSION = 1
+MAX_LAYERS = 4096
+MAX_INDEX = 10_000_000
+"""Largest index a plan may name: no model is wider, and a damaged range must not fill the memory."""
+MAX_INDICES = 20_000_000
+"""Most layers times widths of a model that a plan may be for; one of 400 billion parameters needs 7 million."""
+PLAN_KEYS = ("version", "model_type", "dense", "hidden", "layers")
+LAYER_KEYS = ("index", "query_heads", "kv_heads", "ffn")
 
 
 @dataclass(frozen=True)
@@ -230,27 +239,17 @@ class PrunePlan:
             PlanError: a wrong version, a missing or unknown key, a value of the wrong kind, or an
                 inconsistent plan.
         """
-        if not isinstance(data, Mapping):
-            raise PlanError(f"A plan is a JSON object, not {type(data).__name__}.")
-        if data.get("version") != PLAN_VERSION:
-            raise PlanError(f"Plan version is {data.get('version')!r}; this pyprune reads {PLAN_VERSION}.")
-        try:
-            plan = cls(
-                model_type=_text(data["model_type"], "model_type"),
-                dense=Sizes(**{k: _count(v, f"dense.{k}") for k, v in data["dense"].items()}),
-                hidden=parse_ranges(data["hidden"]),
-                layers=tuple(
-                    LayerPlan(
-                        index=_count(layer["index"], "layer index"),
-                        query_heads=parse_ranges(layer["query_heads"]),
-                        kv_heads=parse_ranges(layer["kv_heads"]),
-                        ffn=parse_ranges(layer["ffn"]),
-                    )
-                    for layer in data["layers"]
-                ),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"The plan is damaged: missing or unknown entry {error}.") from error
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if isinstance(data, Mapping) and version != PLAN_VERSION:
+            raise PlanError(f"Plan version is {shown(version)}; this pyprune reads {PLAN_VERSION}.")
+        _check_keys(data, PLAN_KEYS, "the plan")
+        dense = _sizes(data["dense"])
+        plan = cls(
+            model_type=_text(data["model_type"], "model_type"),
+            dense=dense,
+            hidden=parse_ranges(data["hidden"], dense.hidden_size, "hidden"),
+            layers=_layers(data["layers"], dense),
+        )
         plan.validate()
         return plan
 
@@ -266,9 +265,9 @@ class PrunePlan:
             PlanError: not JSON, or not a valid plan.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"The plan is not valid JSON: {error}.") from error
+            data = parse_json(text)
+        except ValueError as error:
+            raise PlanError(f"The plan is not valid JSON: {str(error)[:300]}.") from error
         return cls.from_dict(data)
 
 
@@ -289,28 +288,92 @@ def format_ranges(indices: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-MAX_INDEX = 10_000_000
-"""Largest index a plan may name: no model is wider, and a damaged range must not fill the memory."""
+def parse_ranges(text: str, size: int = MAX_INDEX + 1, name: str = "an index set") -> tuple[int, ...]:
+    """Read "0-3,7" back; nothing is expanded before all of it is known to be ascending and within the bounds.
 
-
-def parse_ranges(text: str) -> tuple[int, ...]:
-    """Read "0-3,7" back.
+    Args:
+        text: what :func:`format_ranges` wrote.
+        size: indices must be smaller.
+        name: what the indices are of, for messages.
 
     Raises:
-        PlanError: text that is not a list of ranges, or a range beyond :data:`MAX_INDEX`.
+        PlanError: text that is not a list of ascending ranges, or an index that is not below ``size``.
     """
     if not isinstance(text, str):
-        raise PlanError(f"An index set is written as text like '0-3,7', not {text!r}.")
-    indices: list[int] = []
+        raise PlanError(f"{name}: index sets are written as text like '0-3,7', not {shown(text)}.")
+    runs: list[range] = []
     for part in filter(None, text.replace(" ", "").split(",")):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise PlanError(f"{part!r} is not an index or a range like '0-3'.")
-        low, high = int(first), int(last if dash else first)
-        if high < low or high > MAX_INDEX:
-            raise PlanError(f"The range {part!r} must run upwards and end at most at {MAX_INDEX}.")
-        indices.extend(range(low, high + 1))
-    return tuple(indices)
+        run = _run(part, name)
+        if run.stop > size:
+            raise PlanError(f"{name}: {shown(part)} lies outside 0..{size - 1}.")
+        if runs and run.start < runs[-1].stop:
+            raise PlanError(f"{name}: indices must be ascending and unique; {shown(part)} is not.")
+        runs.append(run)
+    return tuple(chain.from_iterable(runs))
+
+
+def _run(part: str, name: str) -> range:
+    first, dash, last = part.partition("-")
+    numbers = (first, last) if dash else (first, first)
+    if not all(n.isascii() and n.isdecimal() for n in numbers):
+        raise PlanError(f"{name}: {shown(part)} is not an index or a range like '0-3'.")
+    if max(map(len, numbers)) > 20:
+        raise PlanError(f"{name}: {shown(part)} ends beyond {MAX_INDEX}.")
+    low, high = map(int, numbers)
+    if high < low:
+        raise PlanError(f"{name}: the range {shown(part)} must run upwards.")
+    return range(low, high + 1)
+
+
+def _sizes(data: Any) -> Sizes:
+    names = [field.name for field in fields(Sizes)]
+    _check_keys(data, names, "dense")
+    sizes = Sizes(**{name: _count(data[name], f"dense.{name}", least=1) for name in names})
+    units = sizes.num_attention_heads + sizes.num_key_value_heads + sizes.intermediate_size
+    whole = sizes.num_layers * units + sizes.hidden_size + sizes.num_attention_heads * sizes.head_dim
+    if sizes.num_layers > MAX_LAYERS or whole > MAX_INDICES:
+        raise PlanError(
+            f"The plan is for {sizes.num_layers} layers of {units} heads and FFN channels; at most {MAX_LAYERS} layers "
+            f"and {MAX_INDICES:,} indices in all are read. The plan is damaged."
+        )
+    return sizes
+
+
+def _layers(data: Any, dense: Sizes) -> tuple[LayerPlan, ...]:
+    if not isinstance(data, list):
+        raise PlanError(f"layers is {shown(data)}; expected a list with one JSON object for every layer that stays.")
+    before = -1
+    for entry in data:
+        _check_keys(entry, LAYER_KEYS, "a layer")
+        index = _count(entry["index"], "layer index")
+        if not before < index < dense.num_layers:
+            raise PlanError(
+                f"layers: {index} comes after {before}; indices must be ascending, unique and below {dense.num_layers}."
+            )
+        before = index
+    return tuple(_layer(entry, dense) for entry in data)
+
+
+def _layer(entry: Mapping[str, Any], dense: Sizes) -> LayerPlan:
+    where = f"layer {entry['index']}"
+    return LayerPlan(
+        index=entry["index"],
+        query_heads=parse_ranges(entry["query_heads"], dense.num_attention_heads, f"{where} query_heads"),
+        kv_heads=parse_ranges(entry["kv_heads"], dense.num_key_value_heads, f"{where} kv_heads"),
+        ffn=parse_ranges(entry["ffn"], dense.intermediate_size, f"{where} ffn"),
+    )
+
+
+def _check_keys(data: Any, known: Sequence[str], where: str) -> None:
+    """Every key must be there, and no other: an entry with a mistake in its name would be passed over silently."""
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where} is {shown(data)}; expected a JSON object with {', '.join(known)}.")
+    for key in data:
+        if key not in known:
+            raise PlanError(did_you_mean(str(key)[:80], known, f"entry of {where}"))
+    missing = [key for key in known if key not in data]
+    if missing:
+        raise PlanError(f"The plan is damaged: {where} lacks {', '.join(missing)}.")
 
 
 def _index_problems(name: str, indices: Sequence[int], size: int) -> list[str]:
@@ -348,13 +411,13 @@ def _spread(values: Iterable[int]) -> str:
     return str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
 
 
-def _count(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise PlanError(f"{name} is {value!r}; expected a whole number >= 0.")
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= MAX_INDEX:
+        raise PlanError(f"{name} is {shown(value)}; expected a whole number from {least} to {MAX_INDEX}.")
     return value
 
 
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise PlanError(f"{name} is {value!r}; expected text.")
+    if not isinstance(value, str) or len(value) > 100:
+        raise PlanError(f"{name} is {shown(value)}; expected a short text.")
     return value
