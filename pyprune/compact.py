@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.errors import CheckpointError
@@ -29,7 +29,7 @@ from pyprune.families.base import Axis, block_is_skipped, kept_indices
 from pyprune.mask import gauge_, gauged
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
-from pyprune.tensor_files import Entry, TensorFiles, write_shards
+from pyprune.tensor_files import Entry, TensorFiles, check_finite, write_shards
 
 PER_LAYER_LISTS = ("layer_types",)
 """Config fields with one entry a layer; they are sliced together with the layers."""
@@ -143,25 +143,27 @@ def compact_checkpoint(
         max_shard_bytes: size at which the output is split into shards.
 
     Raises:
-        CheckpointError: no safetensors, damaged files, or tensors missing from or foreign to the model.
+        CheckpointError: no safetensors, damaged files, weights that are not finite, or tensors missing from or foreign
+            to the model.
         PlanError: the plan is inconsistent or was made for another model.
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
     from pyprune.files import atomic_folder, check_output
-    from pyprune.load import copy_tokenizer
+    from pyprune.load import copy_tokenizer, read_dense_config
     from pyprune.record import PruningRecord, inherited_facts, write_record
 
     check_output(out, overwrite=overwrite, reads=[folder])
     inherited = inherited_facts(folder, verify_files=True)
     source = TensorFiles(Path(folder))
-    config = AutoConfig.from_pretrained(folder)
+    config, shapes = read_dense_config(folder)
     family = family_for(config)
     if config.tie_word_embeddings and _head_is_its_own(source, family):
         config.tie_word_embeddings = False
     check_plan(plan, family, config)
     target = choose_target(family, config, plan)
     names = _dense_names(source, family, config)
+    _check_shapes(source, names, shapes)
     entries = _planned_entries(source, names, family, plan, target)
     model = _described_model(target, source, entries, folder)
     dense = sum(math.prod(source.shape(name)) for name in names)
@@ -206,6 +208,17 @@ def _dense_names(source: TensorFiles, family: Family, config: PretrainedConfig) 
     return names
 
 
+def _check_shapes(source: TensorFiles, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the files with the dense model: of a larger tensor a part would be cut out as if it were the whole."""
+    for name, dense in names.items():
+        expected = shapes.get(dense, source.shape(name))  # a foreign tensor is refused where the output is planned
+        if source.shape(name) != expected:
+            raise CheckpointError(
+                f"{name} of {source.folder} has the shape {source.shape(name)}, but by its config.json it is "
+                f"{expected}. The checkpoint is damaged or its config.json was changed."
+            )
+
+
 def _parameter_name(name: str, family: Family) -> str:
     """The model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
     known = [n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)]
@@ -243,14 +256,17 @@ def _described_model(
     target: Target, source: TensorFiles, entries: Sequence[Entry], folder: str | Path
 ) -> PreTrainedModel:
     """The compacted model without memory behind it, checked against what will be written."""
+    from pyprune.load import read_generation_config
+
     config = copy.deepcopy(target.config)
     config.dtype = next((e.dtype for e in entries), torch.float32)
     with no_init_weights(), torch.device("meta"):
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     model.tie_weights()
     model.config.architectures = [type(model).__name__]
-    if (Path(folder) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    generation = read_generation_config(folder)
+    if generation is not None:
+        model.generation_config = generation
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {e.name: e.shape for e in entries}
     wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
@@ -279,6 +295,7 @@ def _streamed_tensors(
         if cut is None:
             continue
         tensor = source.read(name)
+        check_finite(name, tensor, source.folder)
         if through_gauge:
             tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
         dtype = dtype or tensor.dtype

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyprune.calibrate import BOILERPLATE, SHINGLE, Hashes, TokenSamples, shingle_hashes
 from pyprune.errors import CheckpointError, DataError
-from pyprune.record import RECORD_NAME, read_pruning_json
+from pyprune.record import RECORD_NAME, has_record, read_pruning_json
 
 
 def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
@@ -89,7 +89,7 @@ def assert_not_trained_on(folder: str | Path, tokens: Tensor, source: str) -> No
     Raises:
         DataError: how many passages of the text were training text.
     """
-    if not (Path(folder) / RECORD_NAME).is_file():
+    if not has_record(folder):
         return
     marks = read_pruning_json(folder).provenance.get("training_marks") or ""
     shared = marked_passages(marks, tokens)

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
-from collections.abc import Mapping
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyprune import __version__
 from pyprune.errors import CheckpointError, PlanError, shown
-from pyprune.files import CARD_NAME, CHECKPOINT_MANIFEST, file_digest, read_json, seal, unseal, write_text
+from pyprune.files import (
+    CARD_NAME,
+    CHECKPOINT_MANIFEST,
+    check_file,
+    disk_errors,
+    file_digest,
+    read_bounded,
+    read_json,
+    seal,
+    unseal,
+    write_text,
+)
 from pyprune.plan import PrunePlan
 
 RECORD_NAME = CHECKPOINT_MANIFEST
 RECORD_VERSION = 1
+
+LOADED_FILES = (
+    # weights, and what says which file they are in
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
+    "*.index.json", "*.index", "consolidated*", "weight_names.json",
+    # configurations: of the model, of generation, of quantisation, of adapters, of processors
+    "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
+    # tokenizers and chat templates
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
+    "*.model", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    # code
+    "*.py", "*.pyc", "*.so",
+)  # fmt: skip
+"""Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
+LOADED_FOLDERS = ("additional_chat_templates", "custom_generate")
+"""Folders of which they would read every file."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +76,30 @@ class PruningRecord:
         return json.dumps(seal(body), indent=2) + "\n"
 
 
+def has_record(folder: str | Path) -> bool:
+    """Whether a folder has a ``pruning.json``, also one that cannot be read; False for a hub id."""
+    return os.path.lexists(os.path.join(folder, RECORD_NAME))
+
+
 def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> PruningRecord:
     """Read and check a checkpoint's ``pruning.json``.
 
     Args:
         folder: the checkpoint.
-        verify_files: also compare the SHA-256 of every file it lists.
+        verify_files: also compare the SHA-256 of every file it lists, and refuse files that it does not list and that
+            a loader would read (:data:`LOADED_FILES`).
 
     Raises:
-        CheckpointError: missing, not JSON, a wrong version, changed after it was written, an invalid plan,
-            or (with ``verify_files``) a listed file that is missing or differs.
+        CheckpointError: missing, not JSON, a wrong version, changed after it was written, an invalid plan, an entry
+            of the wrong kind, or (with ``verify_files``) a file that is missing, differs or is not listed.
     """
     path = Path(folder) / RECORD_NAME
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{folder} has no {RECORD_NAME}; it was not written by pyprune.")
     try:
         data = read_json(path)
         version = data["version"]
-        plan_data, provenance, files = data["plan"], dict(data["provenance"]), dict(data["files"])
+        plan_data, provenance, files = data["plan"], data["provenance"], data["files"]
         data["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {shown(error)}. Write the checkpoint again.") from error
@@ -73,6 +112,9 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
             f"{path} was changed after it was written (its checksum does not match). To use an edited "
             "plan, save it on its own and give it to `pyprune prune --plan`."
         ) from error
+    problem = next(_problems(provenance, files), None)
+    if problem is not None:
+        raise CheckpointError(f"{path} is damaged: {problem}. Write the checkpoint again.")
     try:
         plan = PrunePlan.from_dict(plan_data) if plan_data is not None else None
     except PlanError as error:
@@ -83,17 +125,94 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
     return record
 
 
+def _problems(provenance: Any, files: Any) -> Iterator[str]:
+    """What is wrong with the sections that later work relies on, which would be noticed only when that is done."""
+    if not isinstance(provenance, dict) or not isinstance(files, dict):
+        yield "provenance and files are JSON objects"
+        return
+    yield from _file_problems(files)
+    kinds: dict[str, type] = dict.fromkeys(("method", "source", "architecture", "dtype"), str)
+    kinds |= dict.fromkeys(("quality", "speed", "measured_before", "before", "report"), dict)
+    kinds |= dict.fromkeys(("parameters", "dense_parameters"), int)
+    for name, kind in kinds.items():
+        value = provenance.get(name, kind())
+        if type(value) is not kind:
+            yield f"{name} is {shown(value)}, not {_KINDS[kind]}"
+    report = provenance.get("report")
+    if isinstance(report, dict) and not isinstance(report.get("decision", {}), dict):
+        yield f"the report's decision is {shown(report['decision'])}, not {_KINDS[dict]}"
+    yield from _recovery_problems(provenance.get("recoveries", []))
+    if not _are_marks(provenance.get("training_marks", "")):
+        yield f"training_marks is {shown(provenance['training_marks'])}, not base64 of whole 8-byte marks"
+
+
+_KINDS = {str: "text", dict: "a JSON object", int: "a whole number"}
+
+
+def _file_problems(files: Mapping[str, Any]) -> Iterator[str]:
+    for name, digest in files.items():
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or name == RECORD_NAME:
+            yield f"it lists the file {shown(name)}, which cannot be one of its folder"
+        if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
+            yield f"the SHA-256 of {shown(name)} is {shown(digest)}"
+
+
+def _recovery_problems(recoveries: Any) -> Iterator[str]:
+    for entry in recoveries if isinstance(recoveries, list) else [recoveries]:
+        done = entry.get("report") if isinstance(entry, dict) else None
+        facts = done if isinstance(done, dict) else {}
+        numbers = type(facts.get("steps")) is int and type(facts.get("tokens")) is int
+        if not numbers or not isinstance(facts.get("objective"), str):
+            yield f"recoveries holds {shown(entry)}, not the report of a recovery with its objective, steps and tokens"
+
+
+def _are_marks(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and len(base64.b64decode(value, validate=True)) % 8 == 0
+    except (binascii.Error, ValueError):
+        return False
+
+
 def _verify_files(folder: Path, record: PruningRecord) -> None:
     for name, digest in record.files.items():
         path = folder / name
-        outside = Path(name).is_absolute() or ".." in Path(name).parts
-        if outside or not path.is_file():
-            raise CheckpointError(f"{folder} lacks the file {name!r} that its {RECORD_NAME} lists.")
-        if file_digest(path) != digest:
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{folder} lacks the file {shown(name)} that its {RECORD_NAME} lists.")
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+        if found != digest:
             raise CheckpointError(
                 f"{path} differs from what was written (its SHA-256 does not match {RECORD_NAME}). "
                 "The file is truncated or was changed; fetch or write the checkpoint again."
             )
+    stray = next((name for name in _loaded_names(folder) if name not in record.files), None)
+    if stray is not None:
+        raise CheckpointError(
+            f"{folder} holds {shown(stray)}, which its {RECORD_NAME} does not list and a loader would read; what is "
+            "loaded would not be what was verified. Move it away, or write the checkpoint again."
+        )
+
+
+def _loaded_names(folder: Path) -> Iterator[str]:
+    """What a loader would read of a folder, by name; links and folders count as well, hidden files do not."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+    for name in names:
+        if name.lower() in LOADED_FOLDERS:
+            inside = sorted(path for path in (folder / name).rglob("*") if path.is_symlink() or not path.is_dir())
+            yield from (path.relative_to(folder).as_posix() for path in inside)
+        elif _is_loaded(name):
+            yield name
+
+
+def _is_loaded(name: str) -> bool:
+    own = name == RECORD_NAME or name.startswith(".")
+    return not own and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
 
 
 def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[str, Any]:
@@ -106,7 +225,7 @@ def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[s
     Raises:
         CheckpointError: the source's record is damaged; or with ``verify_files`` one of the files it lists.
     """
-    if not (Path(source) / RECORD_NAME).is_file():
+    if not has_record(source):
         return {}
     record = read_pruning_json(source, verify_files=verify_files)
     before = dict(record.provenance)
@@ -136,6 +255,22 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
     (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
 
 
+def check_annotatable(folder: str | Path) -> None:
+    """Find out before hours of measuring, not after, that :func:`annotate_checkpoint` cannot add to a checkpoint.
+
+    Raises:
+        CheckpointError: the record is missing or damaged.
+        OutputError: the folder cannot be written, or its disk has no room for the record.
+    """
+    folder = Path(folder)
+    record = read_pruning_json(folder)
+    check_file(folder / RECORD_NAME)
+    with disk_errors(folder), tempfile.TemporaryFile(dir=folder) as trial:  # it has no name, or loses it at once
+        trial.write(record.to_json().encode())
+        trial.flush()
+        os.fsync(trial.fileno())
+
+
 def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     """Add measured facts (``quality={...}``, ``speed={...}``) to a checkpoint's record and model card.
 
@@ -143,18 +278,27 @@ def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
 
     Raises:
         CheckpointError: the record is missing or damaged.
+        OutputError: it cannot be written; the old one stays.
     """
     folder = Path(folder)
     record = read_pruning_json(folder)
     merged = {section: {**record.provenance.get(section, {}), **facts} for section, facts in measured.items()}
     provenance = record.provenance | merged
     updated = replace(record, provenance=provenance)
-    card = folder / CARD_NAME
     texts = {RECORD_NAME: updated.to_json()}
-    if not card.exists() or card.read_text(encoding="utf-8") == model_card(record):
+    if _card_is_ours(folder / CARD_NAME, record):
         texts[CARD_NAME] = model_card(updated)
     for name, text in texts.items():
         write_text(folder / name, text)
+
+
+def _card_is_ours(card: Path, record: PruningRecord) -> bool:
+    if not os.path.lexists(card):
+        return True
+    try:
+        return os.path.isfile(card) and read_bounded(card) == model_card(record)
+    except (OSError, ValueError):
+        return False
 
 
 def model_card(record: PruningRecord) -> str:

@@ -16,22 +16,33 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, shown
+from pyprune.files import read_bounded
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "C64": torch.complex64,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""The safetensors format's own limit on its header; a larger length field is a damaged file."""
+MAX_DIMENSIONS = 16
 
 FLUSH_BYTES = 64 << 20
 """Bytes after which the disk is given work; a smaller checkpoint is flushed once, when it is complete."""
@@ -54,7 +65,9 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """Where a tensor lies: its file, the first byte of its data in it, and what it is."""
+
     path: Path
     begin: int
     entry: Entry
@@ -72,24 +85,16 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[str, _Place] = {}
-        for path in self._files():
-            for place in _read_header(path):
-                self._places[place.entry.name] = place
-
-    def _files(self) -> list[Path]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise CheckpointError(f"{index} is damaged: {error!r}. Fetch the checkpoint again.") from error
-            if any(Path(name).name != name for name in names):
-                raise CheckpointError(f"{index} names a file outside its folder.")
-            return [self.folder / name for name in names]
-        if (self.folder / SINGLE).is_file():
-            return [self.folder / SINGLE]
-        raise CheckpointError(f"{self.folder} has no {SINGLE} and no {INDEX}. Save the model as safetensors first.")
+        self._places: dict[str, Place] = {}
+        for path in weight_files(folder):
+            for place in read_header(path):
+                name = place.entry.name
+                if name in self._places:
+                    raise CheckpointError(
+                        f"{folder} holds the tensor {shown(name)} twice, in {self._places[name].path.name} and in "
+                        f"{path.name}; which one counts is open. Fetch or write the checkpoint again."
+                    )
+                self._places[name] = place
 
     def names(self) -> list[str]:
         """Names of all tensors, file by file in the order of their data."""
@@ -116,26 +121,135 @@ class TensorFiles:
         return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
 
 
-def _read_header(path: Path) -> list[_Place]:
+def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
+    """The weight files of a checkpoint folder that are loaded; the same weights in other layouts may lie beside them.
+
+    Args:
+        folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
+        pickled: whether ``pytorch_model.bin`` (or its index) is read where there are no safetensors.
+
+    Raises:
+        CheckpointError: there are none; the index is damaged, names a file outside the folder, or one that is missing;
+            or both a single file and an index are there, of which every reader takes another one.
+    """
+    kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if pickled else [(SINGLE, INDEX)]
+    for single, index in kinds:
+        alone = os.path.isfile(folder / single)
+        names = _indexed_names(folder / index) if os.path.isfile(folder / index) else []
+        if alone and names not in ([], [single]):
+            raise CheckpointError(
+                f"{folder} holds {single} and {index}, which names other files: some readers take the one, some the "
+                "other. Remove what does not belong to the model."
+            )
+        if alone or names:
+            return [folder / name for name in names or [single]]
+    advice = "" if pickled else ". Only safetensors are read here; convert others with `pyprune export`"
+    wanted = f"neither {SINGLE} nor {INDEX}" + (f" nor {PICKLED}" if pickled else "")
+    raise CheckpointError(f"{folder} holds {wanted}{advice}.")
+
+
+def _indexed_names(index: Path) -> list[str]:
     try:
-        with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > 100_000_000:
-                raise CheckpointError(f"{path} is damaged: its header claims {length} bytes. Fetch it again.")
-            header = json.loads(stream.read(length))
+        data = json.loads(read_bounded(index, HEADER_LIMIT_BYTES), object_pairs_hook=_distinct)
+        names = sorted(set(data["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name or name == ".."]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged ({shown(error)}); fetch or write the checkpoint again.") from error
+    if outside:
+        raise CheckpointError(f"{index} names {shown(outside[0])}, a file outside its folder; it was not read.")
+    if not names:
+        raise CheckpointError(f"{index} is damaged: it names no file. Fetch or write the checkpoint again.")
+    missing = [name for name in names if not os.path.isfile(index.parent / name)]
+    if missing:
+        listed = ", ".join(missing[:3])
+        raise CheckpointError(f"{index.parent} lacks {listed}, which {index.name} names; fetch it again.")
+    return names
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that is there twice would be read differently by different readers."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def read_header(path: Path) -> list[Place]:
+    """Where every tensor of a safetensors file lies, in the order of their data, which is complete and without gaps.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated, or its header is damaged.
+    """
+    try:
         size = path.stat().st_size
-        places = []
-        for name, facts in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = facts["data_offsets"]
-            entry = Entry(name, DTYPES[facts["dtype"]], tuple(int(n) for n in facts["shape"]))
-            if begin < 0 or end - begin != entry.nbytes or 8 + length + end > size:
-                raise CheckpointError(f"{path} is damaged or truncated: {name} does not fit. Fetch it again.")
-            places.append(_Place(path, 8 + length + begin, entry))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(f"{path} could not be read: {error!r}. The file is missing, damaged or new.") from error
-    return sorted(places, key=lambda place: place.begin)
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size - 8, HEADER_LIMIT_BYTES):
+                raise ValueError(f"the file has {size:,} bytes, and its header claims {length:,}")
+            header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_distinct)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        facts = [(name, fact) for name, fact in header.items() if name != "__metadata__"]
+        places = sorted((_place(path, 8 + length, *fact) for fact in facts), key=lambda p: (p.begin, p.entry.nbytes))
+        end = _end(places, 8 + length)
+        if size != end:
+            raise ValueError(f"the file has {size:,} bytes, its header says {end:,}")
+    except (OSError, ValueError, RecursionError) as error:
+        text = str(error)[:300]
+        raise CheckpointError(
+            f"{path} could not be read: {text}. The file is truncated or damaged; fetch or write the checkpoint again."
+        ) from error
+    return places
+
+
+def _place(path: Path, start: int, name: str, facts: Any) -> Place:
+    known: dict[str, Any] = facts if isinstance(facts, dict) else {}
+    dtype, shape, offsets = (known.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{shown(name)} has the dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
+    if not _are_sizes(shape, MAX_DIMENSIONS):
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)}")
+    entry = Entry(name, DTYPES[dtype], tuple(shape))
+    if not _are_sizes(offsets, 2) or len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
+        raise ValueError(f"{shown(name)} lies at {shown(offsets)}, but has {entry.nbytes:,} bytes")
+    return Place(path, start + offsets[0], entry)
+
+
+def _are_sizes(value: Any, most: int) -> TypeGuard[list[int]]:
+    """Whether it is a list of at most this many sizes."""
+    return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _end(places: Sequence[Place], start: int) -> int:
+    """Where the data of tensors that follow each other without gaps ends."""
+    for place in places:
+        if place.begin != start:
+            raise ValueError(f"{shown(place.entry.name)} overlaps another tensor, or leaves a gap before it")
+        start += place.entry.nbytes
+    return start
+
+
+def check_finite(name: str, tensor: Tensor, source: str | Path) -> None:
+    """Refuse weights with NaN or infinity in them: every result computed from them would be worthless.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: any shape and dtype.
+        source: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    if not tensor.numel() or not tensor.is_floating_point():
+        return
+    # One pass without memory for a mask; both ends are NaN as soon as one value is.
+    ends = torch.aminmax(tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float())
+    if not all(bool(torch.isfinite(end)) for end in ends):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} of {source} holds values that are not finite (NaN or infinity) in {dtype}. The weights are "
+            "damaged, or beyond the range of that dtype; fetch the checkpoint again or read it in another dtype."
+        )
 
 
 def write_shards(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, shown
 
-HEADER_LIMIT_BYTES = 100_000_000
-"""The safetensors format's own limit on its header; a larger length field is a damaged file."""
+COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+"""What is read from config.json as a number; "null" stands for the architecture's own value."""
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -48,96 +49,80 @@ class Checkpoint:
         return int(self.config["vocab_size"])
 
 
-def read_checkpoint(source: str | Path) -> Checkpoint:
+def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
     """Read a local checkpoint folder, or a hub id (downloaded: weights as safetensors, config, tokenizer).
 
+    Args:
+        source: folder or hub id.
+        verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
+
     Raises:
-        CheckpointError: no such folder or id, no config.json, no safetensors, or a damaged file.
+        CheckpointError: no such folder or id, no config.json, no safetensors, an adapter beside them, a damaged file,
+            or (with ``verify``) one that is not as it was written.
     """
+    from pyprune.plausible import refuse_adapter
+    from pyprune.tensor_files import read_header, weight_files
+
     folder = _resolve(source)
+    refuse_adapter(folder)
+    if verify:
+        verify_checkpoint(folder)
     config = _read_config(folder)
-    files = _weight_files(folder)
-    counts: dict[str, int] = {}
-    for file in files:
-        counts |= _tensor_sizes(file)
+    files = weight_files(folder)
+    entries = [place.entry for file in files for place in read_header(file)]
+    counts = {entry.name: math.prod(entry.shape) for entry in entries}
     if config.get("tie_word_embeddings"):
         counts.pop("lm_head.weight", None)
     return Checkpoint(folder, config, sum(counts.values()), sum(f.stat().st_size for f in files))
 
 
 def verify_checkpoint(source: str | Path) -> None:
-    """Compare a local checkpoint with the SHA-256 that its pruning.json holds of every file.
+    """Compare a local checkpoint with its pruning.json: every file it lists, and none beside them that is loaded.
 
     A folder without pruning.json (another program wrote it) and a hub id have nothing to be compared with.
 
     Raises:
-        CheckpointError: a file, or pruning.json itself, is missing, truncated or changed; the message names it.
+        CheckpointError: a file, or pruning.json itself, is missing, truncated or changed, or a file is there that
+            pruning.json does not list and a loader would read; the message names it.
     """
-    from pyprune.record import RECORD_NAME, read_pruning_json
+    from pyprune.record import has_record, read_pruning_json
 
-    if (Path(source) / RECORD_NAME).is_file():
+    if has_record(source):
         read_pruning_json(source, verify_files=True)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that are loaded: hub repositories may hold the same weights in another layout beside them."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index.is_file():
-        raise CheckpointError(
-            f"{folder} holds neither model.safetensors nor {index.name}. Only safetensors checkpoints are served; "
-            "convert others with `pyprune export`."
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error!r}); fetch or write the checkpoint again.") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)}, which {index.name} names; fetch it again.")
-    return [folder / name for name in names]
-
-
 def _resolve(source: str | Path) -> Path:
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
+    if os.path.isdir(source):
+        return Path(source)
     if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        raise CheckpointError(f"{source} is neither a folder nor a hub id of the form owner/name.")
+        raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
+    from pyprune.plausible import one_line
+
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+        return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED)))
     except Exception as error:
-        raise CheckpointError(f"{source} is not a local folder, and the hub did not give it: {error}") from error
+        raise CheckpointError(
+            f"{shown(str(source))} is not a local folder, and the hub did not give it: {one_line(str(error))}"
+        ) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    from pyprune.plausible import read_config
+
+    whole = read_config(folder)
+    text = whole.get("text_config") or {}
+    config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error}. Is {folder} a checkpoint folder?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); the checkpoint is damaged.") from error
-    if not isinstance(config, dict) or "vocab_size" not in {**config, **config.get("text_config", {})}:
+    if "vocab_size" not in config:
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
-    return {**config.get("text_config", {}), **config}
-
-
-def _tensor_sizes(path: Path) -> dict[str, int]:
-    """Number of elements of each tensor in a safetensors header; check that the file is as long as the header says."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= HEADER_LIMIT_BYTES:
-            raise CheckpointError(f"{path} is not a safetensors file (its header length is {length}).")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path} has a damaged safetensors header ({error}).") from error
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if path.stat().st_size != end:
-        raise CheckpointError(f"{path} is {path.stat().st_size} bytes, its header says {end}: it is truncated.")
-    return {name: math.prod(entry["shape"]) for name, entry in tensors.items()}
+    for name in COUNTS:
+        value = config.get(name)
+        wrong = type(value) is not int or value < 1
+        if wrong and (value is not None or name == "vocab_size"):
+            raise CheckpointError(f"{path} is damaged: {name} is {shown(value)}, not a whole number of at least 1.")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{path} is damaged: architectures is {shown(names)}, not a list of class names.")
+    return config

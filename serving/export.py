@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.progress import warn
-from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
+from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import ARCHITECTURES
 
@@ -112,7 +112,7 @@ def export(
     if target == "pruned" and not is_pruned(model.config):
         model = as_pruned(model)
     save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, overwrite=overwrite, dtype=dtype)
-    written = read_checkpoint(out)
+    written = read_checkpoint(out, verify=False)  # its digests were taken a moment ago
     return ExportReport(
         path=Path(out),
         architecture=written.architecture,
@@ -129,11 +129,11 @@ def _load(
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
     """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
     from pyprune.load import load_model, stored_dtype
-    from pyprune.record import RECORD_NAME, read_pruning_json, take_measured
+    from pyprune.record import has_record, read_pruning_json, take_measured
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
-    if not (Path(source) / RECORD_NAME).is_file():
+    if not has_record(source):
         return model, tokenizer, None, {"source": str(source), **facts}
     record = read_pruning_json(source)
     known = dict(record.provenance)
@@ -188,8 +188,8 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
 def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
     found: list[str] = []
-    heads = config.get("num_attention_heads") or 1
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
+    head_dim = config.get("head_dim") or hidden // heads
     if head_dim not in VLLM_CPU_HEAD_DIMS:
         allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
@@ -221,7 +221,6 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
     checkpoint = read_checkpoint(folder)
-    verify_checkpoint(checkpoint.folder)
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "

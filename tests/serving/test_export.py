@@ -154,6 +154,17 @@ def test_serve_refuses_a_changed_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("name", ["zz.safetensors", "model.safetensors.index.json", "params.json"])
+def test_serve_refuses_what_the_record_does_not_list(tmp_path: Path, name: str) -> None:
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    serve_command(tmp_path / "out")
+    (tmp_path / "out" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"holds '{name}', which its pruning.json does not list"):
+        serve_command(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("with_vllm")
 def test_serve_refuses_what_the_plugin_cannot(tmp_path: Path) -> None:
     model, plan = _compacted("phi", uniform=False)
     export(model, tmp_path / "out", plan=plan)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
 from pyprune.families import count_parameters
+from pyprune.save import save_checkpoint
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine
@@ -105,6 +106,14 @@ def test_damaged_weights_are_refused(checkpoint: Path, tmp_path: Path, content: 
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="safetensors"):
         read_checkpoint(tmp_path)
+
+
+def test_other_weights_beside_a_record_are_not_timed(tmp_path: Path) -> None:
+    model = tiny_model()
+    folder = save_checkpoint(model, None, tmp_path / "c", plan=None, provenance={})
+    save_file({k: v * 2 for k, v in model.state_dict().items()}, folder / "zz.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"zz\.safetensors"):
+        measure({"stray": folder}, engine="transformers", dtype="float32", **SIZES)
 
 
 def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class TestRefusals:
             else:
                 data[7] = 0xFF
             path.write_bytes(bytes(data))
-        with pytest.raises(CheckpointError, match=r"damaged|outside|no model\.safetensors|could not be read"):
+        with pytest.raises(CheckpointError, match=r"damaged|outside|neither model\.safetensors|could not be read"):
             compact_checkpoint(dense, plan, tmp_path / "out")
 
     def test_tensors_that_were_not_announced(self, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_dense_model_is_never_replaced_and_a_damaged_one_not_read(tmp_path: 
     dense = tmp_path / "dense"
     save_checkpoint(tiny_model("llama"), None, dense, plan=None, provenance={})
     plan = plan_for(dense, "ffn")
-    with pytest.raises(OutputError, match="is the model that is read"):
+    with pytest.raises(OutputError, match="is what the command reads"):
         compact_checkpoint(dense, plan, dense, overwrite=True)
     weights = bytearray((dense / "model.safetensors").read_bytes())
     weights[-1] ^= 1

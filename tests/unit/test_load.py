@@ -163,32 +163,37 @@ def test_an_existing_folder_is_refused_and_kept(written: tuple[Path, torch.Tenso
     assert not list(out.parent.glob(".*"))
 
 
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "home" / "letters").mkdir(parents=True)
-    with pytest.raises(OutputError, match="something else"):
-        save_checkpoint(tiny_model(), None, tmp_path / "home", plan=None, provenance={}, overwrite=True)
-    assert (tmp_path / "home" / "letters").is_dir()
-    (tmp_path / "home" / "letters").rmdir()
-    save_checkpoint(tiny_model(), None, tmp_path / "home", plan=None, provenance={}, overwrite=True)
+def test_a_folder_of_something_else_is_never_replaced(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
+    home = written[0]
+    (home / "letters").mkdir()
+    (home / "letters" / "one.txt").write_text("Dear")
+    with pytest.raises(OutputError, match=r"holds letters, which no record of pyprune in it names"):
+        save_checkpoint(tiny_model(), None, home, plan=None, provenance={}, overwrite=True)
+    assert (home / "letters" / "one.txt").read_text() == "Dear"
+    assert read_pruning_json(home, verify_files=True).plan == written[2]
+    (home / "letters" / "one.txt").unlink()
+    (home / "letters").rmdir()
+    save_checkpoint(tiny_model(), None, home, plan=None, provenance={}, overwrite=True)
+    assert read_pruning_json(home, verify_files=True).plan is None
 
 
 def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: tuple[Path, torch.Tensor, PrunePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("old")
+    out = written[0]
     real = Path.rename
 
     def interrupted(self: Path, target: Path) -> Path:
-        if ".part-" in self.name:
+        if self.name == "part":
             raise KeyboardInterrupt
         return real(self, target)
 
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", overwrite=True) as folder:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(out, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert [p.name for p in out.parent.iterdir()] == [out.name]
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -225,7 +230,7 @@ except OutputError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
-    assert "Nothing was left behind" in done.stdout
+    assert "a file would be larger than this process may write" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
