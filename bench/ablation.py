@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.config import PruneConfig
-from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
+from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, shown
 from pyprune.progress import console, warn
-from pyprune.recipe import build_config, parse_setting
+from pyprune.recipe import build_config, parse_setting, read_yaml
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.serving.stats import RecordFile, environment_record
 
@@ -180,21 +180,23 @@ def parse_grid(text: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: no "=", no value, or joined options with another number of values.
     """
-    import yaml
-
     name, equals, listed = text.partition("=")
     keys = [key.strip() for key in name.split("+")]
     values: list[Any] = parse_setting(f"grid=[{listed}]")["grid"]
     if not equals or not all(keys) or not values:
-        raise ConfigError(f"--grid got {text!r}; expected key.path=value,value, for example elder.strength=1e-4,1e-3.")
+        raise ConfigError(
+            f"--grid got {shown(text)}; expected key.path=value,value, for example elder.strength=1e-4,1e-3."
+        )
     if len(keys) == 1:
         return [{keys[0]: value} for value in values]
     points = []
     for value in values:
         parts = str(value).split("+")
         if len(parts) != len(keys):
-            raise ConfigError(f"--grid {name}: {value!r} has {len(parts)} values joined by +; it needs {len(keys)}.")
-        points.append({key: yaml.safe_load(part) for key, part in zip(keys, parts, strict=True)})
+            raise ConfigError(
+                f"--grid {name}: {shown(value)} has {len(parts)} values joined by +; it needs {len(keys)}."
+            )
+        points.append({key: read_yaml(part, f"--grid {name}") for key, part in zip(keys, parts, strict=True)})
     return points
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.config import DataConfig, GateConfig, PruneConfig, StageConfig, TrainConfig
 from pyprune.errors import PypruneError
-from pyprune.files import write_text
+from pyprune.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
 from pyprune.progress import console
 from pyprune.regularise.presets import preset
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
@@ -574,13 +574,14 @@ NOTES = (
 
 def write_results(demo: Demo, results: Results, out: Path) -> None:
     """Write the folder beside ``out`` and swap it in, whole."""
-    from pyprune.files import atomic_folder
-
     with atomic_folder(out, overwrite=True) as folder:
         write_report(make_report(demo, results), folder)
-        write_text(folder / "metrics.json", json.dumps(metrics(demo, results), indent=2) + "\n")
         for name in ("dense", "pruned"):
             shutil.move(demo.work / name, folder / name)
+        # The list is what lets a later run replace this folder.
+        files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+        figures = seal({**metrics(demo, results), "files": files})
+        write_text(folder / REPORT_MANIFEST, json.dumps(figures, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -592,12 +593,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, steps=options.steps)
     out = Path(options.out).absolute()
     try:
-        from pyprune.files import check_output
         from pyprune.load import computes_bfloat16, resolve_device
 
         fast = "bfloat16" if computes_bfloat16(resolve_device("cpu")) else "float32"
         settings = replace(settings, dtype=options.dtype or fast)
-        check_output(out, overwrite=True)
+        check_output(out, overwrite=True, reads=[options.model, options.text])
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
             demo = Demo(settings, Path(work), options.engine, options.model, options.text)

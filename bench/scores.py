@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pyprune.config import PruneConfig, RecoverRunConfig, ScoreConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, did_you_mean
-from pyprune.interrupts import termination_interrupts
+from pyprune.interrupts import interruptible
 from pyprune.progress import console
 from pyprune.recipe import build_config, build_recovery
 from pyprune.report import Cell as TableCell
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.only_table:
             return print_tables([RecordFile(path) for path in options.jsonl or [RECORDS]], options.out)
-        with termination_interrupts():
+        with interruptible():
             return run(options)
     except PypruneError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -476,7 +476,8 @@ class Bench:
         }
 
     def _recovered(self, case: Case) -> Json:
-        from pyprune.pipeline import interrupted_run, recover_checkpoint
+        from pyprune.pipeline import recover_checkpoint
+        from pyprune.run_folder import interrupted_run
 
         assert case.recovery is not None
         cut = self._cut_before(case)

@@ -2,24 +2,25 @@
 
 Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
 stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
-traceback), 130 stopped with Ctrl-C (prune and recover: or SIGTERM).
+traceback), 130 stopped with Ctrl-C or SIGTERM, 1 a fault of pyprune itself.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperGroup
 
-from pyprune.errors import CheckpointError, ConfigError, OutputError, PypruneError
-from pyprune.interrupts import termination_interrupts
-from pyprune.progress import console, warn
+from pyprune.errors import CheckpointError, ConfigError, OutputError, PypruneError, shown
+from pyprune.interrupts import interruptible
+from pyprune.progress import printable, say, warn
 
 if TYPE_CHECKING:
     from pyprune.evaluate import PerplexityResult
@@ -28,12 +29,32 @@ if TYPE_CHECKING:
     from pyprune.train import TrainReport
 
 ERROR_CODE = 2
+FAILURE_CODE = 1
 INTERRUPTED_CODE = 130
+PATH_OPTIONS = ("model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl")
+"""Parameters of commands that may name something on the disk, which the file for the figures must not be."""
+
+LONGEST_ARGUMENT = 100_000
+"""Characters; an error about a longer one would fill the terminal."""
+LONGEST_NUMBER = 20
+"""Digits of a whole number."""
 
 P = ParamSpec("P")
 
+
+class _Commands(TyperGroup):
+    """The commands, which refuse an argument that nobody can have meant before any of them repeats it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        longest = max(map(len, args), default=0)
+        if longest > LONGEST_ARGUMENT:
+            raise typer.BadParameter(f"an argument has {longest:,} characters; at most {LONGEST_ARGUMENT:,} are read")
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="pyprune",
+    cls=_Commands,
     help="Structured pruning of causal language models: prune, evaluate, export, serve, measure.\n\n"
     "Start with: pyprune prune MODEL --method elder --ratio 0.25 --out pruned/",
     no_args_is_help=True,
@@ -48,41 +69,55 @@ def main() -> None:
 
 
 def _guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a PypruneError into one message and exit code 2, and Ctrl-C or a polite kill into exit code 130."""
+    """Turn what stops a command into one message and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            _check_json_file(kwargs.get("json_file"), kwargs.get("out"))
-            # Commands that keep training checkpoints write one before they end.
-            with termination_interrupts() if "resume" in kwargs else nullcontext():
+        with interruptible() as interruption:
+            try:
+                _check_json_file(kwargs)
                 command(*args, **kwargs)
-        except PypruneError as error:
-            if kwargs.get("debug"):
-                traceback.print_exc()
-            _say(f"Error: {error}", "red")
-            raise typer.Exit(ERROR_CODE) from error
-        except KeyboardInterrupt:
-            if kwargs.get("debug"):
-                traceback.print_exc()
-            _say(f"Interrupted. {_kept(kwargs)}", "yellow")
-            raise typer.Exit(INTERRUPTED_CODE) from None
+            except (typer.Exit, typer.BadParameter):
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if kwargs.get("debug"):
+                    traceback.print_exc()
+                raise typer.Exit(_explain(error, kwargs, interrupted=interruption.came)) from error
 
     return run
 
 
-def _check_json_file(path: Any, *others: Any) -> None:
-    """Refuse before any work a file for the figures that cannot be written, or that is one of the other outputs."""
+def _explain(error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
+    """Print what stopped a command; return its exit code."""
+    if interrupted or isinstance(error, KeyboardInterrupt):
+        say(f"Interrupted. {_kept(options)}", "yellow")
+        return INTERRUPTED_CODE
+    if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
+        text = f"{type(error).__name__}: {shown(str(error))}"
+        say(f"Error: pyprune failed where it should not ({text}). Please report it with what --debug prints.", "red")
+        return FAILURE_CODE
+    text = str(error) if isinstance(error, PypruneError | OSError) else f"not enough memory ({shown(str(error))})"
+    kept = _kept_of(options)
+    say(f"Error: {text}" + (f"\nWhat it had reached is kept ({kept}): --resume continues it." if kept else ""), "red")
+    return ERROR_CODE
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """MemoryError, or what torch raises in its place."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "not enough memory" in text)
+    )
+
+
+def _check_json_file(options: Mapping[str, Any]) -> None:
+    """Refuse before any work a file for the figures that may not be written, or that the command uses otherwise."""
+    path = options.get("json_file")
     if path is not None and path != "-":
-        from pyprune.files import check_file
+        from pyprune.files import check_figures
 
-        if Path(path).resolve() in [Path(other).resolve() for other in others if other is not None]:
-            raise OutputError(f"--json is {path}, where the command writes something else; name another file.")
-        check_file(Path(path))
-
-
-def _say(text: str, style: str) -> None:
-    console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        used = [options.get(name) for name in PATH_OPTIONS]
+        check_figures(Path(path), *(v for value in used for v in (value if isinstance(value, list) else [value])))
 
 
 def _kept(options: Mapping[str, Any]) -> str:
@@ -90,20 +125,33 @@ def _kept(options: Mapping[str, Any]) -> str:
     out = options.get("out")
     if out is None:
         return "Nothing was changed."
-    if Path(out).is_file():
-        return f"What was finished is in {out}: the same command goes on from there."
-    from pyprune.pipeline import kept_of_a_run
+    if os.path.isfile(out):
+        return f"What was finished is in {out}: the same command continues from there."
+    kept = _kept_of(options)
+    resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
+    return f"{out} was not written.{resumable if kept else ''}"
 
-    kept = kept_of_a_run(out) if "resume" in options else None
-    goes_on = f" What it had reached is kept ({kept}): the same command with --resume goes on from there."
-    return f"{out} was not written.{goes_on if kept else ''}"
+
+def _kept_of(options: Mapping[str, Any]) -> str | None:
+    """What a command that can be resumed has kept; None where there is nothing."""
+    out = options.get("out")
+    from pyprune.files import work_folder
+
+    # Without the folder nothing more is imported: Ctrl-C may have stopped an import halfway.
+    if out is None or "resume" not in options or not os.path.isdir(work_folder(out)):
+        return None
+    from pyprune.run_folder import kept_of_a_run
+
+    return kept_of_a_run(out)
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 JsonFile = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write every figure as JSON to FILE (replaced if it exists); - = stdout."
+        "--json",
+        metavar="FILE",
+        help="Write every figure as JSON to FILE (one that pyprune wrote is replaced); - = stdout.",
     ),
 ]
 Revision = Annotated[
@@ -125,7 +173,7 @@ Annotate = Annotated[
     typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace --out if it holds a checkpoint. Default: refuse.")
+    bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
 ]
 
 
@@ -221,7 +269,11 @@ def prune(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
+    from pyprune.files import check_output
     from pyprune.recipe import build_config
+
+    if out is not None:
+        check_output(out, overwrite=overwrite, reads=[config, model, calibration])
 
     options = build_config(
         preset=preset,
@@ -248,11 +300,11 @@ def prune(
     }
     if dry_run:
         found = pipeline.decision_for(model, options, **source)
-        _say(found.plan.summary(), "bold")
+        say(found.plan.summary(), "bold")
         for warning in found.warnings:
             warn(warning)
         for note in found.notes:
-            _say(f"Note: {note}", "dim")
+            say(f"Note: {note}", "dim")
         print(found.plan.to_json())
     elif out is not None:
         _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
@@ -319,8 +371,10 @@ def recover(
 
     Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
     """
+    from pyprune.files import check_output
     from pyprune.recipe import build_recovery
 
+    check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
     options = build_recovery(
         preset=preset,
         recipe=config,
@@ -417,7 +471,7 @@ def evaluate(
         str | None, typer.Option(metavar="A,B", help="lm-eval tasks, comma-separated, e.g. piqa,arc_easy.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests of a task in one forward pass.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = 8,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
     device: Annotated[
         str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
@@ -433,17 +487,21 @@ def evaluate(
 
     Example: pyprune eval pruned/ --ppl wikitext2 --tasks piqa,arc_easy
     """
-    if not ppl and not tasks:
+    names = _names(tasks or "")
+    if tasks is not None and not names:
+        raise typer.BadParameter("names no task; for example piqa,arc_easy", param_hint="--tasks")
+    if not ppl and not names:
         raise typer.BadParameter("give --ppl SOURCE, --tasks A,B, or both", param_hint="--ppl / --tasks")
     from dataclasses import asdict
 
     from pyprune.evaluate import evaluate_tasks
     from pyprune.load import load_model, warn_of_slow_dtype
+    from pyprune.record import check_annotatable
     from pyprune.report import Table
     from pyprune.sources import check_source
 
     if annotate:
-        _check_annotatable(model)
+        check_annotatable(model)
     for source in ppl or ():
         check_source(source)
     loaded, tokenizer = load_model(
@@ -460,7 +518,6 @@ def evaluate(
     measured = [
         _perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens) for source in ppl or ()
     ]
-    names = _names(tasks or "")
     scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
     tables = []
     if measured:
@@ -470,11 +527,11 @@ def evaluate(
         flat = tuple((t, metric, v) for t, values in scores.items() for metric, v in values.items())
         tables.append(Table("Tasks", ("task", "metric", "value"), flat))
     data = {"model": model, "perplexity": [asdict(r) for r in measured], "tasks": scores}
+    _output(data, json_file, *tables)  # first: figures that were measured must not be lost to a full disk
     if annotate:
         quality = {f"{r.protocol} {r.source}": round(r.perplexity, 4) for r in measured}
         quality |= {f"{t} {metric}": v for t, values in scores.items() for metric, v in values.items()}
         _annotate(model, quality=quality)
-    _output(data, json_file, *tables)
 
 
 def _perplexity(
@@ -589,9 +646,8 @@ def robustness(
         return
     if model is None:
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
-    _check_json_file(json_file, out.with_suffix(".md"))
     from pyprune.load import load_model
-    from pyprune.robustness import RobustnessConfig, check_robustness
+    from pyprune.robustness import RobustnessConfig, check_robustness, check_rows_file
     from pyprune.sources import check_source
     from pyprune.variants import Adapter
 
@@ -609,6 +665,9 @@ def robustness(
         settings=tuple(set_ or ()),
     )
     config.validate()
+    check_rows_file(out)
+    if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
+        raise OutputError(f"--json is {json_file}, where the tables go; name another file.")
     for source in filter(None, (calibration, *config.texts)):
         check_source(source)
     loaded, tokenizer = load_model(
@@ -619,7 +678,7 @@ def robustness(
     result = check_robustness(loaded, tokenizer, config, out=out)
     report = result.report()
     _output({"model": model, **result.to_dict()}, json_file, *report.tables, *report.notes)
-    _say(f"Rows: {out}. Tables: {out.with_suffix('.md')}.", "dim")
+    say(f"Rows: {out}. Tables: {out.with_suffix('.md')}.", "dim")
 
 
 def _print_theorem(json_file: str | None) -> None:
@@ -642,27 +701,20 @@ def _number(text: str, option: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{option} has {text!r}; give numbers, for example 0.05,0.1.") from None
+        raise ConfigError(f"{option} has {shown(text)}; give numbers, for example 0.05,0.1.") from None
 
 
 def _whole(text: str, option: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{option} has {text!r}; give whole numbers >= 0, for example 0,1.")
+    if not (text.isascii() and text.isdecimal() and len(text) <= LONGEST_NUMBER):
+        raise ConfigError(f"{option} has {shown(text)}; give whole numbers >= 0, for example 0,1.")
     return int(text)
-
-
-def _check_annotatable(folder: str) -> None:
-    """Find out before hours of measuring, not after, that there is no record to add to."""
-    from pyprune.record import read_pruning_json
-
-    read_pruning_json(folder)
 
 
 def _annotate(folder: str, **measured: Any) -> None:
     from pyprune.record import annotate_checkpoint
 
     annotate_checkpoint(folder, **measured)
-    _say(f"Added to the model card of {folder}.", "dim")
+    say(f"Added to the model card of {folder}.", "dim")
 
 
 @app.command()
@@ -756,16 +808,20 @@ def bench(
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
+    from pyprune.files import check_lines
     from pyprune.load import resolve_device, warn_of_slow_dtype
+    from pyprune.record import check_annotatable
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.table import conditions, speed_table
     from pyprune.sources import check_source
 
+    if jsonl is not None:
+        check_lines(jsonl)
     choose_engine(engine)  # a missing engine is an error now, not after the perplexities
     warn_of_slow_dtype(dtype, resolve_device("auto"))
     if annotate:
-        _check_annotatable(pruned)
+        check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}
     if ppl:
         check_source(ppl)
@@ -781,6 +837,8 @@ def bench(
         seed=seed,
         jsonl=jsonl,
     )
+    text = f"{speed_table(report, perplexity=perplexity)}\n\n{conditions(report)}"
+    _output({**report.to_dict(), "perplexity": perplexity}, json_file, text)
     if annotate:
         speed = {
             "throughput increase (TI)": round(report.throughput_increase("pruned"), 4),
@@ -788,8 +846,6 @@ def bench(
             "conditions": conditions(report).replace("\n", " "),
         }
         _annotate(pruned, speed=speed)
-    text = f"{speed_table(report, perplexity=perplexity)}\n\n{conditions(report)}"
-    _output({**report.to_dict(), "perplexity": perplexity}, json_file, text)
 
 
 def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
@@ -825,13 +881,12 @@ def inspect(
 
     Example: pyprune inspect pruned/
     """
-    from pyprune.record import read_pruning_json
+    from pyprune.record import has_record, read_pruning_json
     from pyprune.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
 
-    checkpoint = read_checkpoint(folder)
-    known = (folder / "pruning.json").exists()
-    record = read_pruning_json(folder, verify_files=True) if known else None
+    checkpoint = read_checkpoint(folder)  # verifies it
+    record = read_pruning_json(folder) if has_record(folder) else None
     rows: list[tuple[str, Cell]] = [
         ("architecture", checkpoint.architecture),
         ("loads without pyprune", "no" if checkpoint.architecture.startswith("Pruned") else "yes"),
@@ -888,19 +943,20 @@ def env(json_file: JsonFile = None, debug: Debug = False) -> None:
     _output(data, json_file, Table("Environment", ("", "value"), tuple(rows)))
 
 
-def _output(data: Mapping[str, Any], json_file: str | None, *shown: Any) -> None:
+def _output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
     """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
-    from pyprune.files import write_text
+    from pyprune import __version__
+    from pyprune.files import WRITTEN_BY, write_text
     from pyprune.report import Table, print_table
 
-    text = json.dumps(data, indent=2) + "\n"
+    text = json.dumps({WRITTEN_BY: __version__, **data}, indent=2) + "\n"
     if json_file == "-":
         print(text, end="")
         return
-    for item in shown:
+    for item in items:
         if isinstance(item, Table):
             print_table(item)
         else:
-            print(item)
+            print(printable(item))
     if json_file is not None:
         write_text(Path(json_file), text)

@@ -19,7 +19,7 @@ from pyprune.limits import bounded_call, foreign_errors
 Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
-PIECE = 16_000_000
+PIECE = 4_000_000
 """Characters of one text that a tokenizer is given at once: a fast one takes up to 200 bytes for each of them."""
 TOGETHER = 4_000_000
 """Characters of several texts that it is given at once."""

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pyprune.errors import OutputError
+from pyprune.errors import OutputError, shown
 
 CHECKPOINT_MANIFEST = "pruning.json"
 REPORT_MANIFEST = "metrics.json"
@@ -98,7 +99,9 @@ def unseal(data: Any) -> dict[str, Any]:
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    # As it is when read back: a key that is a number is text then, and sorts otherwise.
+    plain = json.loads(json.dumps(body))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 # --- one file ------------------------------------------------------------------------------------
@@ -136,6 +139,24 @@ def check_figures(path: Path, *others: str | Path | None) -> None:
         raise OutputError(
             f"{path} exists and was not written by pyprune, so it is not replaced. Name another file, or remove it."
         )
+
+
+def check_lines(path: Path) -> None:
+    """Raise :class:`OutputError` before any work for a file of JSON lines that may not be appended to.
+
+    An existing file must begin with a JSON object; a text of somebody's is not.
+    """
+    check_file(path)
+    if _in_place(path) or not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("rb") as stream:
+        line = stream.readline(JSON_BYTES)
+    try:
+        found = parse_json(line.decode("utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise OutputError(f"{path} exists and does not hold JSON lines, so nothing is appended to it. Name another.")
 
 
 def _holds_figures(path: Path) -> bool:
@@ -184,9 +205,19 @@ def _in_place(path: Path) -> bool:
 
 
 def _write_in_place(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    sys.stdout.flush()
+    with os.fdopen(_opened(path), "w", encoding="utf-8") as stream:
         stream.write(text)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor to write to; the process's own where the path stands for that, because files have their place."""
+    there = path.stat()
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(number), there):
+                return os.dup(number)
+    return os.open(path, os.O_WRONLY | os.O_APPEND)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -227,14 +258,16 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
             be written.
     """
     out = Path(out)
+    _check_name(out)
     if out.is_symlink():
         raise OutputError(f"{out} is a symbolic link to {os.readlink(out)}; name the folder itself.")
     if not out.exists():
         _check_parent(out)
         return
     place = out.resolve()
-    for source in filter(None, reads):
-        _check_not_read(place, out, Path(source))
+    for source in reads:
+        if source is not None:
+            _check_not_read(place, out, Path(source))
     if not overwrite:
         raise OutputError(f"{out} exists already. Choose another folder or give --overwrite.")
     if not out.is_dir():
@@ -243,6 +276,18 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
         raise OutputError(f"{out} is or holds the current folder, which is not replaced. Choose another folder.")
     _refuse_foreign(out)
     _check_parent(out)
+
+
+def _check_name(out: Path) -> None:
+    """Refuse what no file system takes: too long a name (the work folder's is longer still), a NUL, a loop of links."""
+    for path in (out, work_folder(out)):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OutputError(f"{shown(str(out))} cannot be an output: {reason}. Choose another name.") from error
 
 
 def _check_parent(out: Path) -> None:

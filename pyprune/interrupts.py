@@ -9,14 +9,33 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class Interruption:
+    """Whether a signal asked the process to stop.
+
+    Attributes:
+        came: True from the first such signal on.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """Handle a signal as Python handles Ctrl-C, and remember it."""
+        self.came = True
+        signal.default_int_handler(number, frame)
+
+
 @contextmanager
-def termination_interrupts() -> Iterator[None]:
+def interruptible() -> Iterator[Interruption]:
     """SIGTERM (docker stop, Slurm, Kubernetes) raises KeyboardInterrupt in the block, as Ctrl-C does.
 
-    In the main thread only, where Python delivers signals.
+    What it raises may become another error on its way (an import that was stopped halfway), so ask ``came`` too. In the
+    main thread only, where Python delivers signals; a signal that the process ignores stays ignored.
     """
-    with _handled({signal.SIGTERM: signal.default_int_handler}):
-        yield
+    interruption = Interruption()
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    with _handled(dict.fromkeys(numbers, interruption)):
+        yield interruption
 
 
 @contextmanager

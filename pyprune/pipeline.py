@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +15,26 @@ from transformers import PreTrainedModel
 from pyprune.calibrate import TokenSamples, check_sequence_length, sample_sequences, split_disjoint
 from pyprune.compact import CompactReport, compact_
 from pyprune.compensate import compensate_, target_of
-from pyprune.config import Config, DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
+from pyprune.config import DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
 from pyprune.effects import EffectReport, compare, snapshot
-from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError
+from pyprune.errors import ConfigError, PlanError
 from pyprune.evaluate import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.files import check_output, disk_errors
-from pyprune.load import load_model, stored_dtype
+from pyprune.files import check_output, read_bounded
+from pyprune.load import load_model, stored_dtype, weights_identity
 from pyprune.marks import marked_passages, training_marks, unguarded
 from pyprune.mask import masked
 from pyprune.plan import PrunePlan
 from pyprune.progress import warn
-from pyprune.record import RECORD_NAME, inherited_facts, read_pruning_json, take_measured
-from pyprune.recover import finetune, recover
+from pyprune.record import has_record, inherited_facts, read_pruning_json, take_measured
+from pyprune.recover import check_rank, finetune, projection_names, recover
 from pyprune.registry import get_method
 from pyprune.regularise.base import PlanDecision, RunOptions
+from pyprune.run_folder import RunFolder, run_folder
 from pyprune.save import save_checkpoint
 from pyprune.sources import check_source
 from pyprune.tokens import Tokens
-from pyprune.train import TrainReport
+from pyprune.train import TrainReport, check_trainable
 
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
@@ -121,23 +119,23 @@ def prune(
     """
     out = Path(out)
     config.validate()
-    check_output(out, overwrite=overwrite, reads=[model_id])
+    check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
+    _check_sources(config)
     reading: dict[str, Any] = {
-        "device": config.device,
         "gguf_file": gguf_file,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
-    _check_sources(config)
-    model, tokenizer = load_model(model_id, dtype=config.dtype, **reading)
-    data = draw_samples(model, tokenizer, config)
-    source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
-    earlier = inherited_facts(model_id)
 
     def dense() -> PreTrainedModel:
-        return load_model(model_id, dtype=teacher_dtype(config.recover), **reading)[0]
+        return load_model(model_id, dtype=teacher_dtype(config.recover), device=config.device, **reading)[0]
 
-    with _WorkFolder(out, source, config, resume=resume, overwrite=overwrite) as work:
+    source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
+    source["weights"] = weights_identity(model_id, **reading)
+    with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
+        model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **reading)
+        data = draw_samples(model, tokenizer, config)
+        earlier = inherited_facts(model_id)
         result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
         marks = earlier.get("training_marks", "")
         if _shapes_the_result(config):
@@ -174,7 +172,7 @@ def prune_(
     data: Mapping[str, TokenSamples | Tensor],
     config: PruneConfig,
     *,
-    work: _WorkFolder | None = None,
+    work: RunFolder | None = None,
     teacher: Teacher | None = None,
 ) -> PruneResult:
     """Decide, regularise, cut and recover a model in memory, in place.
@@ -192,7 +190,7 @@ def prune_(
     """
     samples = _ids(data.get("regularise", NO_SAMPLES))
     after_samples = _tokens(data.get("recover", samples))
-    _check_stages(config, _tokens(data.get("regularise", NO_SAMPLES)), after_samples, teacher)
+    _check_stages(model, config, _tokens(data.get("regularise", NO_SAMPLES)), after_samples, teacher)
     decision = _decide(model, samples, config, work)
     result = PruneResult(
         decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
@@ -337,22 +335,25 @@ def recover_checkpoint(
             else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
             "recover.distill.alpha=0.5), or leave the teacher out."
         )
-    check_output(out, overwrite=overwrite, reads=[pruned, teacher])
+    _check_unused_teacher_options(teacher, gguf_file=teacher_gguf_file, revision=teacher_revision)
+    check_output(out, overwrite=overwrite, reads=[pruned, teacher, config.data.source])
     check_source(config.data.source)
-    record = read_pruning_json(pruned) if (Path(pruned) / RECORD_NAME).is_file() else None
+    of_teacher: dict[str, Any] = {"gguf_file": teacher_gguf_file, "revision": teacher_revision}
+    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    source = {"model": str(pruned), "weights": weights_identity(pruned, **reading), "teacher": str(teacher)}
+    source["teacher_weights"] = weights_identity(teacher, **of_teacher, **reading) if teacher is not None else ""
+    reading["device"] = config.device
+    record = read_pruning_json(pruned) if has_record(pruned) else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
-    reading: dict[str, Any] = {"device": config.device, "trust_remote_code": trust_remote_code}
-    model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
-    if tokenizer is None:
-        raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
-    check_sequence_length(model.config, config.data.sequence_length)
-    samples = sample_sequences(tokenizer, config.data)
-    dense = None
-    if teacher is not None:
-        options = {"gguf_file": teacher_gguf_file, "revision": teacher_revision, **reading}
-        dense = load_model(teacher, dtype=teacher_dtype(config.recover), **options)[0]
-    source = {"model": str(pruned), "teacher": str(teacher)}
-    with _WorkFolder(out, source, config, resume=resume, overwrite=overwrite) as work:
+    with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
+        model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
+        if tokenizer is None:
+            raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
+        check_sequence_length(model.config, config.data.sequence_length)
+        samples = sample_sequences(tokenizer, config.data)
+        dense = None
+        if teacher is not None:
+            dense = load_model(teacher, dtype=teacher_dtype(config.recover), **of_teacher, **reading)[0]
         report = recover(
             model,
             samples.tokens,
@@ -403,12 +404,23 @@ def _wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
     return wanted
 
 
+def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:
+    """Options of a teacher that is not there would do nothing."""
+    unused = [f"teacher_{name}" for name, value in options.items() if value is not None]
+    if teacher is None and unused:
+        raise ConfigError(f"{' and '.join(unused)} without a teacher would do nothing; give the teacher too.")
+
+
+def _sources(config: PruneConfig) -> list[str]:
+    return [data.source for data in _wanted_text(config).values()]
+
+
 def _check_sources(config: PruneConfig) -> None:
-    for data in _wanted_text(config).values():
-        check_source(data.source)
+    for source in _sources(config):
+        check_source(source)
 
 
-def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None) -> PlanDecision:
+def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: RunFolder | None) -> PlanDecision:
     kept = work.read_decision() if work is not None else None
     decision = kept or _new_decision(model, samples, config, work)
     check_plan(decision.plan, family_for(model), model.config)
@@ -417,9 +429,7 @@ def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: 
     return decision
 
 
-def _new_decision(
-    model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: _WorkFolder | None
-) -> PlanDecision:
+def _new_decision(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: RunFolder | None) -> PlanDecision:
     if config.plan is not None:
         note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
         return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_compensation(config)))
@@ -443,8 +453,8 @@ def read_plan(path: str | Path) -> PrunePlan:
             raise PlanError(f"The checkpoint {path} was not cut; its record holds no plan.")
         return plan
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path)
+    except (OSError, ValueError) as error:
         raise PlanError(f"The plan {path} cannot be read: {error}.") from error
     return PrunePlan.from_json(text)
 
@@ -458,7 +468,7 @@ def _lost_compensation(config: PruneConfig) -> list[str]:
     if "compensation" not in decided:
         return []
     return [
-        f"THE BIAS COMPENSATION OF {folder} IS NOT REPLAYED: the plan says what stays, not the biases. Turn on "
+        f"The bias compensation of {folder} is not replayed: the plan says what stays, not the biases. Turn on "
         "score.compensate to make them anew from this run's calibration text."
     ]
 
@@ -482,7 +492,7 @@ def _act(
     action: StageAction,
     name: str,
     result: PruneResult,
-    work: _WorkFolder | None,
+    work: RunFolder | None,
     teacher: Teacher | None,
 ) -> None:
     run = _run(work, name)
@@ -510,19 +520,27 @@ def _act(
     result.warnings += report.warnings
 
 
-def _run(work: _WorkFolder | None, name: str) -> RunOptions:
+def _run(work: RunFolder | None, name: str) -> RunOptions:
     if work is None:
         return RunOptions()
     return RunOptions(checkpoint_dir=work.path / name, resume=work.resume)
 
 
-def _check_stages(config: PruneConfig, before: Tokens, after: Tokens, teacher: Teacher | None) -> None:
+def _check_stages(
+    model: PreTrainedModel, config: PruneConfig, before: Tokens, after: Tokens, teacher: Teacher | None
+) -> None:
     """Find out before anything is computed that a stage lacks what it needs.
 
     Raises:
-        ConfigError: distillation without a teacher, or instruction records where every token has to count.
+        ConfigError: distillation without a teacher, instruction records where every token has to count, a LoRA rank
+            beyond every projection, or half-precision weights that would be trained.
     """
     stages = (*config.stages.before, *config.stages.after)
+    adapted = "recover" in stages and config.recover.adapters == "lora"
+    if adapted:
+        check_rank(model, projection_names(model), config.recover.rank)
+    if {"regularise", "finetune"} & {*stages} or ("recover" in stages and not adapted):
+        check_trainable(dict(model.named_parameters()))
     if "recover" in stages and config.recover.distill is not None and teacher is None:
         raise ConfigError(
             "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
@@ -560,135 +578,3 @@ def _shapes_the_result(config: PruneConfig) -> bool:
 
 def _target_ratio(config: PruneConfig) -> float | None:
     return config.dress.target_preserved_ratio if config.method == "dress" else None
-
-
-def kept_of_a_run(out: str | Path) -> str | None:
-    """What an interrupted run to ``out`` has kept to go on from, in words; None without any of it."""
-    return _kept_in(_work_folder(Path(out)))
-
-
-def _kept_in(folder: Path) -> str | None:
-    found = ["training checkpoints"] if _holds_training(folder) else []
-    found += ["its plan"] if (folder / "decision.json").is_file() else []
-    return " and ".join(found) or None
-
-
-def interrupted_run(out: str | Path, config: Config) -> bool:
-    """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
-    folder = _work_folder(Path(out))
-    if _kept_in(folder) is None:
-        return False
-    try:
-        kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(kept, dict) and kept.get("config") == config.to_dict()
-
-
-def _work_folder(out: Path) -> Path:
-    return out.absolute().with_name(f".{out.name}.work")
-
-
-def _holds_training(folder: Path) -> bool:
-    """Whether training has left a state in a work folder.
-
-    Path.glob fails on a folder that another process renames while it looks; os.walk goes past it.
-    """
-    return any("state.json" in names for _, _, names in os.walk(folder))
-
-
-class _WorkFolder:
-    """The hidden folder beside the output that keeps what an interrupted run has reached.
-
-    A ``with`` block removes it when the run is complete, and when it was stopped with nothing to go on from. After a
-    ConfigError that is also where there is a plan alone: other options need another one.
-
-    Raises:
-        ConfigError: ``resume`` without a kept run, or with other options than the kept run's.
-        CheckpointError: what is kept is damaged.
-        OutputError: the folder cannot be written, or holds a plan or training checkpoints that nobody asked to drop.
-    """
-
-    def __init__(self, out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool) -> None:
-        self.path = _work_folder(out)
-        self.resume = resume
-        identity = {**source, "config": config.to_dict()}
-        if resume:
-            self._check_same(identity)
-            return
-        if not overwrite and (kept := _kept_in(self.path)):
-            raise OutputError(
-                f"An interrupted run has kept {kept} in {self.path}. Give --resume to go on with it, or --overwrite to "
-                "drop it and start anew."
-            )
-        with disk_errors(out):
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
-        self._write("run.json", identity)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        reached = _holds_training(self.path) if isinstance(error, ConfigError) else _kept_in(self.path)
-        if error is None or (isinstance(error, PypruneError | KeyboardInterrupt) and not reached):
-            shutil.rmtree(self.path, ignore_errors=True)
-
-    def _write(self, name: str, data: Mapping[str, Any]) -> None:
-        temporary = self.path / f"{name}.part"
-        with disk_errors(self.path):
-            temporary.write_text(json.dumps(data), encoding="utf-8")
-            temporary.replace(self.path / name)
-
-    def _damaged(self, name: str, why: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path / name} is damaged ({why!r}), so the run cannot go on; start without --resume."
-        )
-
-    def _check_same(self, identity: dict[str, Any]) -> None:
-        record = self.path / "run.json"
-        if not record.is_file():
-            raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        try:
-            differences = _differences(json.loads(record.read_text(encoding="utf-8")), identity)
-        except (ValueError, AttributeError) as error:
-            raise self._damaged(record.name, error) from error
-        if differences:
-            raise ConfigError(
-                "The interrupted run had other options, so resuming would not reach its result: "
-                + ", ".join(differences)
-                + ". Use the same options, or start without --resume."
-            )
-
-    def read_decision(self) -> PlanDecision | None:
-        """The plan that the interrupted run had reached."""
-        path = self.path / "decision.json"
-        if not (self.resume and path.is_file()):
-            return None
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            plan = PrunePlan.from_dict(data["plan"])
-            return PlanDecision(plan, tuple(data["notes"]), data["details"], tuple(data["warnings"]))
-        except (ValueError, KeyError, TypeError, PlanError) as error:
-            raise self._damaged(path.name, error) from error
-
-    def write_decision(self, decision: PlanDecision) -> None:
-        """Keep the plan."""
-        data = {
-            "plan": decision.plan.to_dict(),
-            "notes": list(decision.notes),
-            "details": decision.details,
-            "warnings": list(decision.warnings),
-        }
-        self._write("decision.json", data)
-
-
-def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    found: list[str] = []
-    for key in sorted({*kept, *now}):
-        a, b = kept.get(key), now.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += _differences(a, b, f"{path}{key}.")
-        elif a != b:
-            found.append(f"{path}{key} was {a!r}, now {b!r}")
-    return found

@@ -22,9 +22,24 @@ def console() -> Console:
     return _console
 
 
+def printable(text: str) -> str:
+    """Return a text with control characters escaped, all but line ends and tabs.
+
+    Text out of a checkpoint or a file must not move the cursor, set a title or colour what follows.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def say(text: str, style: str) -> None:
+    """Print a line on stderr: in a style on a terminal, plain in a log, brackets left as they are."""
+    console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def warn(text: str) -> None:
-    """Print a warning on stderr: yellow on a terminal, one line in a log, brackets left as they are."""
-    console().print(f"Warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    """Print a warning on stderr."""
+    say(f"Warning: {text}", "yellow")
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:

@@ -146,15 +146,15 @@ def build_config(
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
-    if preset or named:
-        start = preset_options(preset or str(named))
+    if preset is not None or named is not None:
+        start = preset_options(str(named) if preset is None else preset)
     else:
         start = {} if recipe is not None else default_options(chosen)
-    if preset:
+    if preset is not None:
         _refuse_other_method(preset, start, data, chosen)
-    if recovers:
+    if recovers is not None:
         start = merge(start, prune_options(recovers))
-    if recovery:
+    if recovery is not None:
         data = merge(data, prune_options(recovery))
     return PruneConfig.from_dict(merge(merge(start, data), chosen))
 
@@ -184,9 +184,9 @@ def build_recovery(
         ConfigError: as :func:`build_config`.
     """
     data = read_recipe(recipe) if recipe is not None else {}
-    named = preset or _name_in(data, "preset", recipe)
+    named = _name_in(data, "preset", recipe) if preset is None else preset
     start: dict[str, Any] = {}
-    if named:
+    if named is not None:
         from pyprune.recovery_presets import recovery
 
         start = recovery(named).to_dict()

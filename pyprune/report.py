@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import html
 import io
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.errors import ConfigError, MissingDependencyError, OutputError
+from pyprune.errors import ConfigError, MissingDependencyError
+from pyprune.files import write_text
+from pyprune.progress import printable
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -130,35 +130,6 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     return markdown_path, html_path
 
 
-def check_file(path: Path) -> None:
-    """Raise :class:`OutputError` before any work when a file can surely not be written there."""
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; name a file.")
-    if not path.parent.is_dir():
-        raise OutputError(f"Cannot write {path}: there is no folder {path.parent}. Create it, or name another file.")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file so that it is either the old one or the whole new one, never a part.
-
-    Raises:
-        OutputError: the file cannot be written (a full disk, a missing permission).
-    """
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise OutputError(f"Cannot write {path}: {error}. Free some space or choose another folder.") from error
-
-
 def format_cell(value: Cell) -> str:
     """Return a cell as text: 1234567 -> "1,234,567"; 33.9071 -> "33.91"; 1.7e7 -> "1.7e+07"; None -> "-"."""
     if value is None:
@@ -169,7 +140,7 @@ def format_cell(value: Cell) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return _format_float(value)
-    return value
+    return printable(value)
 
 
 def _format_float(value: float) -> str:

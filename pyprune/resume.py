@@ -2,12 +2,11 @@
 
 Layout of a checkpoint folder ``step-000012/``: ``weights.safetensors`` (what is trained), optionally
 ``optimiser.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
-else and the SHA-256 of each tensor file, so that a truncated or altered checkpoint is refused.
+else, the SHA-256 of each tensor file and a checksum of its own, so that a truncated or altered checkpoint is refused.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pyprune.errors import CheckpointError, OutputError
+from pyprune.errors import CheckpointError, OutputError, shown
+from pyprune.files import file_digest, read_json, seal, unseal
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -76,10 +76,10 @@ def _write(folder: Path, state: TrainState) -> None:
         path = folder / f"{stem}.safetensors"
         save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
         _sync(path)
-        digests[path.name] = _digest(path)
+        digests[path.name] = file_digest(path)
     meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": digests, **state.meta}
     path = folder / "state.json"
-    path.write_text(json.dumps(meta, indent=1))
+    path.write_text(json.dumps(seal(meta), indent=1))
     _sync(path)
 
 
@@ -98,17 +98,17 @@ def load_state(path: Path) -> TrainState:
         CheckpointError: a missing, truncated or altered file, or another version.
     """
     try:
-        meta = json.loads((path / "state.json").read_text())
+        meta = unseal(read_json(path / "state.json"))
         if meta.pop("version") != CHECKPOINT_VERSION:
-            raise CheckpointError(f"{path} was written by another version of pyprune; start the run anew.")
+            raise CheckpointError(f"{path} was written by another version of pyprune; start the run again.")
         step, files = int(meta.pop("step")), dict(meta.pop("files"))
         tensors = {}
         for name, digest in files.items():
-            if Path(name).name != name or _digest(path / name) != digest:
+            if Path(name).name != name or file_digest(path / name) != digest:
                 raise CheckpointError(_damaged(path, f"{name} does not match its recorded SHA-256"))
             tensors[name.removesuffix(".safetensors")] = load_file(path / name)
     except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(_damaged(path, repr(error))) from error
+        raise CheckpointError(_damaged(path, shown(error))) from error
     return TrainState(step, meta, tensors)
 
 
@@ -120,7 +120,7 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
     """
     names = sorted(set(recorded) | set(current))
     different = [
-        f"{n}: {recorded.get(n)!r} in the checkpoint, {current.get(n)!r} now"
+        f"{n}: {shown(recorded.get(n))} in the checkpoint, {shown(current.get(n))} now"
         for n in names
         if recorded.get(n) != current.get(n)
     ]
@@ -146,11 +146,6 @@ def _remove_older(folder: Path, newest: Path) -> None:
         leftover = path.name.startswith(".step-") and path.name.endswith(".tmp")  # of a killed process
         if leftover or (found and int(found[1]) < number):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

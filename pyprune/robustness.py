@@ -35,12 +35,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pyprune.calibrate import check_sequence_length, sample_sequences
-from pyprune.config import Config, DataConfig, PruneConfig, ScoreAxis
+from pyprune.config import LARGEST_SEED, Config, DataConfig, PruneConfig, ScoreAxis, option
 from pyprune.decide import share_of_parameters
-from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean
+from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean, shown
 from pyprune.evaluate import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.families import family_for, parameter_shapes
-from pyprune.files import check_file, write_text
+from pyprune.files import check_file, parse_json, read_bounded, write_text
 from pyprune.mask import mask_, restored
 from pyprune.plan import PrunePlan
 from pyprune.progress import console
@@ -58,6 +58,8 @@ CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
 
 OPEN_OPTIONS = ("data", "hidden_multiple", "loraprune", "moreau", "score")
 """What every method may be told, by its first name; nothing else of the options of `pyprune prune` is read here."""
+
+TITLE = "Robustness of scores against changes of the weights"
 
 OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
 """Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
@@ -87,11 +89,11 @@ class RobustnessConfig(Config):
     methods: tuple[str, ...] = METHODS
     ratios: tuple[float, ...] = RATIOS
     variants: tuple[str, ...] = VARIANTS
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = option((0,), at_least=0, at_most=LARGEST_SEED)
     axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
     texts: tuple[str, ...] = ("wikitext2",)
     protocol: str = "ppl-128"
-    max_tokens: int | None = None
+    max_tokens: int | None = option(None, at_least=2)
     adapter: Adapter = field(default_factory=Adapter)
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
@@ -99,7 +101,6 @@ class RobustnessConfig(Config):
     @override
     def problems(self) -> list[str]:
         found = [f"ratio is {r}; it must be strictly between 0 and 1." for r in self.ratios if not 0 < r < 1]
-        found += [f"seed is {s}; it must be >= 0." for s in self.seeds if s < 0]
         for what, known in (("method", SCORE_PRESETS), ("variant", VARIANTS)):
             found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
         if self.protocol not in WINDOWS:
@@ -107,8 +108,8 @@ class RobustnessConfig(Config):
         for name in ("methods", "ratios", "variants", "seeds", "axes", "texts"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                found.append(f"{name} is {list(values)}; give at least one, and none of them twice.")
-        return found + [f"lora: {p}" for p in self.adapter.problems()]
+                found.append(f"{name} is {shown(list(values))}; give at least one, and none of them twice.")
+        return found
 
     @override
     def validate(self) -> None:
@@ -143,6 +144,7 @@ class RobustnessConfig(Config):
             noise = self.of("moreau").moreau
             draws = noise.draws * (noise.steps if noise.redraw else 1)
             found = replace(found, moreau=replace(found.moreau, draws=draws, sigma=noise.sigma, seed=noise.seed))
+            found.validate()
         return found
 
     def _refuse_own_options(self) -> None:
@@ -258,7 +260,7 @@ class RobustnessResult:
         tables = [self._summary(), *(self._of_text(text) for text in self.config.texts)]
         warned = tuple(f"{s.method}, {s.variant}, seed {s.seed}: {w}" for s in self.scorings for w in s.warnings)
         return Report(
-            "Robustness of scores against changes of the weights",
+            TITLE,
             tables=(*tables, self._variants(), self._scorings()),
             conditions=self.conditions,
             notes=(*self._remarks(), *warned),
@@ -354,13 +356,13 @@ def check_robustness(
     Raises:
         ConfigError: invalid options, or a model that is not float32.
         DataError: text that cannot be used.
-        OutputError: ``out`` ends in .md, where the tables go.
+        OutputError: see :func:`check_rows_file`.
         CheckpointError: ``out`` exists and is no such file.
         PypruneError: whatever stops a stage; what was finished is kept.
     """
     config.validate()
-    if out is not None and out.suffix == ".md":
-        raise OutputError(f"{out} is where the tables go; give the rows another name, for example .jsonl.")
+    if out is not None:
+        check_rows_file(out)
     kept = _Kept(out)
     texts = [evaluation_text(tokenizer, source) for source in config.texts]
     with restored(model) as originals:
@@ -368,6 +370,25 @@ def check_robustness(
     if out is not None:
         write_text(out.with_suffix(".md"), to_markdown(result.report()))
     return result
+
+
+def check_rows_file(out: Path) -> None:
+    """Refuse before any work a file of rows that cannot be written, or whose tables would replace somebody's file.
+
+    Raises:
+        OutputError: ``out`` ends in .md, where the tables go; it or the tables' file cannot be written; or the latter
+            exists and holds something else.
+    """
+    tables = out.with_suffix(".md")
+    if out == tables:
+        raise OutputError(f"{out} is where the tables go; give the rows another name, for example .jsonl.")
+    check_file(out)
+    check_file(tables)
+    if tables.is_file() and tables.stat().st_size:
+        with tables.open("rb") as stream:
+            first = stream.readline(1000)
+        if first.strip() != f"# {TITLE}".encode():
+            raise OutputError(f"{tables}, where the tables go, is not a report of robustness; give --out another name.")
 
 
 @dataclass(eq=False)
@@ -647,25 +668,23 @@ class _Kept:
     """
 
     def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            check_file(path)
         self.path = path
         self.records: dict[str, Json] = {}
         for number, line in enumerate(self._lines(), start=1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 self.records[record["key"]] = record
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"{path}, line {number} was not written by pyprune robustness ({error!r}); name another --out."
+                    f"{path}, line {number} was not written by pyprune robustness ({shown(error)}); name another --out."
                 ) from error
 
     def _lines(self) -> list[str]:
         if self.path is None or not self.path.exists():
             return []
         try:
-            return self.path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            return read_bounded(self.path).splitlines()
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}. Name another --out.") from error
 
     def get(self, key: str) -> Json | None:

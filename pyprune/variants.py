@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.config import LARGEST_RANK, LARGEST_SEED, Config, option
 from pyprune.errors import ConfigError, PypruneError
 from pyprune.families import NamedParam, named_axes
 
@@ -35,7 +36,7 @@ class VariantError(PypruneError):
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(Config):
     """A low-rank update the size of a trained LoRA's.
 
     Attributes:
@@ -44,20 +45,9 @@ class Adapter:
         seed: of the two factors' normals.
     """
 
-    rank: int = 8
-    size: float = 0.01
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        """One sentence for each option out of range."""
-        found = []
-        if self.rank < 1:
-            found.append(f"rank is {self.rank}; it must be at least 1.")
-        if not 0 < self.size < 1:
-            found.append(f"size is {self.size}; it must be strictly between 0 and 1 (0.01 = one per cent).")
-        if self.seed < 0:
-            found.append(f"seed is {self.seed}; it must be >= 0.")
-        return found
+    rank: int = option(8, at_least=1, at_most=LARGEST_RANK)
+    size: float = option(0.01, above=0, below=1)
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def export(
         CheckpointError: the source cannot be read.
         OutputError: the folder exists, or it cannot be written.
     """
-    from pyprune.files import check_output
+    from pyprune.files import check_output, claimed
     from pyprune.load import DTYPES
     from pyprune.save import save_checkpoint
 
@@ -98,20 +98,21 @@ def export(
         raise ConfigError(did_you_mean(str(target), TARGETS, "export target"))
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
-    facts = dict(provenance or {})
-    if isinstance(source, str | Path):
-        model, tokenizer, plan, facts = _load(source, facts, gguf_file, dtype)
-    else:
-        model = source
-    reasons = stock_reasons(model.config, plan)
-    if target == "stock" and is_pruned(model.config):
-        raise ConfigError(
-            f"No stock architecture holds this model ({'; '.join(reasons) or 'it has per-layer sizes'}). "
-            "Export it with target 'pruned' and serve it through the pyprune plugin."
-        )
-    if target == "pruned" and not is_pruned(model.config):
-        model = as_pruned(model)
-    save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, overwrite=overwrite, dtype=dtype)
+    with claimed(out):
+        facts = dict(provenance or {})
+        if isinstance(source, str | Path):
+            model, tokenizer, plan, facts = _load(source, facts, gguf_file, dtype)
+        else:
+            model = source
+        reasons = stock_reasons(model.config, plan)
+        if target == "stock" and is_pruned(model.config):
+            raise ConfigError(
+                f"No stock architecture holds this model ({'; '.join(reasons) or 'it has per-layer sizes'}). "
+                "Export it with target 'pruned' and serve it through the pyprune plugin."
+            )
+        if target == "pruned" and not is_pruned(model.config):
+            model = as_pruned(model)
+        save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, overwrite=overwrite, dtype=dtype)
     written = read_checkpoint(out, verify=False)  # its digests were taken a moment ago
     return ExportReport(
         path=Path(out),

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config import ScoreAxis, ScoreConfig
-from pyprune.errors import ConfigError, PypruneError
+from pyprune.errors import ConfigError, PypruneError, shown
 from pyprune.families import NamedParam, Row, family_for, named_axes
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
@@ -68,7 +68,7 @@ class Scope:
             layers = range(config.first_layer, last + 1)
         unknown = [i for i in layers if not 0 <= i < total]
         if unknown:
-            raise ConfigError(f"score.layers names {unknown}; the model has layers 0 to {total - 1}.")
+            raise ConfigError(f"score.layers names {shown(unknown)}; the model has layers 0 to {total - 1}.")
         # Without grouped queries a query head is a whole group.
         whole = config.heads_unit == "kv_group" or dense.group_size == 1
         return cls(dense, config.axes, tuple(layers), whole)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.end_to_end import Settings, choice
+from pyprune.files import foreign_names, seal
 from pyprune.load import load_model
 from pyprune.record import read_pruning_json
 from pyprune.save import save_checkpoint
@@ -55,7 +56,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
 def out(inputs: list[str | Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "demo"
     folder.mkdir()
-    (folder / "metrics.json").write_text("{}")
+    (folder / "metrics.json").write_text(json.dumps(seal({"files": ["old.txt"]})))
     (folder / "old.txt").write_text("a former run")
     done = demo("--out", folder, "--dtype", "float32", *inputs)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -73,10 +74,11 @@ def metrics(out: Path) -> dict[str, Any]:
 def test_the_folder_is_replaced_whole(out: Path) -> None:
     assert sorted(p.name for p in out.iterdir()) == ["dense", "metrics.json", "pruned", "report.html", "report.md"]
     assert [p.name for p in out.parent.iterdir()] == ["demo"], "nothing temporary is left"
+    assert list(foreign_names(out)) == [], "a later run may replace all of it"
 
 
 def test_metrics_have_the_headline_keys_first(metrics: dict[str, Any]) -> None:
-    assert list(metrics) == [*HEADLINE, "details"]
+    assert list(metrics) == [*HEADLINE, "details", "files", "sha256"]
     assert all(metrics[key] > 0 for key in HEADLINE)
     assert metrics["pruned_parameters"] < metrics["dense_parameters"]
     assert metrics["train_tokens"] == 2 * 2 * 32
@@ -141,17 +143,18 @@ def test_a_folder_of_something_else_is_refused_at_once(inputs: list[str | Path],
     (tmp_path / "letters").mkdir()
     done = demo("--out", tmp_path, "--model", tmp_path / "nothing", *inputs[2:])
     assert done.returncode == 2
-    assert "something else" in done.stderr
+    assert "holds letters, which no record of pyprune in it names" in done.stderr
     assert (tmp_path / "letters").is_dir()
 
 
 def test_a_failure_keeps_the_former_results(inputs: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "demo"
     out.mkdir()
-    (out / "metrics.json").write_text("{}")
+    former = json.dumps(seal({"files": []}))
+    (out / "metrics.json").write_text(former)
     done = demo("--out", out, "--model", tmp_path / "nothing", *inputs[2:])
     assert done.returncode == 2
     assert "nothing is not a folder" in done.stderr
     assert "Traceback" not in done.stderr
-    assert (out / "metrics.json").read_text() == "{}"
+    assert (out / "metrics.json").read_text() == former
     assert [p.name for p in tmp_path.iterdir()] == ["demo"]

@@ -190,10 +190,12 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
 def test_the_model_that_is_read_is_never_replaced(model_folder: Path, text: Path, tmp_path: Path) -> None:
     before = (model_folder / "model.safetensors").read_bytes()
     (tmp_path / "link").symlink_to(model_folder)
-    for out in (model_folder, tmp_path / "link"):
-        with pytest.raises(OutputError, match="is the model that is read"):
-            prune(model_folder, config(text), out=out, overwrite=True)
-    with pytest.raises(OutputError, match="is the model that is read"):
+    for model in (model_folder, tmp_path / "link"):
+        with pytest.raises(OutputError, match="is what the command reads"):
+            prune(model, config(text), out=model_folder, overwrite=True)
+    with pytest.raises(OutputError, match="is a symbolic link"):
+        prune(model_folder, config(text), out=tmp_path / "link", overwrite=True)
+    with pytest.raises(OutputError, match="is what the command reads"):
         export(model_folder, model_folder, overwrite=True)
     assert (model_folder / "model.safetensors").read_bytes() == before
 
@@ -214,12 +216,53 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
             with pytest.raises(KeyboardInterrupt):
                 prune(model_folder, settings, out=tmp_path / "out")
         assert (work / "decision.json").exists() == work.exists() == reached
-    with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to go on with it, or --overwrite"):
+    with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to continue it, or --overwrite"):
         prune(model_folder, settings, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("pyprune.pipeline._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
+
+
+def test_a_run_with_other_weights_is_not_resumed(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither run would give its result."""
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.pipeline._cut", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, settings, out=tmp_path / "out")
+    weights = model_folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights was '.*', now '"):
+        prune(model_folder, settings, out=tmp_path / "out", resume=True)
+    assert (tmp_path / ".out.work" / "decision.json").exists(), "the run may still be resumed with its own weights"
+
+
+@pytest.mark.parametrize("name", ["run.json", "decision.json"])
+def test_an_edited_record_of_an_interrupted_run_is_refused(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.pipeline._cut", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, settings, out=tmp_path / "out")
+    path = tmp_path / ".out.work" / name
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "notes": ["edited"]}))
+    with pytest.raises(CheckpointError, match=f"{name} is damaged .*checksum"):
+        prune(model_folder, settings, out=tmp_path / "out", resume=True)
 
 
 def test_sizes_that_no_stock_architecture_takes_leave_nothing_in_the_way(
@@ -276,7 +319,7 @@ def test_another_revision_is_another_run(
 
 def test_an_output_that_cannot_be_written_is_one_message(model_folder: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="Not a directory"):
+    with pytest.raises(OutputError, match="file is no folder that may be written"):
         prune(model_folder, config(text), out=tmp_path / "file" / "out")
 
 

@@ -300,7 +300,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
         ({"ratios": (0.1, 1.5)}, "ratio is 1.5"),
         ({"ratios": (0.1, 0.1)}, "none of them twice"),
         ({"methods": ()}, "at least one"),
-        ({"seeds": (-1,)}, "seed is -1"),
+        ({"seeds": (-1,)}, r"seeds\[0\] is -1"),
         ({"protocol": "ppl-127"}, "Did you mean 'ppl-128'"),
         ({"adapter": Adapter(rank=0, size=2.0, seed=-1)}, "rank is 0"),
         ({"settings": ("score.iterations=2",)}, "one round"),
@@ -336,12 +336,22 @@ def test_what_no_score_could_mend_is_found_before_anything_is_computed(
         run(config(texts, **changes))
 
 
+def test_tables_of_somebody_else_are_not_replaced(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "dense")
+    (tmp_path / "notes.md").write_text("# My notes\n")
+    done = CliRunner().invoke(app, arguments(texts, folder, "--out", str(tmp_path / "notes.jsonl")))
+    assert done.exit_code == ERROR_CODE
+    assert "is not a report of robustness" in " ".join(done.stderr.split())
+    assert (tmp_path / "notes.md").read_text() == "# My notes\n"
+    assert not (tmp_path / "notes.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("out", "figures", "words"),
     [
         ("rows.md", "figures.json", "is where the tables go"),
-        ("rows.jsonl", "rows.jsonl", "writes something else"),
-        ("rows.jsonl", "rows.md", "writes something else"),
+        ("rows.jsonl", "rows.jsonl", "for something else"),
+        ("rows.jsonl", "rows.md", "where the tables go"),
     ],
 )
 def test_no_output_replaces_another(

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from pyprune.cli import ERROR_CODE, INTERRUPTED_CODE, app
 from pyprune.config import PruneConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, OutputError
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
 from pyprune.record import annotate_checkpoint, read_pruning_json
@@ -314,8 +314,8 @@ def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
     assert "Traceback" not in said
     assert not out.exists()
     assert _kept_steps(work)
-    assert "interrupted run had other options" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
-    assert "--resume to go on with it, or --overwrite" in refused(*tiny_elder(checkpoint, text, *options))
+    assert "interrupted run had other options or input" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
+    assert "--resume to continue it, or --overwrite" in refused(*tiny_elder(checkpoint, text, *options))
     assert _kept_steps(work), "a second start must not drop them"
 
 
@@ -422,6 +422,68 @@ def test_eval_measures_and_annotates(pruned: Path, tmp_path: Path) -> None:
     assert "Measured quality" in (pruned / "README.md").read_text()
     read_pruning_json(pruned, verify_files=True)
     annotate_checkpoint(pruned, quality={})
+
+
+def test_measured_figures_outlive_a_disk_that_is_full(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OutputError("no room on the disk")
+
+    monkeypatch.setattr("pyprune.record.annotate_checkpoint", full)
+    test_text = tmp_path / "test.txt"
+    test_text.write_text("Quite different words, which nobody has trained on. " * 40)
+    result = run("eval", pruned, "--ppl", test_text, "--protocol", "ppl-128", "--json", "-", "--annotate")
+    assert result.exit_code == ERROR_CODE
+    assert json.loads(result.stdout)["perplexity"][0]["perplexity"] > 1
+    assert result.stderr.strip().endswith("Error: no room on the disk")
+
+
+def test_json_files_of_others_are_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("years of work")
+    assert "was not written by pyprune" in refused("inspect", checkpoint, "--json", thesis)
+    assert thesis.read_text() == "years of work"
+    assert "for something else" in refused("inspect", checkpoint, "--json", checkpoint / "pruning.json")
+    figures = tmp_path / "figures.json"
+    for _ in range(2):
+        assert run("inspect", checkpoint, "--json", figures).exit_code == 0
+    assert json.loads(figures.read_text())["pyprune"]
+
+
+def test_options_that_would_do_nothing_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    assert "names no task" in refused("eval", checkpoint, "--ppl", text, "--tasks", ",,,")
+    recover = ["recover", checkpoint, "--data", text, "--out", tmp_path / "out"]
+    for option in ("--teacher-revision", "--teacher-gguf-file"):
+        assert "without a teacher would do nothing" in refused(*recover, option, "main")
+
+
+def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[tuple[Exception, int, str]] = [
+        (ZeroDivisionError("x" * 9000), 1, "pyprune failed where it should not (ZeroDivisionError"),
+        (PermissionError(13, "Permission denied", "/some/file"), ERROR_CODE, "Permission denied: '/some/file'"),
+        (MemoryError(), ERROR_CODE, "not enough memory"),
+    ]
+    for error, code, said in errors:
+
+        def fails(*_: Any, _error: Exception = error) -> None:
+            raise _error
+
+        monkeypatch.setattr("pyprune.serving.checkpoints.read_checkpoint", fails)
+        result = run("inspect", checkpoint)
+        assert result.exit_code == code
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr) < 600
+
+
+def test_control_characters_of_a_record_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    facts = {"source": "\x1b]0;title\x07\x1b[31mred", "method": "a\rb"}
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder, plan=None, provenance=facts)
+    said = run("inspect", folder).stdout
+    assert r"\x1b[31mred" in said
+    assert not set("\x1b\x07\r") & set(said)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,183 @@
+"""What an interrupted run keeps, in the hidden work folder next to its output, and who may resume it.
+
+``run.json`` says which run it is (model, digest of its weights, every option), ``decision.json`` holds the plan, and
+each stage of training has a folder of checkpoints. All of them carry checksums: what was changed is not resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pyprune.config import Config
+from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
+from pyprune.files import MARK, claimed, disk_errors, read_json, seal, unseal, work_folder, write_text
+from pyprune.plan import PrunePlan
+from pyprune.regularise.base import PlanDecision
+
+RUN, DECISION = "run.json", "decision.json"
+
+
+def kept_of_a_run(out: str | Path) -> str | None:
+    """What an interrupted run to ``out`` has kept to continue from, in words; None without any of it."""
+    return _kept_in(work_folder(out))
+
+
+def interrupted_run(out: str | Path, config: Config) -> bool:
+    """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
+    folder = work_folder(out)
+    if _kept_in(folder) is None:
+        return False
+    try:
+        kept = unseal(read_json(folder / RUN))
+    except (OSError, ValueError):
+        return False
+    return kept.get("config") == config.to_dict()
+
+
+def _kept_in(folder: Path) -> str | None:
+    found = ["training checkpoints"] if _holds_training(folder) else []
+    found += ["its plan"] if (folder / DECISION).is_file() else []
+    return " and ".join(found) or None
+
+
+def _holds_training(folder: Path) -> bool:
+    """Whether training has left a state in a work folder.
+
+    Path.glob fails on a folder that another process renames while it looks; os.walk goes past it.
+    """
+    return any("state.json" in names for _, _, names in os.walk(folder))
+
+
+@contextmanager
+def run_folder(
+    out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool
+) -> Iterator[RunFolder]:
+    """Hold the work folder of ``out`` for one run.
+
+    It is removed when the run is complete, and when a new run was stopped with nothing to continue from. After a
+    ConfigError that is also where there is a plan alone: other options need another one.
+
+    Args:
+        out: the run's output.
+        source: what the run reads: names, revisions and digests; plain JSON data.
+        config: every option.
+        resume: continue the run that the folder holds.
+        overwrite: drop a run that the folder holds.
+
+    Raises:
+        ConfigError: ``resume`` without a kept run, or with other options or other weights than the kept run's.
+        CheckpointError: what is kept is damaged.
+        OutputError: another run holds the folder, it cannot be written, or it holds a plan or training checkpoints that
+            nobody asked to drop.
+    """
+    with claimed(out) as path:
+        work = RunFolder(path, resume)
+        identity = {**source, "config": config.to_dict()}
+        if resume:
+            work.check_same(identity)
+        else:
+            work.begin(identity, out, overwrite=overwrite)
+        try:
+            yield work
+        except BaseException as error:
+            reached = _holds_training(path) if isinstance(error, ConfigError) else _kept_in(path)
+            if isinstance(error, PypruneError | KeyboardInterrupt) and not (reached or resume):
+                work.clear()
+            raise
+        work.clear()
+
+
+class RunFolder:
+    """The work folder of one run.
+
+    Attributes:
+        path: where it is.
+        resume: whether the run continues what the folder holds.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self.resume = resume
+
+    def begin(self, identity: Mapping[str, Any], out: Path, *, overwrite: bool) -> None:
+        """Start a new run; see :func:`run_folder`."""
+        if not overwrite and (kept := _kept_in(self.path)):
+            raise OutputError(
+                f"An interrupted run has kept {kept} in {self.path}. Give --resume to continue it, or --overwrite to "
+                "drop it and start again."
+            )
+        with disk_errors(out):
+            self.clear()
+        self._write(RUN, identity)
+
+    def clear(self) -> None:
+        """Remove all that the folder holds but its mark."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != MARK:
+                path.unlink(missing_ok=True)
+
+    def check_same(self, identity: Mapping[str, Any]) -> None:
+        """Refuse to resume another run; see :func:`run_folder`."""
+        if not (self.path / RUN).is_file():
+            raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
+        differences = _differences(self._read(RUN), identity)
+        if differences:
+            raise ConfigError(
+                "The interrupted run had other options or input, so resuming would not reach its result: "
+                + ", ".join(differences)
+                + ". Use the same ones, or start without --resume."
+            )
+
+    def read_decision(self) -> PlanDecision | None:
+        """The plan that the interrupted run had reached."""
+        if not (self.resume and (self.path / DECISION).is_file()):
+            return None
+        data = self._read(DECISION)
+        try:
+            plan = PrunePlan.from_dict(data["plan"])
+            return PlanDecision(plan, tuple(data["notes"]), data["details"], tuple(data["warnings"]))
+        except (KeyError, TypeError, PlanError) as error:
+            raise self._damaged(DECISION, error) from error
+
+    def write_decision(self, decision: PlanDecision) -> None:
+        """Keep the plan."""
+        data = {
+            "plan": decision.plan.to_dict(),
+            "notes": list(decision.notes),
+            "details": decision.details,
+            "warnings": list(decision.warnings),
+        }
+        self._write(DECISION, data)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            return unseal(read_json(self.path / name))
+        except (OSError, ValueError) as error:
+            raise self._damaged(name, error) from error
+
+    def _write(self, name: str, data: Mapping[str, Any]) -> None:
+        write_text(self.path / name, json.dumps(seal(data)))
+
+    def _damaged(self, name: str, why: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / name} is damaged ({shown(why)}), so the run cannot be continued; start without --resume."
+        )
+
+
+def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    found: list[str] = []
+    for key in sorted({*kept, *now}):
+        a, b = kept.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += _differences(a, b, f"{path}{key}.")
+        elif a != b:
+            found.append(f"{path}{key} was {shown(a)}, now {shown(b)}")
+    return found
