@@ -43,7 +43,7 @@ __all__ = [
     "HUB_SOURCES", "Corpus", "DemoData", "Document", "packaged_text", "read_corpus", "read_documents",
     "write_demo_data",
     "ExampleStream", "SpanSet", "TokenSamples", "TokenStream",
-    "assert_disjoint", "check_sequence_length", "sample_sequences", "shingle_hashes",
+    "assert_disjoint", "check_sequence_length", "check_token_ids", "sample_sequences", "shingle_hashes",
     "split_disjoint", "token_stream",
 ]  # fmt: skip
 
@@ -601,6 +601,29 @@ def check_sequence_length(model_config: Any, length: int) -> None:
                 f"The sequence length is {length} tokens, but the model allows at most {shown(limit)} ({name}). "
                 f"Choose {shown(limit)} or less."
             )
+
+
+def check_token_ids(model_config: Any, ids: Tensor) -> None:
+    """Refuse token ids that the model has no embedding for.
+
+    Args:
+        model_config: a Transformers config.
+        ids: int64, any shape, without padding.
+
+    Raises:
+        DataError: the message names the id.
+    """
+    vocabulary = getattr(_text_config(model_config), "vocab_size", None)
+    smallest, largest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if smallest < 0:
+        raise DataError(
+            f"The text has token id {smallest}; ids start at 0. Use the tokenizer that belongs to the model."
+        )
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise DataError(
+            f"The text has token id {largest}, but the model's vocabulary has {vocabulary} entries. "
+            "Use the tokenizer that belongs to the model."
+        )
 
 
 def _text_config(model_config: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperGroup
 
-from pyprune.errors import CheckpointError, ConfigError, OutputError, PypruneError, shown
+from pyprune.errors import LONGEST_NAME, CheckpointError, ConfigError, OutputError, PypruneError, shown
 from pyprune.interrupts import interruptible
 from pyprune.progress import printable, say, warn
 
@@ -49,6 +49,9 @@ class _Commands(TyperGroup):
         longest = max(map(len, args), default=0)
         if longest > LONGEST_ARGUMENT:
             raise typer.BadParameter(f"an argument has {longest:,} characters; at most {LONGEST_ARGUMENT:,} are read")
+        names = [arg.partition("=")[0] for arg in args if arg.startswith("-")] + args[:1]
+        if max(map(len, names), default=0) > LONGEST_NAME:
+            raise typer.BadParameter(f"a command or option has a name of more than {LONGEST_NAME} characters")
         return super().parse_args(ctx, args)
 
 

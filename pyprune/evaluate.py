@@ -6,7 +6,6 @@ they differ in the window (2048 or 128 tokens), so in the context a prediction s
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.calibrate import SpanSet, TokenStream, check_sequence_length
+from pyprune.calibrate import SpanSet, TokenStream, check_sequence_length, check_token_ids
 from pyprune.encoding import check_chat_template, encode, render
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, PypruneError, did_you_mean, shown
 from pyprune.limits import foreign_errors
 from pyprune.loss import token_losses
-from pyprune.progress import track
+from pyprune.progress import quiet, track
 from pyprune.sources import evaluation_split, read_corpus, text_sha256
 
 Protocol = Literal["ppl-2048", "ppl-128"]
@@ -227,17 +226,7 @@ def _check_model(model: nn.Module, windows: Tensor, size: int) -> None:
     if config is None:
         return
     check_sequence_length(config, size)
-    vocabulary = getattr(config, "vocab_size", None)
-    smallest, largest = int(windows.min()), int(windows.max())
-    if smallest < 0:
-        raise DataError(
-            f"The text has token id {smallest}; ids start at 0. Use the tokenizer that belongs to the model."
-        )
-    if isinstance(vocabulary, int) and largest >= vocabulary:
-        raise DataError(
-            f"The text has token id {largest}, but the model's vocabulary has {vocabulary} entries. "
-            "Use the tokenizer that belongs to the model."
-        )
+    check_token_ids(config, windows)
 
 
 def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
@@ -312,7 +301,7 @@ def evaluate_tasks(
         check_chat_template(tokenizer, ", ".join(tasks))
         render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
     manager = _task_manager(tasks, include_path)
-    with _evaluating(model), _quiet("lm_eval"), _task_errors(model, tasks):
+    with _evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         # The global seeds stay as they are: an evaluation must not change the training around it.
         output = simple_evaluate(
@@ -397,15 +386,3 @@ def _unknown_task(task: str, known: Sequence[str]) -> str:
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
     numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
     return {key.removesuffix(",none"): float(value) for key, value in numbers.items() if "," in key}
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Hold back a library's informational log lines; errors still come through."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

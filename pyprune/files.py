@@ -109,6 +109,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 def check_file(path: Path) -> None:
     """Raise :class:`OutputError` before any work when a file can surely not be written there."""
+    _check_name(path)
     if path.is_dir():
         raise OutputError(f"{path} is a folder; name a file.")
     if path.is_block_device():
@@ -258,7 +259,7 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
             be written.
     """
     out = Path(out)
-    _check_name(out)
+    _check_name(out, work_folder(out))  # whose name is longer
     if out.is_symlink():
         raise OutputError(f"{out} is a symbolic link to {os.readlink(out)}; name the folder itself.")
     if not out.exists():
@@ -278,16 +279,18 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
     _check_parent(out)
 
 
-def _check_name(out: Path) -> None:
-    """Refuse what no file system takes: too long a name (the work folder's is longer still), a NUL, a loop of links."""
-    for path in (out, work_folder(out)):
+def _check_name(*paths: Path) -> None:
+    """Refuse what no file system takes: too long a name, a NUL, a link to itself."""
+    for path in paths:
         try:
             os.lstat(path)
+            if path.is_symlink():
+                os.path.realpath(path, strict=True)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise OutputError(f"{shown(str(out))} cannot be an output: {reason}. Choose another name.") from error
+            raise OutputError(f"{shown(str(path))} cannot be written: {reason}. Choose another name.") from error
 
 
 def _check_parent(out: Path) -> None:

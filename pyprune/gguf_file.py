@@ -154,6 +154,8 @@ class _Walk:
             if begin < end or stop > room:
                 raise ValueError(f"the tensor {shown(name)} reaches beyond the file or into another one")
             end = stop
+        if room - end >= align:
+            raise ValueError(f"{room - end:,} bytes at its end belong to no tensor")
         return sizes
 
     def _blocks(self, facts: dict[str, Any], tensors: dict[str, int]) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -42,8 +44,9 @@ from pyprune.errors import (
     shown,
 )
 from pyprune.families import all_families, parameter_shapes
-from pyprune.files import file_digest
+from pyprune.files import file_digest, read_json
 from pyprune.gguf_file import GgufHeader, read_gguf_header, refuse_unused
+from pyprune.plan import MAX_INDEX
 from pyprune.plausible import (
     CONFIG,
     check_config,
@@ -54,7 +57,7 @@ from pyprune.plausible import (
     refuse_adapter,
     stored_elements,
 )
-from pyprune.progress import warn
+from pyprune.progress import quiet, warn
 from pyprune.record import has_record, read_pruning_json
 from pyprune.tensor_files import check_finite, weight_files
 
@@ -112,7 +115,8 @@ def load_model(
     if gguf_file is not None and find_spec("gguf") is None:
         raise MissingDependencyError("gguf", "gguf", f"Reading {gguf_file}")
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _actionable(source):
+    with _actionable(source), quiet("transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what matters of these is an error below
         if gguf_file is None:
             _checked_config(source, options)
         else:
@@ -127,6 +131,7 @@ def load_model(
     _tell_tying_apart(model)
     if gguf_file is not None:
         _forget_quantisation(model)
+        _check_shapes(source, model)
     return _placed(model, place, source), tokenizer
 
 
@@ -210,6 +215,18 @@ def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
     _check_model_type(model.config.model_type)
     for name, parameter in model.named_parameters():
         check_finite(name, parameter, source)
+
+
+def _check_shapes(source: str, model: PreTrainedModel) -> None:
+    """Transformers gives a parameter the shape of its GGUF tensor, whatever the file says of the model's sizes."""
+    shapes = parameter_shapes(model)
+    asked = parameter_shapes(check_parameters(model.config, sum(map(math.prod, shapes.values())), source))
+    wrong = [name for name, shape in shapes.items() if asked.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"The weights of {_named(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
+            f"{shapes[wrong[0]]}, expected {asked.get(wrong[0])}. The file is damaged; fetch it again."
+        )
 
 
 def _placed(model: PreTrainedModel, place: torch.device, source: str) -> PreTrainedModel:
@@ -368,8 +385,28 @@ def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
     local = folder.is_dir() and "gguf_file" not in options
     if local and not any((folder / name).exists() for name in TOKENIZER_MARKS):
         return None
+    if local:
+        _check_token_ids(folder / "tokenizer.json")
     with _without_panic_reports():
         return AutoTokenizer.from_pretrained(source, **options)
+
+
+def _check_token_ids(path: Path) -> None:
+    """The tokenizers library makes a table as long as the largest id, and ends the process where that does not fit."""
+    if not path.is_file():
+        return
+    data = read_json(path)
+    model = data.get("model") if isinstance(data, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    added = data.get("added_tokens") if isinstance(data, dict) else None
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= MAX_INDEX), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} names the token id {shown(wrong)}; allowed are 0 to {MAX_INDEX}. The file is damaged; fetch it "
+            "again."
+        )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.calibrate import TokenSamples, check_sequence_length, sample_sequences, split_disjoint
+from pyprune.calibrate import TokenSamples, check_sequence_length, check_token_ids, sample_sequences, split_disjoint
 from pyprune.compact import CompactReport, compact_
 from pyprune.compensate import compensate_, target_of
 from pyprune.config import DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
@@ -33,7 +33,7 @@ from pyprune.regularise.base import PlanDecision, RunOptions
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.save import save_checkpoint
 from pyprune.sources import check_source
-from pyprune.tokens import Tokens
+from pyprune.tokens import IGNORED, Tokens
 from pyprune.train import TrainReport, check_trainable
 
 PROBE_SAMPLES = 2
@@ -391,7 +391,10 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
     for data in wanted.values():
         check_sequence_length(model.config, data.sequence_length)
-    return split_disjoint(tokenizer, wanted) if wanted else {}
+    drawn = split_disjoint(tokenizer, wanted) if wanted else {}
+    for samples in drawn.values():
+        check_token_ids(model.config, samples.input_ids[samples.input_ids != IGNORED])
+    return drawn
 
 
 def _wanted_text(config: PruneConfig) -> dict[str, DataConfig]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -40,6 +42,18 @@ def say(text: str, style: str) -> None:
 def warn(text: str) -> None:
     """Print a warning on stderr."""
     say(f"Warning: {text}", "yellow")
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Hold back a library's log lines below errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:

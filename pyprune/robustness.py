@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from pyprune.calibrate import check_sequence_length, sample_sequences
+from pyprune.calibrate import check_sequence_length, check_token_ids, sample_sequences
 from pyprune.config import LARGEST_SEED, Config, DataConfig, PruneConfig, ScoreAxis, option
 from pyprune.decide import share_of_parameters
 from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean, shown
@@ -557,7 +557,9 @@ class _Bench:
         data = config.data
         if data not in self.samples:
             reserved = [text.spans for text in self.texts]
-            self.samples[data] = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
+            drawn = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
+            check_token_ids(self.model.config, drawn)
+            self.samples[data] = drawn
         return self.samples[data]
 
     def perplexity(self, pruned: tuple[Json, float] | None, variant: str, text: EvaluationText) -> float:
