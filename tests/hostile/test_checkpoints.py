@@ -102,7 +102,7 @@ STRAY: dict[str, tuple[Step, ...]] = {
 
 def stray_files() -> Iterator[Case]:
     for number, (what, steps) in enumerate(STRAY.items()):
-        for name, command, slow in turns(COMMANDS, number, 2):
+        for name, command, slow in turns(COMMANDS, number):
             yield Case(f"{name}: {what}", command, steps, slow=slow)
 
 
@@ -135,9 +135,9 @@ FOR_PEOPLE = ("architecture", "parameters")
 def wrong_records() -> Iterator[Case]:
     number = 0
     for path, values in WRONG.items():
-        for value in values:
+        for place, value in enumerate(values):
             number += 1
-            for name, command, slow in turns(COMMANDS, number):
+            for name, command, slow in turns(COMMANDS, number, int(place < 3)):
                 words = f"{name}: {'.'.join(path)} is {brief(value)}"
                 codes = (0, 2) if path[-1] in FOR_PEOPLE else (2,)
                 yield case(words, command, record_changed(*path, to=value), codes=codes, slow=slow)

@@ -173,7 +173,7 @@ SETTING = (folder_at("folder.txt"), link("dangling.txt", "nowhere"), link("loop.
     *(
         Case(f"{name}: {what}", [*command.split(), SOURCES[what]], SETTING, slow=slow)
         for number, what in enumerate(("a missing file", "a folder", "300 characters", "NUL"))
-        for name, command, slow in turns(OTHER_READERS, number, 2)
+        for name, command, slow in turns(OTHER_READERS, number)
     ),
 )
 def test_a_source_that_is(case: Case, refused: Callable[[Case], Outcome]) -> None:
@@ -186,10 +186,10 @@ READ = "prune dense --method wanda --ratio 0.2 --calibration text.txt --dry-run"
 
 @table(
     *(
-        Case(f"{option} {number or 'nothing'}, {name}", [*command.split(), option, number, *more.split()])
-        for name, command in {"prune": READ, "recover": "recover pruned --data text.txt --out c"}.items()
+        Case(f"{option} {n or 'nothing'}, {name}", [*command.split(), option, n, *more.split()], slow=slow)
         for option, more in {"--samples": "--sequence-length 16", "--sequence-length": "--samples 2"}.items()
-        for number in NUMBERS
+        for place, n in enumerate(NUMBERS)
+        for name, command, slow in turns({"prune": READ, "recover": "recover pruned --data text.txt --out c"}, place)
     ),
     *(
         Case(f"--max-tokens {n or 'nothing'}", [*EVAL.split(), "text.txt", "--max-tokens", n])
