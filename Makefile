@@ -3,7 +3,7 @@
 # make fuzz     hostile input and interruptions at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
-# make lint     ruff and mypy
+# make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  optimiser, hook-mode memory and streamed compaction on SmolLM2-135M
 # make lock     rewrite requirements.lock from the current environment
@@ -69,11 +69,13 @@ lint: setup
 	$(PY) -m ruff format --check .
 	$(MAKE) --no-print-directory types
 
-# mypy knows nothing of wheel.packages, so it gets a folder of links laid out as the installed package is.
+# mypy and import-linter know nothing of wheel.packages, so they get a folder of links laid out as the installed
+# package is.
 types: setup
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/pyprune
 	ln -s $(CURDIR)/pyprune/* $(TYPES)/pyprune/ && ln -s $(CURDIR)/serving $(TYPES)/pyprune/serving
 	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	cd $(TYPES) && PYTHONPATH=. $(abspath $(VENV))/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 bench-ops: setup
 	$(PY) bench/ops.py

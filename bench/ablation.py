@@ -32,18 +32,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.config import PruneConfig
+from pyprune.config.run import PruneConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, shown
-from pyprune.progress import console, warn
 from pyprune.recipe import build_config, parse_setting, read_yaml
 from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.progress import console, warn
 from pyprune.serving.stats import RecordFile, environment_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pyprune.calibrate import TokenSamples
-    from pyprune.evaluate import EvaluationText
+    from pyprune.data.sampling import TokenSamples
+    from pyprune.evaluate.perplexity import EvaluationText
     from pyprune.pipeline import PruneResult
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
@@ -85,7 +85,7 @@ class Setting:
 
     Attributes:
         model: folder or hub id.
-        gguf_file, revision, trust_remote_code: see :func:`pyprune.load.load_model`.
+        gguf_file, revision, trust_remote_code: see :func:`pyprune.checkpoint.load.load_model`.
         texts: test source -> SHA-256 of its text.
         protocol: of the perplexities.
         max_tokens: tokens of each test text; None = all.
@@ -201,7 +201,7 @@ def parse_grid(text: str) -> list[dict[str, Any]]:
 
 
 def _text_digest(source: str) -> str:
-    from pyprune.sources import evaluation_split, read_corpus, text_sha256
+    from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 
     return text_sha256(read_corpus(source, evaluation_split(source)).text())
 
@@ -245,8 +245,9 @@ class Bench:
 
     def _load(self) -> tuple[PreTrainedModel, Any]:
         if self.loaded is None:
-            from pyprune.evaluate import evaluation_text
-            from pyprune.load import accelerator_name, load_model
+            from pyprune.checkpoint.load import load_model
+            from pyprune.evaluate.perplexity import evaluation_text
+            from pyprune.runtime.device import accelerator_name
 
             setting = self.setting
             model, tokenizer = load_model(
@@ -265,7 +266,7 @@ class Bench:
 
     def _copy(self) -> PreTrainedModel:
         """A copy of the dense model (which stays on the CPU) on the device that does the work."""
-        from pyprune.load import resolve_device
+        from pyprune.runtime.device import resolve_device
 
         copied: Any = copy.deepcopy(self._load()[0])
         model: PreTrainedModel = copied.to(resolve_device(self.config.device))
@@ -273,15 +274,15 @@ class Bench:
 
     def _teacher(self, config: PruneConfig) -> PreTrainedModel:
         """The dense model once more, for a cell that distils."""
-        from pyprune.load import DTYPES
         from pyprune.pipeline import teacher_dtype
+        from pyprune.runtime.device import DTYPES
 
         teacher: Any = self._copy()
         dense: PreTrainedModel = teacher.to(DTYPES[teacher_dtype(config.recover)])
         return dense
 
     def _perplexities(self, model: PreTrainedModel) -> dict[str, float]:
-        from pyprune.evaluate import evaluate_perplexity
+        from pyprune.evaluate.perplexity import evaluate_perplexity
 
         tokenizer = self._load()[1]
         setting = self.setting
@@ -364,7 +365,7 @@ class Bench:
         Raises:
             DataError: a test text holds training text.
         """
-        from pyprune.marks import marked_passages, training_marks
+        from pyprune.checkpoint.trained_on import marked_passages, training_marks
         from pyprune.pipeline import draw_samples
 
         model, tokenizer = self._load()

@@ -26,19 +26,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyprune.config import DataConfig, GateConfig, PruneConfig, StageConfig, TrainConfig
+from pyprune.config.data import DataConfig
+from pyprune.config.regularise import GateConfig
+from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.train import TrainConfig
 from pyprune.errors import PypruneError
-from pyprune.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
-from pyprune.progress import console
-from pyprune.regularise.presets import preset
+from pyprune.methods.regularise.presets import preset
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
+from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
+from pyprune.runtime.progress import console
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from pyprune.calibrate import TokenSamples
-    from pyprune.evaluate import EvaluationText, PerplexityResult
+    from pyprune.data.sampling import TokenSamples
+    from pyprune.evaluate.perplexity import EvaluationText, PerplexityResult
     from pyprune.plan import PrunePlan
     from pyprune.serving.measure import SpeedReport
 
@@ -186,9 +189,9 @@ class Demo:
             self.test, self.samples = self._texts()
 
     def _texts(self) -> tuple[EvaluationText, TokenSamples]:
-        from pyprune.calibrate import sample_sequences
-        from pyprune.evaluate import evaluation_text
-        from pyprune.sources import write_demo_data
+        from bench._demo_data import write_demo_data
+        from pyprune.data.sampling import sample_sequences
+        from pyprune.evaluate.perplexity import evaluation_text
 
         s = self.settings
         files = write_demo_data(self.work / "text", self.source_text)
@@ -200,8 +203,8 @@ class Demo:
 
     def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
         """Perplexity on the test text, of the weights as they are served."""
-        from pyprune.evaluate import evaluate_perplexity
-        from pyprune.load import DTYPES
+        from pyprune.evaluate.perplexity import evaluate_perplexity
+        from pyprune.runtime.device import DTYPES
 
         s = self.settings
         served = copy.deepcopy(model).to(DTYPES[s.dtype])
@@ -253,7 +256,7 @@ class Demo:
 
     def export(self, name: str, model: PreTrainedModel, plan: PrunePlan | None, facts: dict[str, Any]) -> Path:
         """Write a checkpoint for the server."""
-        from pyprune.marks import training_marks
+        from pyprune.checkpoint.trained_on import training_marks
         from pyprune.serving.export import export
 
         trained_on = training_marks([self.samples]) if plan is not None else ""
@@ -295,7 +298,8 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     Raises:
         CheckpointError: the package is not installed, or the folder cannot be read.
     """
-    from pyprune.load import load_model, packaged_gguf
+    from bench._demo_data import packaged_gguf
+    from pyprune.checkpoint.load import load_model
 
     if model is not None:
         loaded, tokenizer = load_model(model)
@@ -367,8 +371,8 @@ class Results:
 
 def run(demo: Demo) -> Results:
     """The flow, phase by phase."""
+    from pyprune.checkpoint.record import annotate_checkpoint
     from pyprune.families import count_parameters
-    from pyprune.record import annotate_checkpoint
 
     clock = demo.clock
     with clock.phase("dense perplexity"):
@@ -593,7 +597,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = replace(settings, steps=options.steps)
     out = Path(options.out).absolute()
     try:
-        from pyprune.load import computes_bfloat16, resolve_device
+        from pyprune.runtime.device import computes_bfloat16, resolve_device
 
         fast = "bfloat16" if computes_bfloat16(resolve_device("cpu")) else "float32"
         settings = replace(settings, dtype=options.dtype or fast)

@@ -54,16 +54,16 @@ from bench._timing import (  # noqa: E402
     release,
 )
 from bench.end_to_end import load_dense  # noqa: E402
-from pyprune.compact import compact_checkpoint  # noqa: E402
+from pyprune.checkpoint.compact import compact_checkpoint  # noqa: E402
+from pyprune.checkpoint.record import RECORD_NAME  # noqa: E402
+from pyprune.checkpoint.save import save_checkpoint  # noqa: E402
 from pyprune.errors import CheckpointError  # noqa: E402
 from pyprune.families import family_for  # noqa: E402
-from pyprune.loss import causal_loss  # noqa: E402
+from pyprune.methods.regularise.dress import dress_targets  # noqa: E402
 from pyprune.ops.regularised_adamw import Penalty  # noqa: E402
-from pyprune.optimizer import RegularisedAdamW, clip_factor  # noqa: E402
-from pyprune.record import RECORD_NAME  # noqa: E402
-from pyprune.regularise.dress import dress_targets  # noqa: E402
-from pyprune.save import save_checkpoint  # noqa: E402
 from pyprune.serving.stats import append_jsonl  # noqa: E402
+from pyprune.train.loss import causal_loss  # noqa: E402
+from pyprune.train.optimizer import RegularisedAdamW, clip_factor  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "optimizer.jsonl"
 SMOLLM2 = LlamaConfig(

@@ -39,18 +39,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pyprune.config import PruneConfig, RecoverRunConfig, ScoreConfig
+from pyprune.config.run import PruneConfig, RecoverRunConfig
+from pyprune.config.score import ScoreConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, did_you_mean
-from pyprune.interrupts import interruptible
-from pyprune.progress import console
+from pyprune.methods.score.presets import SCORE_PRESETS
 from pyprune.recipe import build_config, build_recovery
 from pyprune.report import Cell as TableCell
 from pyprune.report import Table, format_cell, markdown_table
-from pyprune.score.presets import SCORE_PRESETS
+from pyprune.runtime.interrupts import interruptible
+from pyprune.runtime.progress import console
 from pyprune.serving.stats import RecordFile, environment_record, median
 
 if TYPE_CHECKING:
-    from pyprune.evaluate import EvaluationText
+    from pyprune.evaluate.perplexity import EvaluationText
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "scores.jsonl"
@@ -96,8 +97,6 @@ OF_RECOVERY = (
     "recover_seconds", "recover_tokens", "recover_steps", "losses", "warnings", "perplexity", "evaluate_seconds",
 )  # fmt: skip
 """What a record holds of its recovery, beside sizes of the cut."""
-
-
 Json = dict[str, Any]
 Options = TypeVar("Options", PruneConfig, RecoverRunConfig)
 
@@ -338,7 +337,7 @@ def _given(options: Mapping[str, Any], usual: Any) -> Json:
 
 def depends_on_seed(method: str) -> bool:
     """Whether another seed can give other scores."""
-    from pyprune.registry import get_method
+    from pyprune.methods.registry import get_method
 
     return get_method(method).reads_text or method in DRAWS
 
@@ -366,7 +365,7 @@ def _digest(data: object) -> str:
 
 
 def _text_digest(path: Path) -> str:
-    from pyprune.sources import read_corpus, text_sha256
+    from pyprune.data.sources import read_corpus, text_sha256
 
     return text_sha256(read_corpus(str(path)).text())
 
@@ -400,8 +399,8 @@ class Bench:
         Raises:
             CheckpointError: --out holds another model.
         """
-        from pyprune.load import packaged_gguf
-        from pyprune.record import read_pruning_json
+        from bench._demo_data import packaged_gguf
+        from pyprune.checkpoint.record import read_pruning_json
         from pyprune.serving.export import export
 
         folder = self.out / "dense"
@@ -422,7 +421,7 @@ class Bench:
         Raises:
             PypruneError: the model or a test text cannot be used, which would stop every cell.
         """
-        from pyprune.record import read_pruning_json
+        from pyprune.checkpoint.record import read_pruning_json
 
         key = self.setting.key({"dense": True})
         if key not in self.records.of("dense"):
@@ -506,7 +505,7 @@ class Bench:
 
     def _cut_before(self, case: Case) -> Json:
         """Sizes and digest of the cut that a recovery starts from; cut again when its checkpoint is gone."""
-        from pyprune.record import read_pruning_json
+        from pyprune.checkpoint.record import read_pruning_json
 
         folder, wanted = self.out / case.pruned_name, self.setting.with_paths(case.config).to_dict()
         there = folder.is_dir() and read_pruning_json(folder).provenance.get("config") == wanted
@@ -527,9 +526,9 @@ class Bench:
 
     def _measure(self, folder: Path) -> Json:
         """Perplexities of a written checkpoint, and the seconds they took."""
-        from pyprune.evaluate import evaluate_perplexity, evaluation_text
-        from pyprune.load import load_model
-        from pyprune.marks import assert_not_trained_on
+        from pyprune.checkpoint.load import load_model
+        from pyprune.checkpoint.trained_on import assert_not_trained_on
+        from pyprune.evaluate.perplexity import evaluate_perplexity, evaluation_text
 
         model, tokenizer = load_model(folder, dtype=self.setting.dtype, device="auto")
         if tokenizer is None:

@@ -11,31 +11,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "PruneConfig": "pyprune.config",
+    "PruneConfig": "pyprune.config.run",
     "PrunePlan": "pyprune.plan",
     "PypruneError": "pyprune.errors",
-    "compact_": "pyprune.compact",
-    "evaluate_perplexity": "pyprune.evaluate",
-    "load_model": "pyprune.load",
+    "compact_": "pyprune.cut.compact",
+    "evaluate_perplexity": "pyprune.evaluate.perplexity",
+    "load_model": "pyprune.checkpoint.load",
     "make_plan": "pyprune.pipeline",
-    "mask_": "pyprune.mask",
+    "mask_": "pyprune.cut.mask",
     "prune": "pyprune.pipeline",
-    "save_checkpoint": "pyprune.save",
+    "save_checkpoint": "pyprune.checkpoint.save",
 }
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from pyprune.compact import compact_ as compact_
-    from pyprune.config import PruneConfig as PruneConfig
+    from pyprune.checkpoint.load import load_model as load_model
+    from pyprune.checkpoint.save import save_checkpoint as save_checkpoint
+    from pyprune.config.run import PruneConfig as PruneConfig
+    from pyprune.cut.compact import compact_ as compact_
+    from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
-    from pyprune.evaluate import evaluate_perplexity as evaluate_perplexity
-    from pyprune.load import load_model as load_model
-    from pyprune.mask import mask_ as mask_
+    from pyprune.evaluate.perplexity import evaluate_perplexity as evaluate_perplexity
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.plan import PrunePlan as PrunePlan
-    from pyprune.save import save_checkpoint as save_checkpoint
 
 
 def __getattr__(name: str) -> Any:

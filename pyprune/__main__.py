@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line; Ctrl-C while it is still being imported ends it without a traceback."""
     try:
-        from pyprune.cli import main as run
+        from pyprune.cli.app import main as run
     except KeyboardInterrupt:
         print("Interrupted. Nothing was changed.", file=sys.stderr)
         sys.exit(130)

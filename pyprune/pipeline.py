@@ -12,29 +12,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.calibrate import TokenSamples, check_sequence_length, check_token_ids, sample_sequences, split_disjoint
-from pyprune.compact import CompactReport, compact_
-from pyprune.compensate import compensate_, target_of
-from pyprune.config import DataConfig, PruneConfig, RecoverConfig, RecoverRunConfig, StageAction
-from pyprune.effects import EffectReport, compare, snapshot
+from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
+from pyprune.checkpoint.record import has_record, inherited_facts, read_pruning_json, take_measured
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig, RecoverRunConfig, StageAction
+from pyprune.config.train import RecoverConfig
+from pyprune.cut.compact import CompactReport, compact_
+from pyprune.cut.compensate import compensate_, target_of
+from pyprune.cut.mask import masked
+from pyprune.data.sampling import TokenSamples, sample_sequences, split_disjoint
+from pyprune.data.sources import check_source
+from pyprune.data.stream import check_sequence_length, check_token_ids
+from pyprune.data.tokens import IGNORED, Tokens
 from pyprune.errors import ConfigError, PlanError
-from pyprune.evaluate import perplexity
+from pyprune.evaluate.perplexity import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.files import check_output, read_bounded
-from pyprune.load import load_model, stored_dtype, weights_identity
-from pyprune.marks import marked_passages, training_marks, unguarded
-from pyprune.mask import masked
+from pyprune.methods.base import PlanDecision, RunOptions
+from pyprune.methods.registry import check_run, get_method
 from pyprune.plan import PrunePlan
-from pyprune.progress import warn
-from pyprune.record import has_record, inherited_facts, read_pruning_json, take_measured
-from pyprune.recover import check_rank, finetune, projection_names, recover
-from pyprune.registry import get_method
-from pyprune.regularise.base import PlanDecision, RunOptions
+from pyprune.probe.effects import EffectReport, compare, snapshot
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.save import save_checkpoint
-from pyprune.sources import check_source
-from pyprune.tokens import IGNORED, Tokens
-from pyprune.train import TrainReport, check_trainable
+from pyprune.runtime.files import check_output, read_bounded
+from pyprune.runtime.progress import warn
+from pyprune.train.lora import check_rank, projection_names
+from pyprune.train.objective import TrainReport
+from pyprune.train.recover import finetune, recover
+from pyprune.train.samples import check_trainable
 
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
@@ -118,7 +123,7 @@ def prune(
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     out = Path(out)
-    config.validate()
+    check_run(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
     _check_sources(config)
     reading: dict[str, Any] = {
@@ -272,7 +277,7 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     Returns:
         The plan, with the notes and warnings that a cut by it would come with.
     """
-    config.validate()
+    check_run(config)
     _check_sources(config)
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     samples = _ids(draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES))

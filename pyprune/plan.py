@@ -1,6 +1,6 @@
 """PrunePlan: which layers, hidden channels, heads and FFN channels stay. Data, not code; no torch here.
 
-Every method produces one; :func:`pyprune.compact.compact_` is the only code that cuts, and it reads
+Every method produces one; :func:`pyprune.cut.compact.compact_` is the only code that cuts, and it reads
 nothing else. A plan can be saved, diffed, edited by hand and replayed, and it is embedded in every checkpoint.
 Index sets are written as range text ("0-431,440"), so that a plan of a 7B model stays readable.
 """
@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, Self
 
 from pyprune.errors import PlanError, did_you_mean, shown
-from pyprune.files import parse_json
+from pyprune.runtime.files import parse_json
 
 PLAN_VERSION = 1
 MAX_LAYERS = 4096

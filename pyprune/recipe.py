@@ -2,9 +2,9 @@
 
 Later sources win: preset, then the recovery that a recipe names, then the recipe itself, then a recovery that is asked
 for beside it, then options by name, then ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
-:class:`pyprune.config.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
+:class:`pyprune.config.run.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
 Without a recipe and without a preset, the method's own default preset is the start; a recipe without one starts from
-the plain defaults. `pyprune recover` reads :class:`pyprune.config.RecoverRunConfig` in the same way.
+the plain defaults. `pyprune recover` reads :class:`pyprune.config.run.RecoverRunConfig` in the same way.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, cast
 import yaml
 from typing_extensions import override
 
-from pyprune.config import PruneConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
-from pyprune.files import read_bounded
+from pyprune.methods.registry import check_run, get_method
+from pyprune.runtime.files import read_bounded
 
 RECIPE_BYTES = 1_000_000
 """The largest of ours has 2,000; a list of every channel of the largest models has 100,000."""
@@ -141,7 +142,7 @@ def build_config(
         ConfigError: an unreadable recipe, an unknown preset or option, values that are not allowed, or a preset of
             another method than the recipe's.
     """
-    from pyprune.recovery_presets import prune_options
+    from pyprune.config.recoveries import prune_options
 
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
@@ -156,7 +157,9 @@ def build_config(
         start = merge(start, prune_options(recovers))
     if recovery is not None:
         data = merge(data, prune_options(recovery))
-    return PruneConfig.from_dict(merge(merge(start, data), chosen))
+    config = PruneConfig.from_dict(merge(merge(start, data), chosen))
+    check_run(config)
+    return config
 
 
 def _refuse_other_method(
@@ -187,7 +190,7 @@ def build_recovery(
     named = _name_in(data, "preset", recipe) if preset is None else preset
     start: dict[str, Any] = {}
     if named is not None:
-        from pyprune.recovery_presets import recovery
+        from pyprune.config.recoveries import recovery
 
         start = recovery(named).to_dict()
     return RecoverRunConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
@@ -218,7 +221,7 @@ def preset_options(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no preset of this name.
     """
-    from pyprune.regularise.presets import preset as find
+    from pyprune.methods.regularise.presets import preset as find
 
     return find(name).to_dict()
 
@@ -231,8 +234,6 @@ def default_options(chosen: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no method of the chosen name.
     """
-    from pyprune.registry import get_method
-
     method = chosen.get("method", "none" if "plan" in chosen else PruneConfig.method)
     if method == "none":
         return {"method": "none", "stages": {"before": []}}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import ConfigError, MissingDependencyError
-from pyprune.files import write_text
-from pyprune.progress import printable
+from pyprune.runtime.files import write_text
+from pyprune.runtime.progress import printable
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

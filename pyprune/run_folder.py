@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pyprune.config import Config
+from pyprune.config.base import Config
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
-from pyprune.files import MARK, claimed, disk_errors, read_json, seal, unseal, work_folder, write_text
+from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
-from pyprune.regularise.base import PlanDecision
+from pyprune.runtime.files import MARK, claimed, disk_errors, read_json, seal, unseal, work_folder, write_text
 
 RUN, DECISION = "run.json", "decision.json"
 

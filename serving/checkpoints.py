@@ -60,8 +60,8 @@ def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
         CheckpointError: no such folder or id, no config.json, no safetensors, an adapter beside them, a damaged file,
             or (with ``verify``) one that is not as it was written.
     """
-    from pyprune.plausible import refuse_adapter
-    from pyprune.tensor_files import read_header, weight_files
+    from pyprune.checkpoint.plausible import refuse_adapter
+    from pyprune.checkpoint.shards import read_header, weight_files
 
     folder = _resolve(source)
     refuse_adapter(folder)
@@ -85,7 +85,7 @@ def verify_checkpoint(source: str | Path) -> None:
         CheckpointError: a file, or pruning.json itself, is missing, truncated or changed, or a file is there that
             pruning.json does not list and a loader would read; the message names it.
     """
-    from pyprune.record import has_record, read_pruning_json
+    from pyprune.checkpoint.record import has_record, read_pruning_json
 
     if has_record(source):
         read_pruning_json(source, verify_files=True)
@@ -98,7 +98,7 @@ def _resolve(source: str | Path) -> Path:
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
-    from pyprune.plausible import one_line
+    from pyprune.checkpoint.plausible import one_line
 
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED)))
@@ -109,7 +109,7 @@ def _resolve(source: str | Path) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    from pyprune.plausible import read_config
+    from pyprune.checkpoint.plausible import read_config
 
     whole = read_config(folder)
     text = whole.get("text_config") or {}

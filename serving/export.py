@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
-from pyprune.progress import warn
+from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import ARCHITECTURES
@@ -89,9 +89,9 @@ def export(
         CheckpointError: the source cannot be read.
         OutputError: the folder exists, or it cannot be written.
     """
-    from pyprune.files import check_output, claimed
-    from pyprune.load import DTYPES
-    from pyprune.save import save_checkpoint
+    from pyprune.checkpoint.save import save_checkpoint
+    from pyprune.runtime.device import DTYPES
+    from pyprune.runtime.files import check_output, claimed
 
     check_output(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
     if target not in TARGETS:
@@ -129,8 +129,8 @@ def _load(
     source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
     """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
-    from pyprune.load import load_model, stored_dtype
-    from pyprune.record import has_record, read_pruning_json, take_measured
+    from pyprune.checkpoint.load import load_model, stored_dtype
+    from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)

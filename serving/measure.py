@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyprune.errors import ConfigError
-from pyprune.progress import console, track
+from pyprune.runtime.progress import console, track
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import Engine, EngineName, choose_engine
 from pyprune.serving.stats import append_jsonl, environment_record, mad, median

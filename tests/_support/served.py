@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pyprune.compact import compact_
-from pyprune.compensate import compensate_
+from pyprune.checkpoint.load import load_model
+from pyprune.cut.compact import compact_
+from pyprune.cut.compensate import compensate_
 from pyprune.families import family_for
-from pyprune.load import load_model
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
 from tests._support.models import VOCAB, tiny_batch, tiny_model

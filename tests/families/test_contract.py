@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pyprune.compact import compact_
+from pyprune.cut.compact import compact_
+from pyprune.cut.mask import gauge_, mask_, masked
 from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import (
     all_families,
@@ -21,7 +22,6 @@ from pyprune.families import (
     parameter_shapes,
     parameters_after,
 )
-from pyprune.mask import gauge_, mask_, masked
 from pyprune.plan import PrunePlan
 from tests._support.compare import assert_same_logits
 from tests._support.models import TINY, tiny_batch, tiny_model

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pyprune.files import seal
+from pyprune.runtime.files import seal
 
 Step = Callable[[Path], object]
 """Changes the case's folder, which it is given."""

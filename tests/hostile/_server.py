@@ -136,7 +136,7 @@ def _warm_up(commands: Sequence[Sequence[str]]) -> None:
     import transformers  # noqa: F401  (keeps the stderr that it finds for its log, so not below)
     import typer.main
 
-    from pyprune.cli import main
+    from pyprune.cli.app import main
 
     # Typer builds all commands anew at every start, which takes as long as a fork: once is enough for all children.
     typer.main.get_command = functools.cache(typer.main.get_command)
@@ -203,7 +203,7 @@ def _be_the_child(run: Run, place: Path) -> None:
 
 
 def _exit_code(arguments: Sequence[str]) -> int:
-    from pyprune.cli import main
+    from pyprune.cli.app import main
 
     sys.argv = ["pyprune", *arguments]
     sys.modules["__main__"].__package__ = None  # or usage errors name this module as the program

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.families import family_for
-from pyprune.record import annotate_checkpoint
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
-from tests.hostile._cases import BRIEF, EVAL, READS, Case
+from tests.hostile._cases import BRIEF, CHEAP, EVAL, READS, Case
 from tests.hostile._check import check
 from tests.hostile._server import Outcome, Run, Server
 
@@ -23,8 +23,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     scratch = tmp_path_factory.mktemp("server")
     dense = str(write_model(tiny_model("llama"), scratch / "dense"))
     text = str(write_text(scratch / "text.txt"))
-    warm_up = (*EVAL.split(), text), (*READS.split(), text), ("export", "dense", "--out", str(scratch / "exported"))
-    with Server.started(scratch, [[dense if a == "dense" else a for a in arguments] for arguments in warm_up]) as made:
+    warm_up = ["evil", f"{EVAL} {text}", f"{READS} {text}", f"export dense --out {scratch / 'exported'}"]
+    warm_up += [f"prune dense --method magnitude --dry-run {CHEAP}"]
+    words = [[dense if word == "dense" else word for word in command.split()] for command in warm_up]
+    with Server.started(scratch, words) as made:
         yield made
 
 
@@ -54,11 +56,12 @@ def _done(server: Server, folder: Path, command: str) -> None:
 
 
 @pytest.fixture
-def folder(materials: Path, tmp_path: Path) -> Path:
-    """A fresh copy of the materials."""
+def folder(materials: Path, tmp_path: Path) -> Iterator[Path]:
+    """A fresh copy of the materials, gone after the test: there are thousands of them."""
     place = tmp_path / "place"
     shutil.copytree(materials, place)
-    return place
+    yield place
+    shutil.rmtree(tmp_path)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from pyprune.record import read_pruning_json
+from pyprune.checkpoint.record import read_pruning_json
 from tests.hostile._cases import BRIEF, Case
 from tests.hostile._check import check_left, check_message, snapshot
 from tests.hostile._server import Outcome, Run, Server
@@ -22,9 +22,9 @@ INTERVAL = "checkpoint_interval=1"
 COMMANDS = {
     "export": "export pruned --out c",
     "prune": "prune dense --plan plan.json --out c --calibration text.txt --samples 8 --sequence-length 64 "
-    "--set stages.before=[finetune] --set finetune.steps=30 --set finetune.batch_size=2 "
+    "--set stages.before=[finetune] --set finetune.steps=12 --set finetune.batch_size=2 "
     f"--set finetune.micro_batch_size=1 --set finetune.{INTERVAL}",
-    "recover": f"{BRIEF} --out c --set recover.train.steps=30 --set recover.train.{INTERVAL}",
+    "recover": f"{BRIEF} --out c --set recover.train.steps=12 --set recover.train.{INTERVAL}",
 }
 """Long enough to be interrupted: a fork of a process that has imported everything takes half a second for each."""
 KILLS = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGKILL: -signal.SIGKILL}
@@ -106,9 +106,9 @@ def test_two_at_once_to_one_place(server: Server, folder: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("after", [0.6, *(pytest.param(i / 10, marks=pytest.mark.fuzz) for i in range(1, 50, 2))])
-def test_an_interruption_while_python_starts(folder: Path, number: signal.Signals, after: float) -> None:
-    """A process of its own, which imports torch meanwhile."""
+@pytest.mark.parametrize("after", [0.0, *(pytest.param(i / 10, marks=pytest.mark.fuzz) for i in range(1, 50, 2))])
+def test_an_interruption_while_torch_is_imported(folder: Path, number: signal.Signals, after: float) -> None:
+    """A process of its own, so many seconds after it began to load torch's libraries."""
     before = snapshot(folder)
     command = [sys.executable, "-m", "pyprune", *COMMANDS["export"].split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -120,20 +120,20 @@ def test_an_interruption_while_python_starts(folder: Path, number: signal.Signal
         text=True,
         env=env,
     ) as process:
+        while process.poll() is None and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.005)
         time.sleep(after)
         process.send_signal(number)
         printed, said = process.communicate(timeout=60)
-    if after < 0.3 and process.returncode in (-number, 1, 130):
-        return  # Python itself was not there yet
     outcome = Outcome(process.returncode, printed, said, after, 0)
     assert_interrupted(outcome, number, folder, before)
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("size", [0, 1, 100, 3_000, 10_000, 30_000, 100_000, 150_000, 250_000])
+@pytest.mark.parametrize("size", [2_000, 3_000, 5_000, 10_000, 30_000, 60_000, 100_000, 200_000, 300_000])
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_a_full_disk_at_every_moment(server: Server, folder: Path, name: str, size: int) -> None:
-    """A limit on the size of files fails the write that a full disk would fail, at another moment for each size."""
+    """A limit on the size of files fails what a full disk would, at another moment for each size; messages fit."""
     before = snapshot(folder)
     (outcome,) = server.run(Run(COMMANDS[name].split(), str(folder), seconds=60, file_bytes=size))
     done = whole(folder)

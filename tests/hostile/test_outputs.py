@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyprune.record import read_pruning_json
+from pyprune.checkpoint.record import read_pruning_json
 from tests.hostile._cases import (
     BRIEF,
     CHEAP,
@@ -22,6 +22,7 @@ from tests.hostile._cases import (
     folder_at,
     link,
     table,
+    turns,
     write,
     write_json,
 )
@@ -74,13 +75,12 @@ PLACES: dict[str, tuple[str, tuple[Step, ...]]] = {
 
 
 def output_cases() -> Iterator[Case]:
-    for command, arguments in WRITERS.items():
-        for place, (out, steps) in PLACES.items():
-            for more in ([], ["--overwrite"]):
-                words = [*arguments.split(), "--out", out, *more]
-                # What refuses a place is the same for all of them, and a recovery takes longest.
-                slow = command == "recover" or (command == "prune") == bool(more)
-                yield Case(f"{command} to {place} {' '.join(more)}".strip(), words, steps, slow=slow)
+    commands = {
+        f"{name} {more}": f"{command} {more}" for more in ("", "--overwrite") for name, command in WRITERS.items()
+    }
+    for number, (place, (out, steps)) in enumerate(PLACES.items()):
+        for name, command, slow in turns(commands, number, 2):
+            yield Case(f"{name} to {place}", [*command.split(), "--out", out], steps, slow=slow)
 
 
 @table(*output_cases())
@@ -192,9 +192,9 @@ JSON_PLACES: dict[str, tuple[str, tuple[Step, ...]]] = {
 
 
 def json_cases() -> Iterator[Case]:
-    for name, command in MEASURERS.items():
-        for place, (path, steps) in JSON_PLACES.items():
-            yield Case(f"{name} --json to {place}", [*command.split(), "--json", path], steps)
+    for number, (place, (path, steps)) in enumerate(JSON_PLACES.items()):
+        for name, command, slow in turns(MEASURERS, number):
+            yield Case(f"{name} --json to {place}", [*command.split(), "--json", path], steps, slow=slow)
 
 
 BENCH = "bench pruned --against dense --engine transformers --batch-size 1 --new-tokens 1 --prompt-tokens 4 --repeats 1"

@@ -21,16 +21,18 @@ def heavy_modules_after(code: str) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["pyprune", "pyprune.config", "pyprune.plan", "pyprune.errors", "pyprune.registry"])
+@pytest.mark.parametrize(
+    "module", ["pyprune", "pyprune.config.base", "pyprune.plan", "pyprune.errors", "pyprune.methods.registry"]
+)
 def test_import_is_lean(module: str) -> None:
     assert heavy_modules_after(f"import {module}") == "[]"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyprune.cli") is None, reason="there is no pyprune.cli yet")
+@pytest.mark.skipif(importlib.util.find_spec("pyprune.cli.app") is None, reason="there is no pyprune.cli.app yet")
 def test_help_is_lean() -> None:
     code = (
         "sys.argv = ['pyprune', '--help']\n"
-        "from pyprune.cli import main\n"
+        "from pyprune.cli.app import main\n"
         "try:\n    code = main()\n"
         "except SystemExit as stop:\n    code = stop.code\n"
         "assert not code, code"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pyprune.compact import compact_
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError
 from pyprune.families import count_parameters, family_for
-from pyprune.load import load_model
 from pyprune.plan import PrunePlan
-from pyprune.record import read_pruning_json
-from pyprune.save import save_checkpoint
 from pyprune.serving import engines
 from pyprune.serving.export import export, serve, serve_command, serving_warnings
 from pyprune.serving.plugin import look_for_platform

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
 from pyprune.families import count_parameters
-from pyprune.save import save_checkpoint
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from pyprune.checkpoint.save import save_checkpoint
 from pyprune.modeling import pruned_config_class
-from pyprune.save import save_checkpoint
 from pyprune.serving.engines import engine_environment
 from tests._support.models import VOCAB, randomise_
 from tests._support.served import (

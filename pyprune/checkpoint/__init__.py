@@ -1,0 +1,1 @@
+"""Checkpoints: read safely, written whole, recorded, cut on disk."""

@@ -1,0 +1,196 @@
+"""What a checkpoint claims of itself, compared with what its files can hold, before memory is allocated.
+
+Transformers builds whatever config.json asks for: a billion layers, labels or channels fill the memory of the machine
+long before a missing weight is noticed. It also follows what else a folder says: another file with the weights, an
+adapter on top of them, a kernel of the hub to run.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import zipfile
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pyprune.errors import CheckpointError, shown
+from pyprune.plan import MAX_INDEX, MAX_LAYERS
+from pyprune.runtime.files import read_json
+
+CONFIG = "config.json"
+CONFIG_BYTES = 16 << 20
+ADAPTERS = ("adapter_config.json", "adapter_model.*")
+COUNTS = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_labels": 100_000,
+    "max_position_embeddings": 1 << 31,
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "norm_size"),
+        MAX_INDEX,
+    ),
+}  # fmt: skip
+"""Sizes in config.json, and the largest that any model has."""
+CONFIG_SLACK, SMALL_MODEL = 4, 1 << 26
+"""A model may have this many times the parameters of its files (missing ones are named later), or this many at all."""
+
+
+def one_line(text: str, most: int = 600) -> str:
+    """Text of another program for a message: one line of printable characters, cut off at ``most`` of them."""
+    line = " ".join(text[: 4 * most].split())
+    shown_line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return shown_line if len(shown_line) <= most else f"{shown_line[:most]} ..."
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with a PEFT adapter, which Transformers would put on top of the weights without a word.
+
+    Raises:
+        CheckpointError: the message names the file.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+    for name in names:
+        if any(fnmatchcase(name.lower(), pattern) for pattern in ADAPTERS):
+            raise CheckpointError(
+                f"{folder} holds the adapter {shown(name)}, which would change the weights as they are read. Merge it "
+                "into its base model first (peft: merge_and_unload, then save_pretrained), or move it away."
+            )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder as plain data.
+
+    Raises:
+        CheckpointError: it is missing, too long, not JSON, or names another file than the usual ones for the weights.
+    """
+    path = folder / CONFIG
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
+    try:
+        config = read_json(path, CONFIG_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}. Is {folder} a checkpoint folder?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:300]}); the checkpoint is damaged.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} does not describe a language model (it is {shown(config)}).")
+    if config.get("transformers_weights") is not None:
+        raise CheckpointError(
+            f"{path} names the file of its weights ({shown(config['transformers_weights'])}), which only some readers "
+            "follow. Rename that file to model.safetensors and remove the entry transformers_weights."
+        )
+    return config
+
+
+def check_config(config: Mapping[str, Any], source: str) -> None:
+    """Refuse what config.json asks for beyond every model, and what would run or need code that pyprune does not bring.
+
+    Args:
+        config: config.json as plain data, of a model type that pyprune knows.
+        source: folder or hub id, for the message.
+
+    Raises:
+        CheckpointError: a size that is no whole number, zero, negative or enormous; quantised weights; attention of
+            a repository on the hub.
+    """
+    for name, most in COUNTS.items():
+        value = config.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise CheckpointError(
+                f"{CONFIG} of {source} is damaged: {name} is {shown(value)}; allowed are whole numbers from 1 to "
+                f"{most:,}. Fetch or write the checkpoint again."
+            )
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            raise CheckpointError(
+                f"{source} is quantised ({CONFIG} has {name}), and quantised checkpoints are not read. Give the "
+                "original weights, or a GGUF file with --gguf-file."
+            )
+    for name in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(config.get(name)):
+            raise CheckpointError(
+                f"{CONFIG} of {source} asks for attention from the hub ({name}: {shown(config[name])}), which would "
+                "run code that comes from there. Remove that entry."
+            )
+
+
+def stored_elements(folder: Path) -> tuple[int, int]:
+    """How many tensors and how many elements the weight files of a folder can hold at most.
+
+    Exact for safetensors, whose headers say it; otherwise as many as there are bytes.
+
+    Raises:
+        CheckpointError: there are no weight files, or they are damaged.
+    """
+    from pyprune.checkpoint.shards import TensorFiles, weight_files
+
+    files = weight_files(folder, pickled=True)
+    if files[0].suffix == ".bin":
+        for file in files:
+            _check_pickled(file)
+        size = sum(file.stat().st_size for file in files)
+        return size, size
+    tensors = TensorFiles(folder)
+    names = tensors.names()
+    return len(names), sum(prod(tensors.shape(name)) for name in names)
+
+
+def _check_pickled(path: Path) -> None:
+    """Refuse an empty file, and one that unpacks to a larger one: torch.save does not compress."""
+    size = path.stat().st_size
+    if not size:
+        raise CheckpointError(f"{path} is empty: it was not written to its end. Fetch or write the checkpoint again.")
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > size:
+        raise CheckpointError(f"{path} unpacks to {unpacked:,} bytes; it was not written by torch and was not read.")
+
+
+def check_layers(layers: Any, tensors: int, source: str) -> None:
+    """Refuse more layers than the files have tensors.
+
+    Raises:
+        CheckpointError: the message has both numbers.
+    """
+    if type(layers) is int and layers > tensors:
+        raise CheckpointError(
+            f"{CONFIG} of {source} describes {layers} layers, but its files hold {tensors} tensors. The checkpoint is "
+            "incomplete or its config.json was changed."
+        )
+
+
+def check_parameters(config: Any, elements: int, source: str) -> Any:
+    """Refuse a configuration of far more parameters than the files hold, before one of them is allocated.
+
+    Args:
+        config: a Transformers configuration of a known architecture.
+        elements: what the files hold.
+        source: folder or hub id, for the message.
+
+    Returns:
+        The model on the meta device: names and shapes without memory.
+
+    Raises:
+        CheckpointError: the message has both numbers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters > max(CONFIG_SLACK * elements, SMALL_MODEL):
+        raise CheckpointError(
+            f"The configuration of {source} describes a model of {parameters:,} parameters, but its files hold "
+            f"{elements:,}. The checkpoint is incomplete or its configuration was changed."
+        )
+    return model

@@ -1,0 +1,327 @@
+"""The record of a checkpoint, ``pruning.json``: the plan, where it came from, and a SHA-256 of every other file."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pyprune import __version__
+from pyprune.errors import CheckpointError, PlanError, shown
+from pyprune.plan import PrunePlan
+from pyprune.runtime.files import (
+    CARD_NAME,
+    CHECKPOINT_MANIFEST,
+    check_file,
+    disk_errors,
+    file_digest,
+    read_bounded,
+    read_json,
+    seal,
+    unseal,
+    write_text,
+)
+
+RECORD_NAME = CHECKPOINT_MANIFEST
+RECORD_VERSION = 1
+
+LOADED_FILES = (
+    # weights, and what says which file they are in
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
+    "*.index.json", "*.index", "consolidated*", "weight_names.json",
+    # configurations: of the model, of generation, of quantisation, of adapters, of processors
+    "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
+    # tokenizers and chat templates
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
+    "*.model", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    # code
+    "*.py", "*.pyc", "*.so",
+)  # fmt: skip
+"""Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
+LOADED_FOLDERS = ("additional_chat_templates", "custom_generate")
+"""Folders of which they would read every file."""
+
+
+@dataclass(frozen=True)
+class PruningRecord:
+    """What ``pruning.json`` holds.
+
+    Attributes:
+        plan: what stayed of the dense model; None for a checkpoint that was only trained or converted.
+        provenance: method, options, source, sizes, and what was measured; plain JSON data.
+        files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
+    """
+
+    plan: PrunePlan | None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Indented JSON with a checksum over its own content."""
+        body = {
+            "version": RECORD_VERSION,
+            "pyprune": __version__,
+            "plan": self.plan.to_dict() if self.plan is not None else None,
+            "provenance": self.provenance,
+            "files": self.files,
+        }
+        return json.dumps(seal(body), indent=2) + "\n"
+
+
+def has_record(folder: str | Path) -> bool:
+    """Whether a folder has a ``pruning.json``, also one that cannot be read; False for a hub id."""
+    return os.path.lexists(os.path.join(folder, RECORD_NAME))
+
+
+def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> PruningRecord:
+    """Read and check a checkpoint's ``pruning.json``.
+
+    Args:
+        folder: the checkpoint.
+        verify_files: also compare the SHA-256 of every file it lists, and refuse files that it does not list and that
+            a loader would read (:data:`LOADED_FILES`).
+
+    Raises:
+        CheckpointError: missing, not JSON, a wrong version, changed after it was written, an invalid plan, an entry
+            of the wrong kind, or (with ``verify_files``) a file that is missing, differs or is not listed.
+    """
+    path = Path(folder) / RECORD_NAME
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{folder} has no {RECORD_NAME}; it was not written by pyprune.")
+    try:
+        data = read_json(path)
+        version = data["version"]
+        plan_data, provenance, files = data["plan"], data["provenance"], data["files"]
+        data["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {shown(error)}. Write the checkpoint again.") from error
+    if version != RECORD_VERSION:
+        raise CheckpointError(f"{path} has version {shown(version)}; this pyprune reads {RECORD_VERSION}.")
+    try:
+        unseal(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} was changed after it was written (its checksum does not match). To use an edited "
+            "plan, save it on its own and give it to `pyprune prune --plan`."
+        ) from error
+    problem = next(_problems(provenance, files), None)
+    if problem is not None:
+        raise CheckpointError(f"{path} is damaged: {problem}. Write the checkpoint again.")
+    try:
+        plan = PrunePlan.from_dict(plan_data) if plan_data is not None else None
+    except PlanError as error:
+        raise CheckpointError(f"{path} holds an invalid plan: {error}") from error
+    record = PruningRecord(plan, provenance, files)
+    if verify_files:
+        _verify_files(Path(folder), record)
+    return record
+
+
+def _problems(provenance: Any, files: Any) -> Iterator[str]:
+    """What is wrong with the sections that later work relies on, which would be noticed only when that is done."""
+    if not isinstance(provenance, dict) or not isinstance(files, dict):
+        yield "provenance and files are JSON objects"
+        return
+    yield from _file_problems(files)
+    kinds: dict[str, type] = dict.fromkeys(("method", "source", "architecture", "dtype"), str)
+    kinds |= dict.fromkeys(("quality", "speed", "measured_before", "before", "report"), dict)
+    kinds |= dict.fromkeys(("parameters", "dense_parameters"), int)
+    for name, kind in kinds.items():
+        value = provenance.get(name, kind())
+        if type(value) is not kind:
+            yield f"{name} is {shown(value)}, not {_KINDS[kind]}"
+    report = provenance.get("report")
+    if isinstance(report, dict) and not isinstance(report.get("decision", {}), dict):
+        yield f"the report's decision is {shown(report['decision'])}, not {_KINDS[dict]}"
+    yield from _recovery_problems(provenance.get("recoveries", []))
+    if not _are_marks(provenance.get("training_marks", "")):
+        yield f"training_marks is {shown(provenance['training_marks'])}, not base64 of whole 8-byte marks"
+
+
+_KINDS = {str: "text", dict: "a JSON object", int: "a whole number"}
+
+
+def _file_problems(files: Mapping[str, Any]) -> Iterator[str]:
+    for name, digest in files.items():
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or name == RECORD_NAME:
+            yield f"it lists the file {shown(name)}, which cannot be one of its folder"
+        if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
+            yield f"the SHA-256 of {shown(name)} is {shown(digest)}"
+
+
+def _recovery_problems(recoveries: Any) -> Iterator[str]:
+    for entry in recoveries if isinstance(recoveries, list) else [recoveries]:
+        done = entry.get("report") if isinstance(entry, dict) else None
+        facts = done if isinstance(done, dict) else {}
+        numbers = type(facts.get("steps")) is int and type(facts.get("tokens")) is int
+        if not numbers or not isinstance(facts.get("objective"), str):
+            yield f"recoveries holds {shown(entry)}, not the report of a recovery with its objective, steps and tokens"
+
+
+def _are_marks(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and len(base64.b64decode(value, validate=True)) % 8 == 0
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _verify_files(folder: Path, record: PruningRecord) -> None:
+    for name, digest in record.files.items():
+        path = folder / name
+        if not os.path.isfile(path):
+            raise CheckpointError(f"{folder} lacks the file {shown(name)} that its {RECORD_NAME} lists.")
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+        if found != digest:
+            raise CheckpointError(
+                f"{path} differs from what was written (its SHA-256 does not match {RECORD_NAME}). "
+                "The file is truncated or was changed; fetch or write the checkpoint again."
+            )
+    stray = next((name for name in _loaded_names(folder) if name not in record.files), None)
+    if stray is not None:
+        raise CheckpointError(
+            f"{folder} holds {shown(stray)}, which its {RECORD_NAME} does not list and a loader would read; what is "
+            "loaded would not be what was verified. Move it away, or write the checkpoint again."
+        )
+
+
+def _loaded_names(folder: Path) -> Iterator[str]:
+    """What a loader would read of a folder, by name; links and folders count as well, hidden files do not."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+    for name in names:
+        if name.lower() in LOADED_FOLDERS:
+            inside = sorted(path for path in (folder / name).rglob("*") if path.is_symlink() or not path.is_dir())
+            yield from (path.relative_to(folder).as_posix() for path in inside)
+        elif _is_loaded(name):
+            yield name
+
+
+def _is_loaded(name: str) -> bool:
+    own = name == RECORD_NAME or name.startswith(".")
+    return not own and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
+
+
+def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[str, Any]:
+    """What the record of a checkpoint made from another one takes over from its source's, if that has one.
+
+    Returns:
+        "training_marks", because the new weights have seen that text too, and everything else under "before"; nothing
+        for a hub id and for folders that pyprune did not write.
+
+    Raises:
+        CheckpointError: the source's record is damaged; or with ``verify_files`` one of the files it lists.
+    """
+    if not has_record(source):
+        return {}
+    record = read_pruning_json(source, verify_files=verify_files)
+    before = dict(record.provenance)
+    marks = before.pop("training_marks", "")
+    return {"training_marks": marks, "before": before}
+
+
+def take_measured(facts: dict[str, Any]) -> dict[str, Any]:
+    """Take the figures that were measured out of ``facts``, for a checkpoint of other weights, and return them."""
+    return {name: facts.pop(name) for name in ("quality", "speed") if name in facts}
+
+
+def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str] | None = None) -> None:
+    """Write the model card and ``pruning.json`` of a folder whose other files are complete.
+
+    Args:
+        folder: the checkpoint.
+        record: plan and provenance.
+        digests: file name -> SHA-256 of files that need not be read again.
+    """
+    known = digests or {}
+    # The card is for people, who may edit it; everything a program reads is checked.
+    inside = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (CARD_NAME, RECORD_NAME))
+    names = [p.relative_to(folder).as_posix() for p in inside]
+    files = {name: known.get(name) or file_digest(folder / name) for name in names}
+    (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+    (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
+
+
+def check_annotatable(folder: str | Path) -> None:
+    """Find out before hours of measuring, not after, that :func:`annotate_checkpoint` cannot add to a checkpoint.
+
+    Raises:
+        CheckpointError: the record is missing or damaged.
+        OutputError: the folder cannot be written, or its disk has no room for the record.
+    """
+    folder = Path(folder)
+    record = read_pruning_json(folder)
+    check_file(folder / RECORD_NAME)
+    with disk_errors(folder), tempfile.TemporaryFile(dir=folder) as trial:  # it has no name, or loses it at once
+        trial.write(record.to_json().encode())
+        trial.flush()
+        os.fsync(trial.fileno())
+
+
+def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
+    """Add measured facts (``quality={...}``, ``speed={...}``) to a checkpoint's record and model card.
+
+    Figures of another name that a section holds already stay. A card that somebody edited is left alone.
+
+    Raises:
+        CheckpointError: the record is missing or damaged.
+        OutputError: it cannot be written; the old one stays.
+    """
+    folder = Path(folder)
+    record = read_pruning_json(folder)
+    merged = {section: {**record.provenance.get(section, {}), **facts} for section, facts in measured.items()}
+    provenance = record.provenance | merged
+    updated = replace(record, provenance=provenance)
+    texts = {RECORD_NAME: updated.to_json()}
+    if _card_is_ours(folder / CARD_NAME, record):
+        texts[CARD_NAME] = model_card(updated)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+
+
+def _card_is_ours(card: Path, record: PruningRecord) -> bool:
+    if not os.path.lexists(card):
+        return True
+    try:
+        return os.path.isfile(card) and read_bounded(card) == model_card(record)
+    except (OSError, ValueError):
+        return False
+
+
+def model_card(record: PruningRecord) -> str:
+    """The README.md of a checkpoint: method, plan, measured quality and speed, how to load it."""
+    facts = record.provenance
+    stock = not str(facts.get("architecture", "")).startswith("Pruned")
+    loading = (
+        "This is a stock architecture: plain Transformers and vLLM load it without pyprune."
+        if stock
+        else "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`."
+    )
+    lines = ["---", "library_name: transformers", "tags: [pyprune, structured-pruning]", "---", ""]
+    lines += ["# Pruned with pyprune", "", loading, "", "| | |", "|---|---|"]
+    for key in ("source", "method", "architecture", "dtype", "dense_parameters", "parameters"):
+        if key in facts:
+            lines.append(f"| {key.replace('_', ' ')} | {facts[key]} |")
+    for entry in facts.get("recoveries", ()):
+        done = entry["report"]
+        lines.append(f"| recovered | {done['objective']}, {done['steps']} steps, {done['tokens']:,} tokens |")
+    if record.plan is not None:
+        lines.append(f"| plan | {record.plan.summary()} |")
+    for section in ("quality", "speed"):
+        if facts.get(section):
+            lines += ["", f"## Measured {section}", "", "| | |", "|---|---|"]
+            lines += [f"| {key} | {value} |" for key, value in facts[section].items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,111 @@
+"""Writing checkpoints: safetensors, configuration, tokenizer, model card and record, as one folder or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from pyprune.checkpoint.record import PruningRecord, write_record
+from pyprune.errors import OutputError
+from pyprune.families import count_parameters
+from pyprune.plan import PrunePlan
+from pyprune.runtime.device import DTYPES
+from pyprune.runtime.files import atomic_folder
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    out: str | Path,
+    *,
+    plan: PrunePlan | None,
+    provenance: Mapping[str, Any],
+    overwrite: bool = False,
+    dtype: str | None = None,
+) -> Path:
+    """Write a checkpoint folder: safetensors, config, tokenizer, generation config, model card, pruning.json.
+
+    The folder appears complete or not at all: everything is written to a temporary sibling, flushed to the
+    disk and renamed.
+
+    Args:
+        model: a compacted (or dense) model.
+        tokenizer: its tokenizer, or None.
+        out: the folder to create.
+        plan: what stayed of the dense model, or None.
+        provenance: plain JSON data: method, options, source, what was measured.
+        overwrite: replace an existing folder.
+        dtype: float32, bfloat16 or float16 to convert the written weights to; None keeps the model's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OutputError: the folder exists (without ``overwrite``), the disk is full, or writing failed.
+    """
+    facts = dict(provenance)
+    facts["parameters"] = count_parameters(model)
+    facts["architecture"] = type(model).__name__
+    facts["dtype"] = dtype or str(model.dtype).removeprefix("torch.")
+    with atomic_folder(out, overwrite=overwrite) as temporary:
+        _save_weights(model, temporary, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        write_record(temporary, PruningRecord(plan, facts))
+    return Path(out)
+
+
+def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> None:
+    if dtype is None or DTYPES[dtype] == model.dtype:
+        with _generation_config_as_it_is(model, folder):
+            model.save_pretrained(folder)
+        return
+    kept = model.config.dtype
+    # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
+    state = {name: _converted(name, t.detach(), DTYPES[dtype]) for name, t in model.named_parameters()}
+    try:
+        model.config.dtype = DTYPES[dtype]
+        with _generation_config_as_it_is(model, folder):
+            model.save_pretrained(folder, state_dict=state)
+    finally:
+        model.config.dtype = kept
+    # save_pretrained records the dtype of the weights in memory; the file must name that of the weights in it.
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _converted(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    result = weight.to(dtype)
+    if not torch.isfinite(result).all() and torch.isfinite(weight).all():
+        largest, limit = float(weight.abs().max()), torch.finfo(dtype).max
+        raise OutputError(
+            f"{name} holds {largest:.4g}, beyond the range of {dtype} ({limit:.4g}): it would become infinite. Write "
+            "bfloat16 or float32."
+        )
+    return result
+
+
+@contextmanager
+def _generation_config_as_it_is(model: PreTrainedModel, folder: Path) -> Iterator[None]:
+    """Write the source's values unchanged, even those that Transformers only reads (LLaMA 2: an idle temperature)."""
+    own = model.generation_config
+    try:
+        own.validate(strict=True)
+    except ValueError:
+        pass
+    else:
+        yield
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+    own.to_json_file(folder / "generation_config.json")

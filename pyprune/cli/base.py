@@ -1,0 +1,170 @@
+"""What the commands share: common options, what stops a command, how results are printed.
+
+Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
+stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
+traceback), 130 stopped with Ctrl-C or SIGTERM, 1 a fault of pyprune itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from pyprune.errors import PypruneError, shown
+from pyprune.runtime.interrupts import interruptible
+from pyprune.runtime.progress import printable, say
+
+ERROR_CODE = 2
+FAILURE_CODE = 1
+INTERRUPTED_CODE = 130
+PATH_OPTIONS = ("model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl")
+"""Parameters of commands that may name something on the disk, which the file for the figures must not be."""
+P = ParamSpec("P")
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn what stops a command into one message and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        with interruptible() as interruption:
+            try:
+                _check_json_file(kwargs)
+                command(*args, **kwargs)
+            except (typer.Exit, typer.BadParameter):
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if kwargs.get("debug"):
+                    traceback.print_exc()
+                raise typer.Exit(_explain(error, kwargs, interrupted=interruption.came)) from error
+
+    return run
+
+
+def _explain(error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
+    """Print what stopped a command; return its exit code."""
+    if interrupted or isinstance(error, KeyboardInterrupt):
+        say(f"Interrupted. {_kept(options)}", "yellow")
+        return INTERRUPTED_CODE
+    if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
+        text = f"{type(error).__name__}: {shown(str(error))}"
+        say(f"Error: pyprune failed where it should not ({text}). Please report it with what --debug prints.", "red")
+        return FAILURE_CODE
+    text = str(error) if isinstance(error, PypruneError | OSError) else f"not enough memory ({shown(str(error))})"
+    kept = _kept_of(options)
+    say(f"Error: {text}" + (f"\nWhat it had reached is kept ({kept}): --resume continues it." if kept else ""), "red")
+    return ERROR_CODE
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """MemoryError, or what torch raises in its place."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "not enough memory" in text)
+    )
+
+
+def _check_json_file(options: Mapping[str, Any]) -> None:
+    """Refuse before any work a file for the figures that may not be written, or that the command uses otherwise."""
+    path = options.get("json_file")
+    if path is not None and path != "-":
+        from pyprune.runtime.files import check_figures
+
+        used = [options.get(name) for name in PATH_OPTIONS]
+        check_figures(Path(path), *(v for value in used for v in (value if isinstance(value, list) else [value])))
+
+
+def _kept(options: Mapping[str, Any]) -> str:
+    """Say what an interrupted command left behind (outputs appear whole or not at all)."""
+    out = options.get("out")
+    if out is None:
+        return "Nothing was changed."
+    if os.path.isfile(out):
+        return f"What was finished is in {out}: the same command continues from there."
+    kept = _kept_of(options)
+    resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
+    return f"{out} was not written.{resumable if kept else ''}"
+
+
+def _kept_of(options: Mapping[str, Any]) -> str | None:
+    """What a command that can be resumed has kept; None where there is nothing."""
+    out = options.get("out")
+    from pyprune.runtime.files import work_folder
+
+    # Without the folder nothing more is imported: Ctrl-C may have stopped an import halfway.
+    if out is None or "resume" not in options or not os.path.isdir(work_folder(out)):
+        return None
+    from pyprune.run_folder import kept_of_a_run
+
+    return kept_of_a_run(out)
+
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+JsonFile = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write every figure as JSON to FILE (one that pyprune wrote is replaced); - = stdout.",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a model from the hub. Default: its main branch."),
+]
+GgufFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Name of a .gguf file inside MODEL; its weights are dequantised. Default: safetensors."
+    ),
+]
+RemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that MODEL brings along. Off unless you give this."),
+]
+Annotate = Annotated[
+    bool,
+    typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
+]
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The names in "a, b"."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def add_to_record(folder: str, **measured: Any) -> None:
+    """Add measured figures to a checkpoint's record and model card, and say so."""
+    from pyprune.checkpoint.record import annotate_checkpoint
+
+    annotate_checkpoint(folder, **measured)
+    say(f"Added to the model card of {folder}.", "dim")
+
+
+def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
+    """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
+    from pyprune import __version__
+    from pyprune.report import Table, print_table
+    from pyprune.runtime.files import WRITTEN_BY, write_text
+
+    text = json.dumps({WRITTEN_BY: __version__, **data}, indent=2) + "\n"
+    if json_file == "-":
+        print(text, end="")
+        return
+    for item in items:
+        if isinstance(item, Table):
+            print_table(item)
+        else:
+            print(printable(item))
+    if json_file is not None:
+        write_text(Path(json_file), text)

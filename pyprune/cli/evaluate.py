@@ -1,0 +1,148 @@
+"""eval: perplexity and tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyprune.cli.base import (
+    Annotate,
+    Debug,
+    GgufFile,
+    JsonFile,
+    RemoteCode,
+    Revision,
+    add_to_record,
+    comma_separated,
+    guarded,
+    output,
+)
+from pyprune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pyprune.evaluate.perplexity import PerplexityResult
+
+
+@guarded
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder (pruned or not) or hub id.")],
+    ppl: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to measure perplexity on: wikitext2, ptb, c4, a datasets id, or a .txt/.jsonl(.gz) file. "
+            "Repeatable.",
+        ),
+    ] = None,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="ppl-2048 (windows of 2048 tokens, mean of window losses) or ppl-128 (windows of 128 tokens, "
+            "mean over tokens)."
+        ),
+    ] = "ppl-2048",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of each text, for a quick look. Default: all.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="lm-eval tasks, comma-separated, e.g. piqa,arc_easy.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = 8,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
+    device: Annotated[
+        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
+    ] = "auto",
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    annotate: Annotate = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure a model's quality: perplexity by the papers' protocols, and zero-shot tasks through lm-eval.
+
+    Example: pyprune eval pruned/ --ppl wikitext2 --tasks piqa,arc_easy
+    """
+    names = comma_separated(tasks or "")
+    if tasks is not None and not names:
+        raise typer.BadParameter("names no task; for example piqa,arc_easy", param_hint="--tasks")
+    if not ppl and not names:
+        raise typer.BadParameter("give --ppl SOURCE, --tasks A,B, or both", param_hint="--ppl / --tasks")
+    from dataclasses import asdict
+
+    from pyprune.checkpoint.load import load_model
+    from pyprune.checkpoint.record import check_annotatable
+    from pyprune.data.sources import check_source
+    from pyprune.evaluate.tasks import evaluate_tasks
+    from pyprune.report import Table
+    from pyprune.runtime.device import warn_of_slow_dtype
+
+    if annotate:
+        check_annotatable(model)
+    for source in ppl or ():
+        check_source(source)
+    loaded, tokenizer = load_model(
+        model,
+        dtype=dtype,
+        device=device,
+        gguf_file=gguf_file,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
+    warn_of_slow_dtype(dtype, loaded.device)
+    measured = [
+        measured_perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens)
+        for source in ppl or ()
+    ]
+    scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
+    tables = []
+    if measured:
+        rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
+        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows))
+    if scores:
+        flat = tuple((t, metric, v) for t, values in scores.items() for metric, v in values.items())
+        tables.append(Table("Tasks", ("task", "metric", "value"), flat))
+    data = {"model": model, "perplexity": [asdict(r) for r in measured], "tasks": scores}
+    output(data, json_file, *tables)  # first: figures that were measured must not be lost to a full disk
+    if annotate:
+        quality = {f"{r.protocol} {r.source}": round(r.perplexity, 4) for r in measured}
+        quality |= {f"{t} {metric}": v for t, values in scores.items() for metric, v in values.items()}
+        add_to_record(model, quality=quality)
+
+
+def measured_perplexity(
+    name: str, model: Any, tokenizer: Any, source: str, *, protocol: str, max_tokens: int | None = None
+) -> PerplexityResult:
+    """Measure one text, unless the checkpoint was trained on it."""
+    from pyprune.checkpoint.trained_on import assert_not_trained_on
+    from pyprune.evaluate.perplexity import evaluate_perplexity, evaluation_text
+
+    text = evaluation_text(tokenizer, source)
+    assert_not_trained_on(name, text.token_ids, source)
+    return evaluate_perplexity(model, tokenizer, text, protocol=protocol, max_tokens=max_tokens)
+
+
+def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
+    from pyprune.checkpoint.load import load_model
+
+    model, tokenizer = load_model(path, device="auto")
+    if tokenizer is None:
+        raise CheckpointError(f"{path} has no tokenizer files, which text needs; add its tokenizer.json.")
+    perplexity = measured_perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
+    del model
+    _release_device_memory()  # the engine that follows wants nearly all of it
+    return perplexity
+
+
+def _release_device_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,84 @@
+"""inspect and env."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyprune.cli.base import Debug, JsonFile, guarded, output
+
+if TYPE_CHECKING:
+    from pyprune.report import Cell
+
+
+@guarded
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Print what a checkpoint is: plan, sizes, parameters, bytes, architecture, provenance.
+
+    Example: pyprune inspect pruned/
+    """
+    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.report import Table
+    from pyprune.serving.checkpoints import read_checkpoint
+
+    checkpoint = read_checkpoint(folder)  # verifies it
+    record = read_pruning_json(folder) if has_record(folder) else None
+    rows: list[tuple[str, Cell]] = [
+        ("architecture", checkpoint.architecture),
+        ("loads without pyprune", "no" if checkpoint.architecture.startswith("Pruned") else "yes"),
+        ("parameters", checkpoint.parameters),
+        ("bytes of weights", checkpoint.bytes),
+    ]
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    rows += [(n, checkpoint.config[n]) for n in (*names, "intermediate_size") if checkpoint.config.get(n)]
+    if record is None:
+        rows.append(("plan", "none (not written by pyprune)"))
+    elif record.plan is None:
+        rows.append(("plan", "none (not cut)"))
+    else:
+        rows.append(("plan", record.plan.summary()))
+        rows.append(("removed layers", ", ".join(map(str, record.plan.removed_layers)) or "none"))
+    provenance = record.provenance if record else {}
+    shown_above = {name for name, _ in rows}
+    rows += [
+        (k, v)
+        for k, v in provenance.items()
+        if isinstance(v, str | int | float) and k not in shown_above and k != "training_marks"
+    ]
+    data = {
+        "folder": str(folder),
+        "architecture": checkpoint.architecture,
+        "parameters": checkpoint.parameters,
+        "bytes": checkpoint.bytes,
+        "plan": record.plan.to_dict() if record and record.plan else None,
+        "provenance": provenance,
+    }
+    output(data, json_file, Table(str(folder), ("", "value"), tuple(rows)))
+
+
+@guarded
+def env(json_file: JsonFile = None, debug: Debug = False) -> None:
+    """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is there."""
+    from pyprune.ops import backend_report
+    from pyprune.report import Table
+    from pyprune.serving.engines import vllm_installed
+    from pyprune.serving.stats import environment_record
+
+    record = environment_record()
+    data = {**record, "vllm": vllm_installed(), "backends": backend_report()}
+    rows: list[tuple[str, str]] = [(name, version) for name, version in record["versions"].items()]
+    rows += [
+        ("python", record["python"]),
+        ("system", record["system"]),
+        ("device", f"{record['device']} ({record['cpus']} CPUs)"),
+        ("instruction sets", ", ".join(record["isa"]) or "baseline"),
+        ("vLLM", "installed" if data["vllm"] else "not installed: pip install 'pyprune[vllm]'"),
+        *((f"ops: {name}", text) for name, text in data["backends"].items()),
+    ]
+    output(data, json_file, Table("Environment", ("", "value"), tuple(rows)))

@@ -1,0 +1,282 @@
+"""prune and recover."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyprune.cli.base import Debug, GgufFile, Overwrite, RemoteCode, Revision, guarded
+from pyprune.runtime.progress import say, warn
+
+if TYPE_CHECKING:
+    from pyprune.pipeline import PruneResult
+    from pyprune.report import Cell
+    from pyprune.train.objective import TrainReport
+
+
+@guarded
+def prune(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to create for the pruned checkpoint. Required.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="elder or trsp (remove layers), dress (remove hidden channels), moreau, moreau_gs, smoothgrad, "
+            "taylor, loraprune, wanda, flap, magnitude or random (remove the heads and FFN channels of the smallest "
+            "score), none (only apply --plan). Default: elder, or none with --plan alone."
+        ),
+    ] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="Share to remove, between 0 and 1; the count is rounded down. Default: 0.25."),
+    ] = None,
+    ratio_of: Annotated[
+        str | None,
+        typer.Option(metavar="UNIT", help="Unit of --ratio: layers, hidden or parameters. Default: the method's own."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
+            "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal, moreau, moreau_gs, "
+            "smoothgrad, taylor, loraprune, wanda, flap; also magnitude, random, moreau-converged.",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. elder.train.steps=20. Repeatable."
+        ),
+    ] = None,
+    recovery: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What follows the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill (the dense "
+            "model as teacher as well). Default: the preset's own.",
+        ),
+    ] = None,
+    uniform: Annotated[
+        bool,
+        typer.Option(
+            "--uniform",
+            help="Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers are "
+            "open). Default: each layer its own.",
+        ),
+    ] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan (JSON, or a pruned checkpoint) to apply instead of deciding one."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to train on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
+            "file. Default: wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, at most what MODEL allows. Default: the preset's.")
+    ] = None,
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
+    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan as JSON and its sizes; write nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Prune MODEL and write an ordinary checkpoint folder to --out.
+
+    Example: pyprune prune HuggingFaceTB/SmolLM2-135M --method elder --ratio 0.25 --out pruned/
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
+    from pyprune.recipe import build_config
+    from pyprune.runtime.files import check_output
+
+    if out is not None:
+        check_output(out, overwrite=overwrite, reads=[config, model, calibration])
+
+    options = build_config(
+        preset=preset,
+        recovery=recovery,
+        recipe=config,
+        options={
+            "method": method,
+            "ratio": ratio,
+            "ratio_of": ratio_of,
+            "score.uniform": uniform or None,
+            "plan": str(plan) if plan is not None else None,
+            "data.source": calibration,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+        },
+        settings=set_ or (),
+    )
+    from pyprune import pipeline
+
+    source: dict[str, Any] = {
+        "gguf_file": gguf_file,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    if dry_run:
+        found = pipeline.decision_for(model, options, **source)
+        say(found.plan.summary(), "bold")
+        for warning in found.warnings:
+            warn(warning)
+        for note in found.notes:
+            say(f"Note: {note}", "dim")
+        print(found.plan.to_json())
+    elif out is not None:
+        _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
+
+
+@guarded
+def recover(
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint.")],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DENSE",
+            help="The model that PRUNED was cut from, to learn from (logits, and hidden states if asked for). "
+            "Default: none, the text alone.",
+        ),
+    ] = None,
+    teacher_gguf_file: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside DENSE. Default: safetensors.")
+    ] = None,
+    teacher_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of DENSE from the hub. Default: its main branch.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a teacher).",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option by its dotted name, e.g. recover.distill.hidden=0.1 or recover.adapters=none. Repeatable.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to train on: alpaca, wikitext2, ptb, c4, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. "
+            "Default: the preset's, else wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
+    ] = None,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
+    ] = False,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> None:
+    """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
+
+    Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
+    """
+    from pyprune.recipe import build_recovery
+    from pyprune.runtime.files import check_output
+
+    check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
+    options = build_recovery(
+        preset=preset,
+        recipe=config,
+        options={
+            "data.source": data,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+            "recover.distill": {} if teacher is not None else None,  # a teacher alone means the default weights
+        },
+        settings=set_ or (),
+    )
+    from pyprune.pipeline import recover_checkpoint
+
+    report = recover_checkpoint(
+        pruned,
+        options,
+        out=out,
+        teacher=teacher,
+        teacher_gguf_file=teacher_gguf_file,
+        teacher_revision=teacher_revision,
+        trust_remote_code=trust_remote_code,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    _print_recovered(report, out)
+
+
+def _print_recovered(report: TrainReport, out: Path) -> None:
+    from pyprune.report import Table, print_table
+
+    first, last = report.history[0], report.history[-1]
+    rows: list[tuple[str, Cell]] = [
+        ("objective", report.objective),
+        ("steps", report.steps),
+        ("tokens", report.tokens),
+        ("language-model loss, first and last step", f"{first.lm_loss:.4f}, {last.lm_loss:.4f}"),
+    ]
+    rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
+    print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
+    for warning in report.warnings:
+        warn(warning)
+    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
+
+
+def _print_pruned(result: PruneResult) -> None:
+    from pyprune.report import Table, print_table
+
+    rows: list[tuple[str, Cell]] = [("plan", result.plan.summary())]
+    removed = result.plan.removed_layers
+    if removed:
+        rows.append(("removed layers", ", ".join(map(str, removed))))
+    if result.compact is None:
+        rows.append(("applied", "no (stages.prune is off): the shapes are dense"))
+    else:
+        rows += [
+            ("parameters before", result.compact.dense_parameters),
+            ("parameters after", result.compact.parameters),
+            ("share removed", f"{result.compact.removed_share:.2%}"),
+            ("architecture", result.compact.architecture),
+            ("loads without pyprune", result.compact.stock),
+        ]
+    if result.effects is not None and result.effects.preserved_ratio is not None:
+        rows.append(("preserved |W| of what goes", f"{result.effects.preserved_ratio:.2%}"))
+    if result.verified is not None:
+        rows += [(name.replace("_", " "), f"{value:.6g}") for name, value in result.verified.items()]
+    rows += [("note", note) for note in result.notes]
+    print_table(Table(f"Wrote {result.out}", ("", "value"), tuple(rows)))
+    print(f"Next: pyprune eval {result.out} --ppl wikitext2\n      pyprune serve {result.out}")

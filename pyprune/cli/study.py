@@ -1,0 +1,174 @@
+"""robustness: experiments about methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pyprune.cli.base import Debug, GgufFile, JsonFile, RemoteCode, Revision, comma_separated, guarded, output
+from pyprune.errors import CheckpointError, ConfigError, OutputError, shown
+from pyprune.runtime.progress import say
+
+LONGEST_NUMBER = 20
+"""Digits of a whole number."""
+
+
+@guarded
+def robustness(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name) of a dense model.")
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Presets of scoring methods, comma-separated; also moreau_gs, magnitude and random. smoothgrad gets "
+            "the noise draws of moreau.",
+        ),
+    ] = "taylor,smoothgrad,moreau,moreau-converged",
+    ratios: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Shares to remove, between 0 and 1, comma-separated: of the parameters, or with --axes hidden of the "
+            "hidden channels.",
+        ),
+    ] = "0.05,0.1,0.15,0.2",
+    variants: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="What is compared with the float32 weights, comma-separated: rounded to bfloat16, float16 or int8, or "
+            "moved by a random low-rank update (lora).",
+        ),
+    ] = "bfloat16,float16,lora,int8",
+    axes: Annotated[
+        str, typer.Option(metavar="A,B", help="What may go: heads,ffn, or hidden (the paper's channel-wise table).")
+    ] = "heads,ffn",
+    seeds: Annotated[str, typer.Option(metavar="A,B", help="Seeds of the calibration samples, comma-separated.")] = "0",
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to score on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
+            "file. Default: wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 10.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 128.")] = None,
+    ppl: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to measure perplexity on, as for pyprune eval. Repeatable. Default: wikitext2.",
+        ),
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="Protocol of the perplexities: ppl-128 or ppl-2048.")] = "ppl-128",
+    tokens: Annotated[
+        int | None, typer.Option(help="Use only this many tokens of each test text. Default: all.")
+    ] = None,
+    lora_rank: Annotated[int, typer.Option(help="Rank of the update of the variant lora.")] = 8,
+    lora_size: Annotated[
+        float, typer.Option(help="Its Frobenius norm relative to that of each matrix, between 0 and 1.")
+    ] = 0.01,
+    lora_seed: Annotated[int, typer.Option(help="Its seed.", metavar="INTEGER")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option of all methods by its dotted name, e.g. score.first_layer=2. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines that keep what is finished (an existing file is continued); tables go beside it as .md.",
+        ),
+    ] = Path("robustness.jsonl"),
+    device: Annotated[
+        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
+    ] = "auto",
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    theorem: Annotated[
+        bool,
+        typer.Option("--check-theorem", help="Check MoreauPruner's Theorem 1 on a small function instead; no MODEL."),
+    ] = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Compare what scoring methods remove from MODEL and from the same model with slightly other weights.
+
+    Each variant is scored once a method, ranked to every ratio and measured as a masked model: perplexity beside the
+    pruned float32 model's, and the Jaccard overlap of what goes.
+
+    Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
+    """
+    if theorem:
+        _print_theorem(json_file)
+        return
+    if model is None:
+        raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
+    from pyprune.checkpoint.load import load_model
+    from pyprune.data.sources import check_source
+    from pyprune.study.perturbations import Adapter
+    from pyprune.study.robustness import RobustnessConfig, check_robustness, check_rows_file
+
+    config = RobustnessConfig(
+        methods=comma_separated(methods),
+        ratios=tuple(_number(text, "--ratios") for text in comma_separated(ratios)),
+        variants=comma_separated(variants),
+        seeds=tuple(_whole(text, "--seeds") for text in comma_separated(seeds)),
+        axes=comma_separated(axes),  # type: ignore[arg-type]
+        texts=tuple(ppl or ("wikitext2",)),
+        protocol=protocol,
+        max_tokens=tokens,
+        adapter=Adapter(lora_rank, lora_size, lora_seed),
+        options={"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length},
+        settings=tuple(set_ or ()),
+    )
+    config.validate()
+    check_rows_file(out)
+    if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
+        raise OutputError(f"--json is {json_file}, where the tables go; name another file.")
+    for source in filter(None, (calibration, *config.texts)):
+        check_source(source)
+    loaded, tokenizer = load_model(
+        model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
+    result = check_robustness(loaded, tokenizer, config, out=out)
+    report = result.report()
+    output({"model": model, **result.to_dict()}, json_file, *report.tables, *report.notes)
+    say(f"Rows: {out}. Tables: {out.with_suffix('.md')}.", "dim")
+
+
+def _print_theorem(json_file: str | None) -> None:
+    from dataclasses import astuple
+
+    from pyprune.report import Table
+    from pyprune.study.theorem import CASES, NOTE, check_theorem
+
+    found = [check_theorem(*case) for case in CASES]
+    columns = ("beta", "sigma", "rho", "Moreau gradient", "plain gradient", "bound as printed", "bound as proved")
+    table = Table("Theorem 1: largest slope found", columns, tuple(astuple(check) for check in found), NOTE)
+    output({"theorem": [vars(check) for check in found]}, json_file, table)
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option} has {shown(text)}; give numbers, for example 0.05,0.1.") from None
+
+
+def _whole(text: str, option: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= LONGEST_NUMBER):
+        raise ConfigError(f"{option} has {shown(text)}; give whole numbers >= 0, for example 0,1.")
+    return int(text)

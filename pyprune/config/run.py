@@ -1,0 +1,196 @@
+"""Everything that `pyprune prune` and `pyprune recover` do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_INDEX, LARGEST_SEED, Config, _require, option
+from pyprune.config.data import DataConfig
+from pyprune.config.regularise import DressConfig, ElderConfig
+from pyprune.config.score import LoraPruneConfig, MoreauConfig, ScoreConfig
+from pyprune.config.train import HALF_DTYPES, RecoverConfig, TrainConfig
+
+RatioOf = Literal["layers", "hidden", "parameters"]
+StageAction = Literal["regularise", "recover", "finetune"]
+
+
+class Training(NamedTuple):
+    """One training of a run, for the checks that need more than its own options.
+
+    Attributes:
+        action: what trains.
+        name: dotted name of the options.
+        train: the options.
+        data: its text.
+        all_weights: whether the model's own weights are trained (adapters are float32 whatever the model is).
+    """
+
+    action: StageAction
+    name: str
+    train: TrainConfig
+    data: DataConfig
+    all_weights: bool
+
+    def problems(self, dtype: str) -> list[str]:
+        """What would stop this training only when its turn comes; ``dtype`` is that of the model's weights."""
+        found: list[str] = []
+        _require(
+            not self.all_weights or dtype not in HALF_DTYPES,
+            f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
+            f"set dtype to float32 ({self.name}.dtype says what is computed in).",
+            found,
+        )
+        _require(
+            self.train.early_stop_patience is None or self.data.samples != 1,
+            f"{self.name}.early_stop_patience holds a sample out, but {self.action} reads only 1; set it to null, or "
+            "read more samples.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class RecoverRunConfig(Config):
+    """Everything `pyprune recover` does to a checkpoint that is cut already.
+
+    Attributes:
+        dtype: dtype of the weights while working.
+        device: where the model is trained: auto (cuda when there is one), cpu, cuda or cuda:N.
+        export_dtype: dtype of the written checkpoint; None = the pruned checkpoint's.
+        data: recovery text.
+        recover: what is trained, and on which loss.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+
+    @override
+    def problems(self) -> list[str]:
+        trained = Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
+        return trained.problems(self.dtype)
+
+
+@dataclass(frozen=True)
+class StageConfig(Config):
+    """What happens with the weights before or after the cut.
+
+    Attributes:
+        before: actions before the cut, in order (regularise, finetune).
+        after: actions after the cut, in order (recover = as the options of recover say, finetune = the plain control,
+            all weights; regularise = the method's own penalty once more where it still applies, as in the DReSS
+            eight-case ablation).
+        prune: False keeps the dense shapes (the N in R&N&N).
+    """
+
+    before: tuple[StageAction, ...] = ("regularise",)
+    after: tuple[StageAction, ...] = ()
+    prune: bool = True
+
+
+@dataclass(frozen=True)
+class PruneConfig(Config):
+    """Everything `pyprune prune` does.
+
+    Attributes:
+        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, loraprune, moreau,
+            moreau_gs, smoothgrad) or none (direct removal of what the plan names).
+        ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
+        ratio_of: layers, hidden or parameters; None = the method's own axis.
+        hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
+        plan: path of a saved plan (or of a checkpoint that holds one) to replay instead of deciding one.
+        target: auto (a stock architecture when one fits, else the pruned one) or stock (refuse otherwise).
+        dtype: dtype of the weights while working.
+        device: where the model is trained and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
+        export_dtype: dtype of the written checkpoint; None = the source checkpoint's.
+        data: calibration and regularisation text.
+        recovery_data: recovery text; must be disjoint from data. None = the same source, other samples.
+        stages: what happens before and after the cut.
+        verify: measure the masked model before the cut and the compacted one after it, on calibration text
+            (holds one more copy of the weights meanwhile).
+        dress: options of DReSS.
+        elder: options of ELDeR/TRSP.
+        score: options that all scoring methods share.
+        moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
+        loraprune: options of LoRAPrune.
+        recover: options of recovery.
+        finetune: options of the plain fine-tuning control.
+        seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
+    """
+
+    method: str = "elder"
+    ratio: float = option(0.25, above=0, below=1)
+    ratio_of: RatioOf | None = None
+    hidden_multiple: int = option(8, at_least=1, at_most=LARGEST_INDEX)
+    plan: str | None = None
+    target: Literal["auto", "stock"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    recovery_data: DataConfig | None = None
+    stages: StageConfig = field(default_factory=StageConfig)
+    verify: bool = False
+    dress: DressConfig = field(default_factory=DressConfig)
+    elder: ElderConfig = field(default_factory=ElderConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+    moreau: MoreauConfig = field(default_factory=MoreauConfig)
+    loraprune: LoraPruneConfig = field(default_factory=LoraPruneConfig)
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    finetune: TrainConfig = field(default_factory=TrainConfig)
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether the cut gives the mean of what it takes back as biases."""
+        wanted = self.score.compensate
+        return self.stages.prune and (self.method == "flap" if wanted is None else wanted)
+
+    def _trainings(self) -> Iterator[Training]:
+        """The trainings of all stages, in order."""
+        after = self.recovery_data or self.data
+        both = [(a, self.data) for a in self.stages.before] + [(a, after) for a in self.stages.after]
+        for action, data in both:
+            if action == "recover":
+                yield Training(action, "recover.train", self.recover.train, data, self.recover.adapters == "none")
+            elif action == "finetune":
+                yield Training(action, "finetune", self.finetune, data, True)
+            elif self.method == "dress":
+                yield Training(action, "dress.train", self.dress.train, data, True)
+            else:
+                yield Training(action, "elder.train", self.elder.train, data, True)
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        found += dict.fromkeys(problem for training in self._trainings() for problem in training.problems(self.dtype))
+        _require(
+            self.stages.prune or not self.verify,
+            "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",
+            found,
+        )
+        _require(
+            self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery_data; calibration and regularisation read 'stream'.",
+            found,
+        )
+        _require(
+            self.stages.prune or not self.score.compensate,
+            "score.compensate gives back what the cut takes, but stages.prune is off; turn one of them round.",
+            found,
+        )
+        if self.method == "none":
+            _require(self.plan is not None, "method is 'none', which decides nothing; give a plan to apply.", found)
+            _require(
+                "regularise" not in (*self.stages.before, *self.stages.after),
+                "method is 'none', which has nothing to regularise with; take regularise out of stages.before and "
+                "stages.after, or name a method.",
+                found,
+            )
+        return found

@@ -1,0 +1,137 @@
+"""The options of the one training loop, of recovery and of distillation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, _require, option
+from pyprune.errors import shown
+
+HALF_DTYPES = ("bfloat16", "float16")
+LARGEST_BATCH = 65_536
+LARGEST_RANK = 65_536
+LONGEST_RUN = 100_000_000
+"""Steps."""
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of ``number`` (at least 1) that is not above ``at_most`` (at least 1)."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Config):
+    """The one training loop's options; every method's preset sets each of them explicitly.
+
+    Attributes:
+        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
+            with DReSS's penalty and the clipping in its pass), adam (no decay), or sgd (with momentum 0).
+        learning_rate: peak learning rate.
+        weight_decay: decoupled decay per unit learning rate.
+        steps: optimiser steps, at most.
+        batch_size: sequences per optimiser step.
+        micro_batch_size: sequences per forward pass, at most: the largest divisor of batch_size that is not above it is
+            used, and batch_size is reached by gradient accumulation.
+        warmup_steps: linear warm-up, steps.
+        decay: learning-rate schedule after the warm-up.
+        max_grad_norm: global gradient-norm clip; None = no clipping.
+        dtype: compute dtype (float32, or bfloat16 autocast over float32 weights).
+        gradient_checkpointing: recompute activations in the backward pass.
+        early_stop_patience: evaluations without improvement before stopping; None = off.
+        early_stop_min_delta: smallest improvement of the validation loss that counts.
+        validation_interval: steps between two validations (used when early stopping is on).
+        checkpoint_interval: steps between two resumable checkpoints; None = only at the end.
+        seed: of the order of samples and of dropout.
+    """
+
+    optimiser: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
+    learning_rate: float = option(2e-5, above=0, at_most=LARGEST_WEIGHT)
+    weight_decay: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
+    steps: int = option(100, at_least=1, at_most=LONGEST_RUN)
+    batch_size: int = option(64, at_least=1, at_most=LARGEST_BATCH)
+    micro_batch_size: int = option(1, at_least=1, at_most=LARGEST_BATCH)
+    warmup_steps: int = option(0, at_least=0, at_most=LONGEST_RUN)
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    max_grad_norm: float | None = option(1.0, above=0, otherwise=", or null for no clipping")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    early_stop_patience: int | None = option(None, at_least=1, at_most=LONGEST_RUN)
+    early_stop_min_delta: float = option(1e-4, at_least=0)
+    validation_interval: int = option(10, at_least=1, at_most=LONGEST_RUN)
+    checkpoint_interval: int | None = option(None, at_least=1, at_most=LONGEST_RUN)
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """Sequences in one forward pass: all of them have as many."""
+        return largest_divisor(self.batch_size, self.micro_batch_size)
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.optimiser != "adam" or not self.weight_decay,
+            f"weight_decay is {shown(self.weight_decay)} with optimiser 'adam', which has none; use 'adamw'.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class DistillConfig(Config):
+    """Knowledge distillation from the dense model; every term is a mean over the predicted tokens:
+
+        loss = (1 - alpha) CE + alpha temperature^2 KL(teacher || student) + hidden D
+
+    CE is the language-model loss in nats, KL (nats) compares softmax(logits / temperature) of both (Hinton et al.
+    2015, section 2, whose factor temperature^2 keeps the gradient's size when the temperature changes), and D is the
+    squared difference of the residual streams relative to the teacher's, mean over the kept layers
+    (:mod:`pyprune.train.distill`).
+
+    Attributes:
+        alpha: share of the teacher's distribution, in [0, 1], no unit; 0 leaves the text's own tokens alone.
+        temperature: softens both distributions, at least 0.001, no unit.
+        hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
+        chunk: tokens whose logits are held at once.
+        teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
+    """
+
+    alpha: float = option(0.5, at_least=0, at_most=1)
+    temperature: float = option(1.0, at_least=1e-3, at_most=LARGEST_WEIGHT)
+    hidden: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
+    chunk: int = option(256, at_least=1, at_most=1_000_000, unit="tokens")
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.alpha > 0 or self.hidden > 0,
+            "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null.",
+            found,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class RecoverConfig(Config):
+    """Recovery of a pruned model: what is trained (adapters or all weights) and on which loss.
+
+    Attributes:
+        adapters: lora trains low-rank adapters through PEFT, merged before export; none trains all weights.
+        rank: LoRA rank.
+        alpha: LoRA scale numerator (scale = alpha / rank).
+        dropout: LoRA dropout probability.
+        distill: learn from the dense model as well; None = the language-model loss alone.
+        train: the training loop's options.
+    """
+
+    adapters: Literal["lora", "none"] = "lora"
+    rank: int = option(32, at_least=1, at_most=LARGEST_RANK)
+    alpha: float = option(10.0, above=0, at_most=LARGEST_WEIGHT)
+    dropout: float = option(0.0, at_least=0, below=1)
+    distill: DistillConfig | None = None
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,1 @@
+"""What removing means, what it becomes, and the only code that cuts."""

@@ -1,0 +1,242 @@
+"""The only code that cuts: a dense model and a plan become a physically smaller model.
+
+``tensor_cut`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
+``compact_checkpoint`` to a checkpoint on disk, one tensor at a time. The hidden axis is exact because the
+residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the embedding times
+s, norms of the stream times 1/s, the final norm once more times 1/s when the head is tied to the scaled
+embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over d channels whose removed ones are
+zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from pyprune.cut.mask import gauge_
+from pyprune.cut.target import Target, choose_target, zero_biases
+from pyprune.families import Family, Row, check_plan, count_parameters, family_for
+from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.ops import slice_gather
+from pyprune.plan import LayerPlan, PrunePlan
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What compaction did.
+
+    Attributes:
+        dense_parameters: parameters before.
+        parameters: parameters after.
+        architecture: class name of the compacted model.
+        stock: True when plain Transformers and vLLM load it without pyprune.
+        reasons: why a stock architecture does not fit (empty when it does).
+    """
+
+    dense_parameters: int
+    parameters: int
+    architecture: str
+    stock: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def removed_share(self) -> float:
+        """Share of the dense parameters that is gone, in [0, 1)."""
+        return 1 - self.parameters / self.dense_parameters
+
+
+def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
+    """Cut the model to the plan, in place: it becomes an instance of the target architecture.
+
+    The logits equal those of the masked dense model (:func:`pyprune.cut.mask.mask_`) up to float32 rounding.
+    Peak memory is the dense weights plus the kept ones.
+
+    Args:
+        model: a dense model of a known family; dtype and device are kept.
+        plan: what stays.
+
+    Returns:
+        Sizes before and after, and whether the result is a stock architecture.
+
+    Raises:
+        PlanError: the plan is inconsistent or was made for another model.
+        UnsupportedModelError: unknown model type, variant or parameter.
+    """
+    family = family_for(model)
+    check_plan(plan, family, model.config)
+    target = choose_target(family, model.config, plan)
+    before = count_parameters(model)
+    if plan.removed_hidden and family.gauges(model.config):
+        gauge_(model, plan.hidden)
+    state = dict(_compact_state(model, family, plan, target))
+    smaller = _empty_model(target.config, model)
+    smaller.load_state_dict(state, strict=False, assign=True)
+    smaller.tie_weights()
+    _check_complete(smaller, state)
+    _become(model, smaller)
+    return CompactReport(
+        dense_parameters=before,
+        parameters=count_parameters(model),
+        architecture=type(model).__name__,
+        stock=target.stock is not None,
+        reasons=target.why_not_stock,
+    )
+
+
+class Buffers:
+    """Two pieces of memory that take turns, small enough to stay in the cache until they are written and hashed."""
+
+    nbytes = 4 << 20
+
+    def __init__(self) -> None:
+        self.free = itertools.cycle([torch.empty(self.nbytes, dtype=torch.uint8) for _ in range(2)])
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the memory of the last but one; of its own where it is larger."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        return next(self.free)[:nbytes].view(dtype).view(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorCut:
+    """What becomes of one dense tensor.
+
+    Attributes:
+        name: new parameter name.
+        rows: kept positions along the first dimension, int64; None = all.
+        columns: the same along the second.
+        factor: what the values are multiplied by, in float32 (float64) and rounded once.
+        offset: the factor is one on ``value + offset``.
+    """
+
+    name: str
+    rows: Tensor | None
+    columns: Tensor | None
+    factor: float
+    offset: float
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The new tensor, any dtype."""
+        return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
+
+    def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
+        """The new tensor in runs of rows that fit the buffers."""
+        rows = torch.arange(len(tensor)) if self.rows is None else self.rows
+        row_shape = tensor.shape[1:] if self.columns is None else self.columns.shape
+        most = max(1, buffers.nbytes // max(1, row_shape.numel() * tensor.itemsize))
+        for some in rows.split(most):
+            out = buffers.take((len(some), *row_shape), tensor.dtype)
+            yield slice_gather(tensor, some, self.columns, self.factor, offset=self.offset, out=out)
+
+
+def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> TensorCut | None:
+    """What becomes of one dense tensor, or None when it goes.
+
+    Args:
+        name: dense parameter name.
+        family: of the dense model.
+        plan: what stays.
+        tied: the head shares the embedding's tensor.
+
+    Raises:
+        UnsupportedModelError: no table row describes ``name``.
+    """
+    row, index = family.match(name)
+    position = {layer.index: i for i, layer in enumerate(plan.layers)}
+    layer: LayerPlan | None = None
+    if index is not None:
+        if index not in position:
+            return None
+        layer = plan.layers[position[index]]
+        if block_is_skipped(row, layer):
+            return None
+        name = row.pattern.replace("{i}", str(position[index]))
+    kept = [kept_indices(axis, layer, plan) for axis in row.axes]
+    rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
+    offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
+    return TensorCut(name, rows, columns, stream_factor(row, family, plan, tied=tied), offset)
+
+
+def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
+    """The factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
+
+    See METHODS "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
+    """
+    s = stream_scale(family, plan, tied=tied)
+    # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.
+    head_scale = s if tied and not family.scaled_embedding else 1.0
+    match row.role:
+        case "embedding":
+            return 1.0 if family.scaled_embedding else s
+        case "writer":
+            return s
+        case "pre_norm":
+            return 1.0 if row.is_bias else 1 / s
+        case "final_norm":
+            return (1.0 if row.is_bias else 1 / s) / head_scale
+        case _:
+            return 1.0
+
+
+def stream_scale(family: Family, plan: PrunePlan, *, tied: bool) -> float:
+    """What the cut multiplies the residual stream by: s = sqrt(d'/d), or 1 where a virtual LayerNorm spares it.
+
+    Args:
+        family: of the dense model.
+        plan: what stays.
+        tied: the head shares the embedding's tensor.
+    """
+    virtual_norm = family.norm == "layer" and (tied or not family.gauge)
+    return 1.0 if virtual_norm else math.sqrt(len(plan.hidden) / plan.dense.hidden_size)
+
+
+def _compact_state(
+    model: PreTrainedModel, family: Family, plan: PrunePlan, target: Target
+) -> Iterator[tuple[str, Tensor]]:
+    tied = bool(model.config.tie_word_embeddings)
+    for name, parameter in model.named_parameters():
+        cut = tensor_cut(name, family, plan, tied=tied)
+        if cut is not None:
+            yield cut.name, cut.of(parameter.detach())
+    yield from zero_biases(target, plan, dtype=model.dtype, device=model.device)
+
+
+def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
+    """Build the target without initialising weights (untouched memory is not resident)."""
+    config = copy.deepcopy(config)
+    config.dtype = like.dtype
+    with no_init_weights(), torch.device(like.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=like.config._attn_implementation)
+    model.train(like.training)
+    model.generation_config = copy.deepcopy(like.generation_config)
+    return model  # type: ignore[no-any-return]
+
+
+def _check_complete(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Every parameter of the target must have come from the source, and every tensor must have a place."""
+    own = dict(model.named_parameters())
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    if missing or extra or wrong:
+        raise RuntimeError(
+            f"Compaction does not fit its target: missing {missing[:3]}, extra {extra[:3]}, shapes {wrong[:3]}. "
+            "This is a bug in a family table."
+        )
+
+
+def _become(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Turn ``model`` into ``other`` while keeping its identity: every reference sees the smaller model."""
+    name_or_path = model.name_or_path
+    model.__class__ = other.__class__
+    model.__dict__ = other.__dict__
+    model.name_or_path = name_or_path

@@ -1,0 +1,133 @@
+"""Which architecture a plan becomes: a stock one where one fits, else the pruned one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from pyprune.families import Family, StockTarget
+from pyprune.families.base import Axis
+from pyprune.plan import LayerPlan, PrunePlan
+
+PER_LAYER_LISTS = ("layer_types",)
+"""Config fields with one entry a layer; they are sliced together with the layers."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan turns a dense configuration into.
+
+    Attributes:
+        config: configuration of the compacted model.
+        stock: the stock rule that fits, or None for the pruned architecture.
+        reasons: why each stock rule that was tried does not fit.
+        zero_biases: (pattern, axis) of biases that the stock target has and the source lacks.
+    """
+
+    config: PretrainedConfig
+    stock: StockTarget | None
+    reasons: tuple[str, ...]
+    zero_biases: tuple[tuple[str, Axis], ...] = ()
+
+    @property
+    def why_not_stock(self) -> tuple[str, ...]:
+        """Why no stock architecture fits; nothing when one does."""
+        return () if self.stock else self.reasons
+
+
+def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
+    """Pick the first stock architecture that can hold the plan, else the pruned one.
+
+    Args:
+        family: of the dense model.
+        config: of the dense model.
+        plan: what stays.
+    """
+    reasons: list[str] = []
+    for stock in family.stock_targets:
+        reason = stock.why_not(config, plan)
+        if not reason:
+            zeros = stock.zero_biases(config)
+            return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons), zeros)
+        reasons.append(f"{stock.model_type}: {reason}")
+    return Target(_pruned_config(family, config, plan), None, tuple(reasons))
+
+
+def zero_biases(
+    target: Target, plan: PrunePlan, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Biases that the stock target has and the source lacks: (name, zeros)."""
+    for i, layer in enumerate(plan.layers):
+        heads, kv_heads, ffn = layer.widths
+        head_dim = plan.dense.head_dim
+        width = {"hidden": len(plan.hidden), "heads": heads * head_dim, "kv_heads": kv_heads * head_dim, "ffn": ffn}
+        for pattern, axis in target.zero_biases:
+            yield pattern.replace("{i}", str(i)), torch.zeros(width[axis], dtype=dtype, device=device)
+
+
+def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) -> dict[str, Any]:
+    """Dense config values with the layers and the hidden axis already sliced."""
+    values = config.to_dict()
+    # The class names the model type; the folder and writer of the source do not describe the result.
+    for key in (
+        "model_type",
+        "architectures",
+        "_name_or_path",
+        "transformers_version",
+        "quantization_config",
+        "auto_map",
+    ):
+        values.pop(key, None)
+    values["num_hidden_layers"] = len(plan.layers)
+    values["hidden_size"] = len(plan.hidden)
+    for key in PER_LAYER_LISTS:
+        if values.get(key) is not None:
+            values[key] = [values[key][i] for i in plan.kept_layers]
+    if family.model_type == "opt":
+        values["word_embed_proj_dim"] = len(plan.hidden)
+    return values
+
+
+def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget) -> PretrainedConfig:
+    heads, kv_heads, ffn = plan.layers[0].widths
+    values = _common_values(family, config, plan)
+    values |= {"num_attention_heads": heads, family.intermediate_field: ffn}
+    if family.has_head_dim_field:
+        values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
+    values |= stock.config_changes(config)
+    # A stock architecture that takes biases on its output projections has a switch of its own for them.
+    values.pop("output_bias", None)
+    return AutoConfig.for_model(stock.model_type, **values)
+
+
+def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) -> PretrainedConfig:
+    from pyprune.modeling import pruned_config_class
+
+    values = _common_values(family, config, plan)
+    values["head_dim"] = plan.dense.head_dim
+    values["num_key_value_heads"] = plan.dense.num_key_value_heads
+    if family.needs_virtual_norm(config, plan):
+        values["norm_size"] = plan.dense.hidden_size
+    values["per_layer_config"] = {
+        i: overrides for i, layer in enumerate(plan.layers) if (overrides := _layer_overrides(family, layer, plan))
+    }
+    return cast(PretrainedConfig, pruned_config_class(family.model_type)(**values))
+
+
+def _layer_overrides(family: Family, layer: LayerPlan, plan: PrunePlan) -> dict[str, Any]:
+    """Transformers' per_layer_config notation: what differs in this layer from the dense widths."""
+    heads, kv_heads, ffn = layer.widths
+    skip = [block for block, width in (("attention", heads), ("mlp", ffn)) if not width]
+    overrides: dict[str, Any] = {"skip": skip} if skip else {}
+    if heads and heads != plan.dense.num_attention_heads:
+        overrides["num_attention_heads"] = heads
+    if kv_heads and kv_heads != plan.dense.num_key_value_heads:
+        overrides["num_key_value_heads"] = kv_heads
+    if ffn and ffn != plan.dense.intermediate_size:
+        overrides[family.intermediate_field] = ffn
+    return overrides

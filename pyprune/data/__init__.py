@@ -1,0 +1,1 @@
+"""Text -> token windows, disjoint between uses."""

@@ -1,0 +1,256 @@
+"""Quality of a model: perplexity by the two published protocols, and zero-shot tasks through lm-eval.
+
+Both protocols cut one token stream into windows, drop the tail, and take exp of a mean negative log-likelihood;
+they differ in the window (2048 or 128 tokens), so in the context a prediction sees, and in what is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from pyprune.data.encoding import encode
+from pyprune.data.overlap import SpanSet
+from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
+from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids
+from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean
+from pyprune.runtime.progress import track
+from pyprune.train.loss import token_losses
+
+Protocol = Literal["ppl-2048", "ppl-128"]
+WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
+"""Tokens in a window of each protocol (METHODS.md, "Evaluation protocols")."""
+_FORWARD_TOKENS = 2048
+
+
+class EvaluationError(PypruneError):
+    """An evaluation that gave no usable number (for example a loss that is not finite)."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationText:
+    """A test text, joined and tokenised once.
+
+    Attributes:
+        source: as the user wrote it, with the split of a hub data set.
+        token_ids: int64 [N], with the tokenizer's own special tokens (a LLaMA tokenizer puts one bos in front).
+        text_sha256: of the joined text.
+        max_windows: most windows the protocol uses (C4: 256); None = all.
+    """
+
+    source: str
+    token_ids: Tensor = field(repr=False)
+    text_sha256: str
+    max_windows: int | None = None
+
+    @property
+    def spans(self) -> SpanSet:
+        """The whole text, to be kept out of calibration with ``split_disjoint(..., reserved=[text.spans])``."""
+        return SpanSet.whole(TokenStream.of(self.source, self.token_ids))
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """One perplexity and what it was measured on.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood, nats.
+        windows: windows evaluated.
+        tokens: tokens in them; each window predicts all of its tokens but the first.
+        protocol: ppl-2048 or ppl-128.
+        window: tokens in a window (the protocol's, unless it was overridden).
+        source: where the text came from.
+        text_sha256: of the joined text.
+    """
+
+    perplexity: float
+    windows: int
+    tokens: int
+    protocol: str
+    window: int
+    source: str = ""
+    text_sha256: str = ""
+
+
+def evaluation_text(
+    tokenizer: PreTrainedTokenizerBase, source: str, *, split: str | None = None, field: str | None = None
+) -> EvaluationText:
+    r"""Read a source, join it as its layout asks (blank line; one space for C4) and tokenise it once.
+
+    Args:
+        source: see :func:`pyprune.data.sources.read_corpus`.
+        split: of a hub data set; None = the one results are published on (PTB and C4: validation, else test).
+        field: the field or column with the text.
+
+    Raises:
+        DataError: the source cannot be read, or the tokenizer fails.
+    """
+    chosen = split or evaluation_split(source)
+    corpus = read_corpus(source, chosen, field)
+    text = corpus.text()
+    ids = np.concatenate(list(encode(tokenizer, [text], source, special=True)))
+    return EvaluationText(source, torch.from_numpy(ids), text_sha256(text), corpus.max_windows)
+
+
+def evaluate_perplexity(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | EvaluationText,
+    protocol: str = "ppl-2048",
+    *,
+    split: str | None = None,
+    field: str | None = None,
+    window: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int | None = None,
+) -> PerplexityResult:
+    """Measure the perplexity of ``model`` on a source.
+
+    Args:
+        source: a source, or a text from :func:`evaluation_text` (to tokenise once for several models).
+        protocol: "ppl-2048" or "ppl-128".
+        split, field: see :func:`evaluation_text`.
+        window, max_tokens, batch_size: see :func:`perplexity`.
+
+    Raises:
+        ConfigError, DataError, EvaluationError: see :func:`perplexity` and :func:`evaluation_text`.
+    """
+    _window(protocol, window)
+    text = (
+        source if isinstance(source, EvaluationText) else evaluation_text(tokenizer, source, split=split, field=field)
+    )
+    return perplexity(
+        model,
+        text.token_ids,
+        protocol=protocol,
+        window=window,
+        max_tokens=max_tokens,
+        max_windows=text.max_windows,
+        batch_size=batch_size,
+        source=text.source,
+        sha256=text.text_sha256,
+    )
+
+
+def perplexity(
+    model: nn.Module,
+    token_ids: Tensor | Sequence[int],
+    *,
+    protocol: str = "ppl-2048",
+    window: int | None = None,
+    max_tokens: int | None = None,
+    max_windows: int | None = None,
+    batch_size: int | None = None,
+    source: str = "the text",
+    sha256: str = "",
+) -> PerplexityResult:
+    """Measure perplexity over non-overlapping windows of one token stream; the tail is dropped.
+
+    ppl-2048: exp of the mean of the windows' mean losses over their 2047 predictions (what a Hugging Face model
+    returns as its loss). ppl-128: exp of the mean over all predicted tokens, 127 a window. The model runs in its
+    own dtype, the loss in float32. Training mode is put back afterwards.
+
+    Args:
+        model: a causal language model: model(input_ids=[B, T], use_cache=False).logits is [B, T, vocab].
+        token_ids: int64 [N].
+        window: tokens in a window; None = the protocol's.
+        max_tokens: use only this many tokens from the beginning; None = all.
+        max_windows: use at most this many windows; None = all.
+        batch_size: windows in a forward pass; None = about 2048 tokens.
+
+    Raises:
+        ConfigError: an unknown protocol or an option out of range.
+        DataError: less text than one window, or a window longer than the model allows, or ids outside its
+            vocabulary.
+        EvaluationError: a loss that is not finite (the message names the window).
+    """
+    size = _window(protocol, window)
+    step = batch_size if batch_size is not None else max(1, _FORWARD_TOKENS // size)
+    if step < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+    windows = _cut(token_ids, size, max_tokens, max_windows, source)
+    _check_model(model, windows, size)
+    losses: list[Tensor] = []
+    with _evaluating(model), torch.no_grad():
+        for batch in track(
+            windows.split(min(step, len(windows))), f"Perplexity ({protocol})", total=-(-len(windows) // step)
+        ):
+            losses.append(_window_losses(model, batch))
+            _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
+    per_token = torch.cat(losses)
+    mean = per_token.mean(dim=1).mean() if protocol == "ppl-2048" else per_token.sum() / per_token.numel()
+    return PerplexityResult(float(mean.exp()), len(windows), windows.numel(), protocol, size, source, sha256)
+
+
+def _window(protocol: str, window: int | None) -> int:
+    if protocol not in WINDOWS:
+        raise ConfigError(did_you_mean(protocol, WINDOWS, "perplexity protocol"))
+    if window is not None and window < 2:
+        raise ConfigError(f"window is {window}; it must be at least 2 tokens.")
+    return window or WINDOWS[protocol]
+
+
+def _cut(
+    token_ids: Tensor | Sequence[int], size: int, max_tokens: int | None, max_windows: int | None, source: str
+) -> Tensor:
+    """Return the windows, int64 [windows, size]."""
+    ids = torch.as_tensor(token_ids, dtype=torch.int64).reshape(-1)
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
+    used = ids if max_tokens is None else ids[:max_tokens]
+    count = len(used) // size
+    if count == 0:
+        limit = "" if max_tokens is None else f" ({len(used)} after max_tokens={max_tokens})"
+        raise DataError(
+            f"{source!r} has {len(ids)} tokens{limit}, less than one window of {size}. "
+            "Give more text, or use a protocol with a shorter window."
+        )
+    count = count if max_windows is None else min(count, max_windows)
+    return used[: count * size].reshape(count, size)
+
+
+def _check_model(model: nn.Module, windows: Tensor, size: int) -> None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    check_sequence_length(config, size)
+    check_token_ids(config, windows)
+
+
+def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """Return the negative log-likelihoods, float64 [B, T - 1], of a batch of windows [B, T]."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ids = windows.to(device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    # Summing thousands of float32 losses would cost digits that the protocols' mean keeps.
+    return token_losses(logits, ids).double().cpu()
+
+
+def _check_finite(losses: Tensor, first: int, size: int, source: str) -> None:
+    bad = (~losses.isfinite()).any(dim=1).nonzero()
+    if len(bad):
+        index = first + int(bad[0, 0])
+        raise EvaluationError(
+            f"The loss is not finite in window {index} of {source!r} (tokens {index * size} to "
+            f"{(index + 1) * size}). The model's weights or its dtype are broken: "
+            "check them for NaN or inf, or evaluate in float32."
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into eval mode, and back into its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,148 @@
+"""Zero-shot tasks through lm-eval."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from pyprune.data.encoding import check_chat_template, render
+from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
+from pyprune.evaluate.perplexity import _evaluating
+from pyprune.runtime.limits import foreign_errors
+from pyprune.runtime.progress import quiet
+
+_UNKNOWN_SHOWN = 5
+
+
+def evaluate_tasks(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    limit: int | float | None = None,
+    batch_size: int = 8,
+    *,
+    num_fewshot: int | None = None,
+    include_path: Path | str | None = None,
+    apply_chat_template: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Run lm-eval tasks on a model in memory (stock or pruned architecture alike).
+
+    Args:
+        tasks: lm-eval task or group names, for example piqa, arc_easy.
+        limit: examples a task (a share below 1); None = all. Limited figures are for trying out only.
+        batch_size: requests in a forward pass.
+        num_fewshot: examples in the prompt; None = the task's own number.
+        include_path: folder of further task files (YAML), for example over local jsonl files.
+        apply_chat_template: wrap the prompts in the tokenizer's chat template.
+
+    Returns:
+        task -> metric -> value, for example {"piqa": {"acc": 0.68, "acc_stderr": 0.01}}. A metric under a filter
+        other than lm-eval's "none" is called "metric,filter".
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed.
+        ConfigError: no task, an unknown one, or an option out of range.
+        DataError: a task cannot be loaded or run: its file, its data, or the chat template it is asked with.
+    """
+    _check_task_options(tasks, limit, batch_size, num_fewshot)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise MissingDependencyError("lm-eval", "eval", "Evaluating tasks") from error
+    if apply_chat_template:
+        check_chat_template(tokenizer, ", ".join(tasks))
+        render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
+    manager = _task_manager(tasks, include_path)
+    with _evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        # The global seeds stay as they are: an evaluation must not change the training around it.
+        output = simple_evaluate(
+            wrapped,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            task_manager=manager,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+    results: dict[str, dict[str, Any]] = output["results"] if output else {}
+    return {task: _metrics(values) for task, values in results.items()}
+
+
+def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int, num_fewshot: int | None) -> None:
+    if not tasks:
+        raise ConfigError("tasks is empty; name at least one lm-eval task, for example piqa.")
+    if not all(isinstance(task, str) and task.strip() for task in tasks):
+        raise ConfigError(
+            f"tasks is {shown(list(tasks))}, where a name is blank; name lm-eval tasks, for example piqa."
+        )
+    if limit is not None and not limit > 0:
+        raise ConfigError(f"limit is {limit}; it must be above 0, or left out for all examples.")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise ConfigError(f"num_fewshot is {num_fewshot}; it must be at least 0.")
+
+
+@contextmanager
+def _task_errors(model: nn.Module, tasks: Sequence[str]) -> Iterator[None]:
+    """One error for whatever lm-eval makes of a task's file and data; what the model raises stays as it is."""
+    try:
+        with foreign_errors(
+            DataError,
+            f"The tasks {shown(list(tasks))} cannot be loaded and run",
+            "Check their files and data and the network, or give include_path with tasks over local files.",
+        ):
+            yield
+    except DataError as error:
+        cause = error.__cause__
+        if cause is not None and _raised_in(model, cause):
+            raise cause from None
+        raise
+
+
+def _raised_in(model: nn.Module, error: BaseException) -> bool:
+    return any(frame.f_locals.get("self") is model for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _task_manager(tasks: Sequence[str], include_path: Path | str | None) -> Any:
+    """Return an lm-eval task manager that knows all of ``tasks``."""
+    from lm_eval.tasks import TaskManager
+
+    folder = None if include_path is None else str(include_path)
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"include_path is {folder!r}, which is not a folder; give a folder of task YAML files.")
+    with foreign_errors(ConfigError, f"The tasks in {folder!r} cannot be listed", "Correct its YAML files."):
+        manager = None
+        if folder is not None:
+            # Indexing the thousands of built-in tasks takes seconds and is needed only for built-in names.
+            manager = TaskManager(include_path=folder, include_defaults=False)
+        if manager is None or not set(tasks) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=folder)
+        known = list(manager.all_tasks)
+    unknown = [task for task in tasks if task not in known]
+    if unknown:
+        raise ConfigError([_unknown_task(task, known) for task in unknown[:_UNKNOWN_SHOWN]])
+    return manager
+
+
+def _unknown_task(task: str, known: Sequence[str]) -> str:
+    close = get_close_matches(task, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown task {shown(task)}.{hint} `lm-eval ls tasks` lists all {len(known)} of them."
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+    return {key.removesuffix(",none"): float(value) for key, value in numbers.items() if "," in key}

@@ -1,0 +1,159 @@
+"""From a ratio to counts: how many layers or hidden channels go, rounded to legal sizes, never silently."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pyprune.config.run import RatioOf
+from pyprune.errors import ConfigError
+from pyprune.families import Family, parameters_after
+from pyprune.plan import PrunePlan
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a ratio became a count.
+
+    Attributes:
+        count: units (layers or hidden channels) to remove.
+        notes: one sentence for each rounding that happened, for the report.
+    """
+
+    count: int
+    notes: tuple[str, ...] = ()
+
+
+def share_of_parameters(family: Family, shapes: Shapes, plan: PrunePlan) -> float:
+    """Share of the dense parameters that the plan removes, in [0, 1]."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return 1 - parameters_after(family, shapes, plan) / total
+
+
+def floor_count(ratio: float, total: int, unit: str) -> int:
+    """floor(ratio * total) without binary surprises (0.29 of 100 is 29).
+
+    Raises:
+        ConfigError: the ratio is outside (0, 1), or removes nothing.
+    """
+    if not 0 < ratio < 1:
+        raise ConfigError(f"ratio is {ratio}; it must be strictly between 0 and 1.")
+    count = math.floor(Fraction(repr(ratio)) * total)
+    if count == 0:
+        raise ConfigError(
+            f"ratio {ratio} of {total} {unit} removes nothing; the smallest ratio that removes one is {1 / total:.4g}."
+        )
+    return count
+
+
+def decide_layer_count(
+    family: Family, shapes: Shapes, identity: PrunePlan, ratio: float, ratio_of: RatioOf = "layers"
+) -> Decision:
+    """How many layers go.
+
+    Args:
+        family: of the model.
+        shapes: parameter name -> shape, tied parameters once.
+        identity: the plan that removes nothing.
+        ratio: share to remove, in (0, 1).
+        ratio_of: layers (floor(ratio * n)) or parameters (the most layers whose share stays within it).
+
+    Raises:
+        ConfigError: the ratio removes nothing, leaves nothing, or its unit does not fit this axis.
+    """
+    total = identity.dense.num_layers
+    if ratio_of == "layers":
+        return Decision(floor_count(ratio, total, "layers"))
+    if ratio_of != "parameters":
+        raise ConfigError(f"ratio_of is {ratio_of!r}, but this method removes layers; use layers or parameters.")
+
+    def without(count: int) -> PrunePlan:
+        return identity.drop_layers(range(total - count, total))
+
+    return _largest_within(family, shapes, ratio, range(1, total), without, "layers")
+
+
+def decide_hidden_count(
+    family: Family,
+    shapes: Shapes,
+    identity: PrunePlan,
+    ratio: float,
+    ratio_of: RatioOf = "hidden",
+    multiple: int = 8,
+) -> Decision:
+    """How many hidden channels go, so that what stays is a multiple of ``multiple``.
+
+    Rounding keeps more rather than fewer channels, and is reported in the notes.
+
+    Args:
+        family: of the model.
+        shapes: parameter name -> shape, tied parameters once.
+        identity: the plan that removes nothing.
+        ratio: share to remove, in (0, 1).
+        ratio_of: hidden (floor(ratio * n)) or parameters (the most channels whose share stays within it).
+        multiple: legal multiple of the kept size, channels.
+
+    Raises:
+        ConfigError: the ratio removes nothing once rounded, leaves nothing, or its unit does not fit.
+    """
+    total = identity.dense.hidden_size
+    kept_legal = list(range(multiple, total, multiple))
+    if not kept_legal:
+        raise ConfigError(
+            f"hidden_multiple is {multiple}, but the hidden size is only {total}; no smaller size is legal."
+        )
+    if ratio_of == "parameters":
+
+        def without(count: int) -> PrunePlan:
+            return identity.keep_hidden(range(total - count))
+
+        counts = [total - kept for kept in reversed(kept_legal)]
+        return _largest_within(family, shapes, ratio, counts, without, "hidden channels")
+    if ratio_of != "hidden":
+        raise ConfigError(
+            f"ratio_of is {ratio_of!r}, but this method removes hidden channels; use hidden or parameters."
+        )
+    wanted = floor_count(ratio, total, "hidden channels")
+    kept = math.ceil((total - wanted) / multiple) * multiple
+    if kept >= total:
+        raise ConfigError(
+            f"ratio {ratio} of {total} hidden channels removes {wanted}, but what stays must be a multiple "
+            f"of {multiple}: nothing would go. Use a ratio of at least {(total - kept_legal[-1]) / total:.4g} "
+            "or a smaller hidden_multiple."
+        )
+    if kept == total - wanted:
+        return Decision(wanted)
+    note = (
+        f"hidden size rounded from {total - wanted} up to {kept}, a multiple of {multiple}: "
+        f"{total - kept} channels go instead of {wanted}."
+    )
+    return Decision(total - kept, (note,))
+
+
+def _largest_within(
+    family: Family,
+    shapes: Shapes,
+    ratio: float,
+    counts: range | list[int],
+    without: Callable[[int], PrunePlan],
+    unit: str,
+) -> Decision:
+    """The largest count whose share of parameters does not exceed the ratio (shares grow with the count)."""
+    if not 0 < ratio < 1:
+        raise ConfigError(f"ratio is {ratio}; it must be strictly between 0 and 1.")
+    best = 0
+    share = 0.0
+    for count in counts:
+        here = share_of_parameters(family, shapes, without(count))
+        if here > ratio:
+            break
+        best, share = count, here
+    if best == 0:
+        first = share_of_parameters(family, shapes, without(counts[0]))
+        raise ConfigError(f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {first:.4g}.")
+    note = f"{best} {unit} are {share:.2%} of the parameters (asked for {ratio:.2%})."
+    return Decision(best, (note,))

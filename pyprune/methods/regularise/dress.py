@@ -1,0 +1,453 @@
+"""DReSS: regularise a set R of hidden channels, so that slicing them off afterwards loses little (Feng et al.).
+
+The objective is  LM loss + lambda * sum over tensors with a hidden axis of sum_{j in R} ||W along hidden = j||
+(equations 2 to 4; the norm is not squared, a bias or norm weight counts elementwise, a tied embedding once, and
+Gemma's norms through 1 + w). Three ways to minimise it:
+
+* ``solver="subgradient"``: the penalty joins the loss, as in the paper. The l1 form of its Proposition 2
+  (-y <= x <= y) is the epigraph of the same problem, so it needs no code of its own.
+* ``solver="prox"``: an optimiser step on the LM loss, then the proximal map of the penalty. For l1 in the
+  diagonal metric of Adam this is an elementwise soft-threshold at lambda * lr / (sqrt(v) + eps), which cuts
+  weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
+  and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
+* ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
+
+With ``optimiser="fused_adamw"`` the optimiser applies subgradient or proximal map in its own pass over the weights.
+Two cases stay outside, so that the result is the same: a subgradient that is clipped together with the loss's
+gradient, and the proximal map after Phi's gauge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.config.regularise import DressConfig
+from pyprune.config.run import PruneConfig
+from pyprune.config.train import TrainConfig
+from pyprune.cut.mask import gauge_
+from pyprune.errors import ConfigError
+from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
+from pyprune.methods.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.methods.ratio import decide_hidden_count
+from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
+from pyprune.ops.regularised_adamw import Penalty
+from pyprune.plan import PrunePlan
+from pyprune.probe.effects import preserved_ratio, preserved_warnings, weight_sums
+from pyprune.train.loop import train
+from pyprune.train.objective import Objective, TrainReport
+
+
+@dataclass
+class DressReport:
+    """What DReSS did. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        removed: the channels R.
+        preserved_ratio: sum |W| over R after / before, all tensors; None when R is empty.
+        target_preserved_ratio: what was asked for.
+        penalty_before: the penalty (without its strength) before training.
+        penalty_after: the same afterwards.
+        train: the training report.
+        warnings: an effect that was missed, and the training's own warnings.
+    """
+
+    removed: tuple[int, ...]
+    preserved_ratio: float | None
+    target_preserved_ratio: float
+    penalty_before: float
+    penalty_after: float
+    train: TrainReport
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor with a hidden axis: the dimension, the selected channels, and Gemma's unit offset."""
+
+    param: NamedParam
+    dim: int
+    index: Tensor
+    offset: bool
+
+    @property
+    def shift(self) -> float:
+        """What the ops add to the parameter."""
+        return 1.0 if self.offset else 0.0
+
+    def penalty(self, norm: str) -> Tensor:
+        """The sum of the selected channels' norms; differentiable."""
+        return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.shift)
+
+    def add_gradient(self, norm: str, strength: float) -> Tensor:
+        """The penalty; ``strength`` times its gradient joins the parameter's, unless that is frozen."""
+        parameter = self.param.parameter
+        if not parameter.requires_grad:
+            return self.penalty(norm)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return add_group_penalty_(
+            parameter.grad, parameter, self.index, self.dim, norm, strength, offset=self.shift
+        )  # fmt: skip
+
+    def value(self) -> Tensor:
+        """The tensor that is penalised."""
+        return self.param.parameter + 1.0 if self.offset else self.param.parameter
+
+    def replace_selected(self, selected: Tensor) -> None:
+        """Write the selected slices of :meth:`value` back, in place."""
+        new = selected - 1.0 if self.offset else selected
+        self.param.parameter.index_copy_(self.dim, self.index, new.to(self.param.parameter.dtype))
+
+    def selected(self) -> Tensor:
+        """A copy of the selected slices of :meth:`value`."""
+        part = self.param.parameter.index_select(self.dim, self.index)
+        return part + 1.0 if self.offset else part
+
+
+class DressObjective(Objective):
+    """LM loss and the DReSS penalty on a set of hidden channels.
+
+    Args:
+        removed: R, hidden indices; empty means the language-model loss alone.
+        config: the method's options.
+    """
+
+    name = "dress"
+
+    def __init__(self, removed: Sequence[int], config: DressConfig) -> None:
+        self.removed = tuple(sorted(removed))
+        self.config = config
+        self.targets: list[_Target] = []
+        self.gauge_kept: tuple[int, ...] = ()
+        self.anneal_steps = 0
+        self.in_optimiser = False
+
+    def identity(self) -> dict[str, Any]:
+        """R and the options of the penalty."""
+        options = {k: v for k, v in self.config.to_dict().items() if k not in ("train", "version")}
+        return {"removed": list(self.removed), **options}
+
+    def setup(self, model: nn.Module, config: TrainConfig) -> None:
+        """Find the tensors of R; gauged families (Phi) are put into the gauge, which changes no output."""
+        self.anneal_steps = math.ceil(self.config.anneal_share * config.steps)
+        if not self.removed:
+            return
+        dense = cast(PreTrainedModel, model)
+        self.targets = dress_targets(dense, self._penalised(dense))
+        if family_for(dense).gauges(dense.config):
+            gone = set(self.removed)
+            self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
+            gauge_(dense, self.gauge_kept)
+
+    def _penalised(self, model: PreTrainedModel) -> tuple[int, ...]:
+        if self.config.penalise == "all":
+            return tuple(range(model.config.hidden_size))
+        return self.removed
+
+    @property
+    def annealed(self) -> bool:
+        """Whether R is shrunk by a schedule instead of penalised."""
+        return self.config.schedule == "anneal"
+
+    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """The whole penalty, where the optimiser's own pass gives the same result as a separate one."""
+        prox = self.config.solver == "prox"
+        apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
+        frozen = any(not t.param.parameter.requires_grad for t in self.targets)
+        if self.annealed or apart or frozen:
+            return {}
+        self.in_optimiser = True
+        c = self.config
+        return {
+            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, t.shift)
+            for t in self.targets
+        }
+
+    def penalty(self) -> Tensor | None:
+        """Sum over tensors and channels of the group norms, without the strength; differentiable."""
+        terms = [target.penalty(self.config.norm) for target in self.targets]
+        return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
+
+    def step_penalty(self, model: nn.Module) -> Tensor | None:
+        """Lambda times the penalty, for the subgradient solver."""
+        if self.annealed or self.config.solver == "prox":
+            return None
+        penalty = self.penalty()
+        return None if penalty is None else self.config.strength * penalty
+
+    @torch.no_grad()
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """The same without autograd: in one pass over the selected slices, or by the optimiser in its own."""
+        if self.in_optimiser:
+            return self.step_penalty(model)
+        if self.annealed or self.config.solver == "prox" or not self.targets:
+            return None
+        strength = self.config.strength
+        terms = [target.add_gradient(self.config.norm, strength) for target in self.targets]
+        return strength * torch.stack([t.to(terms[0].device) for t in terms]).sum()
+
+    @torch.no_grad()
+    def validation_penalty(self, model: nn.Module) -> float:
+        """Lambda times the penalty whichever solver minimises it; 0 while annealing, which has none."""
+        penalty = None if self.annealed else self.penalty()
+        return 0.0 if penalty is None else self.config.strength * float(penalty)
+
+    def after_optimizer_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
+    ) -> None:
+        """Back into the gauge; then shrink (anneal) or apply the proximal map (prox)."""
+        if self.gauge_kept:
+            gauge_(cast(PreTrainedModel, model), self.gauge_kept)
+        if self.annealed:
+            self._shrink(step)
+        elif self.config.solver == "prox" and not self.in_optimiser:
+            self._prox(optimizer, learning_rate)
+
+    def settled(self, step: int) -> bool:
+        """Early stopping may keep nothing before the annealed factor is 0."""
+        return not (self.annealed and self.targets) or step >= self.anneal_steps
+
+    def factor(self, step: int) -> float:
+        """What R is multiplied by in all after ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
+        return max(0.0, 1.0 - step / self.anneal_steps)
+
+    def _shrink(self, step: int) -> None:
+        before = self.factor(step - 1)
+        ratio = self.factor(step) / before if before > 0 else 0.0
+        for target in self.targets:
+            shrink(target.param.parameter, target.index, target.dim, ratio, offset=target.shift)
+
+    def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+        strength, step_size = self.config.strength, self.config.prox_step
+        in_adam_metric = self.config.norm == "l1" and step_size is None
+        scales = _adam_scales(optimizer, self.targets) if in_adam_metric else {}
+        threshold = strength * (learning_rate if step_size is None else step_size)
+        for target in self.targets:
+            parameter = target.param.parameter
+            scale = scales.get(parameter)
+            if scale is None:
+                norm = self.config.norm
+                group_prox(parameter, target.index, target.dim, norm, threshold, offset=target.shift)
+                continue
+            # Written as a difference to the clamped value, so that what is cut is exactly zero.
+            selected, width = target.selected(), threshold / scale
+            target.replace_selected(selected - torch.clamp(selected, -width, width))
+
+
+def dress_targets(model: PreTrainedModel, channels: Sequence[int]) -> list[_Target]:
+    """Every tensor with a hidden axis, tied ones once, with the channels selected in it."""
+    offset_family = family_for(model).unit_offset_norm
+    targets = []
+    for param in named_axes(model):
+        dim = param.axis_dim("hidden")
+        if dim is None:
+            continue
+        index = torch.tensor(list(channels), device=param.parameter.device)
+        targets.append(_Target(param, dim, index, offset_family and param.row.is_norm_weight))
+    return targets
+
+
+def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -> dict[nn.Parameter, Tensor]:
+    """sqrt(bias-corrected second moment) + eps of the selected slices, Adam's diagonal metric times its rate.
+
+    Empty for optimisers without second moments (SGD), whose metric is Euclidean.
+    """
+    slices = {t.param.parameter: (t.dim, t.index) for t in targets}
+    scales: dict[nn.Parameter, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "exp_avg_sq" in state and parameter in slices:
+                dim, index = slices[parameter]
+                correction = 1.0 - group["betas"][1] ** float(state["step"])
+                part = state["exp_avg_sq"].index_select(dim, index)
+                scales[parameter] = (part / correction).sqrt_().add_(group["eps"])
+    return scales
+
+
+def select_channels(model: PreTrainedModel, count: int, config: DressConfig) -> tuple[int, ...]:
+    """Choose R: ``count`` hidden channels, the same in every layer.
+
+    ``last`` and ``first`` are the ends of the axis; ``segments`` takes the last part of each of equal segments;
+    ``explicit`` is the given list; ``scored`` takes the smallest channels, where a channel's score is the mean over
+    all tensors with a hidden axis of its l2 norm divided by the mean norm of that tensor's channels (each tensor
+    weighs the same, whatever its scale; equal scores remove the lower index first).
+
+    Args:
+        model: a dense model.
+        count: channels to remove, 0 < count < hidden size.
+        config: the method's options.
+
+    Raises:
+        ConfigError: a count that leaves nothing, or an explicit list of another length or with bad indices.
+    """
+    hidden = int(model.config.hidden_size)
+    if not 0 < count < hidden:
+        raise ConfigError(f"{count} of {hidden} hidden channels cannot be removed; use 1 to {hidden - 1}.")
+    match config.select:
+        case "last":
+            return tuple(range(hidden - count, hidden))
+        case "first":
+            return tuple(range(count))
+        case "segments":
+            return _segment_tails(hidden, count, config.segments)
+        case "explicit":
+            return _explicit(hidden, count, config.channels)
+        case "scored":
+            order = torch.argsort(channel_scores(model), stable=True)
+            return tuple(sorted(order[:count].tolist()))
+
+
+@torch.no_grad()
+def channel_scores(model: PreTrainedModel) -> Tensor:
+    """Score of every hidden channel, float64 [hidden]; see :func:`select_channels`."""
+    hidden = int(model.config.hidden_size)
+    total = torch.zeros(hidden, dtype=torch.float64)
+    tensors = 0
+    for target in dress_targets(model, range(hidden)):
+        others = tuple(d for d in range(target.param.parameter.ndim) if d != target.dim)
+        value = target.value().float()
+        norms = torch.linalg.vector_norm(value, dim=others) if others else value.abs()
+        mean = norms.double().mean()
+        if mean > 0:
+            total += (norms.double() / mean).cpu()
+            tensors += 1
+    return total / max(1, tensors)
+
+
+def _segment_tails(hidden: int, count: int, segments: int) -> tuple[int, ...]:
+    if segments > hidden:
+        raise ConfigError(f"segments is {segments}; the hidden size is only {hidden}.")
+    bounds = [i * hidden // segments for i in range(segments + 1)]
+    wanted = [(i + 1) * count // segments - i * count // segments for i in range(segments)]
+    removed: list[int] = []
+    spill = 0
+    for i, want in enumerate(wanted):
+        size = bounds[i + 1] - bounds[i]
+        take = min(size, want + spill)
+        spill += want - take
+        removed.extend(range(bounds[i + 1] - take, bounds[i + 1]))
+    free = [c for c in range(hidden - 1, -1, -1) if c not in set(removed)]
+    return tuple(sorted(removed + free[:spill]))
+
+
+def _explicit(hidden: int, count: int, channels: Sequence[int]) -> tuple[int, ...]:
+    chosen = tuple(sorted(set(channels)))
+    outside = [c for c in chosen if not 0 <= c < hidden]
+    if outside or len(chosen) != len(channels):
+        raise ConfigError(f"channels must be distinct indices in 0..{hidden - 1}; wrong: {outside[:5] or 'repeats'}.")
+    if len(chosen) != count:
+        raise ConfigError(
+            f"channels names {len(chosen)} channels, but the ratio and hidden_multiple ask for {count}. "
+            f"Name {count}, or change the ratio."
+        )
+    return chosen
+
+
+def regularise_dress(
+    model: PreTrainedModel,
+    samples: Tensor,
+    removed: Sequence[int],
+    config: DressConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> DressReport:
+    """Regularise ``model`` in place, so that the channels ``removed`` can go.
+
+    Args:
+        model: a dense model with float32 weights.
+        samples: token ids, int64 [N, T].
+        removed: R, hidden indices (:func:`select_channels`); empty trains the language model alone.
+        config: the method's options.
+        run: validation samples, checkpoints, resuming.
+
+    Returns:
+        The preserved ratio that was reached; a missed target is in its warnings.
+    """
+    objective = DressObjective(removed, config)
+    plan = family_for(model).plan(model.config) if removed else None
+    if plan is not None:
+        plan = plan.keep_hidden(set(plan.hidden) - set(removed))
+    before = weight_sums(model, plan) if plan is not None else {}
+    penalty_before = _plain_penalty(model, removed, config)
+    trained = train(
+        model,
+        samples,
+        config.train,
+        objective,
+        validation=run.validation,
+        checkpoint_dir=run.folder("dress"),
+        resume=run.resume,
+        description="DReSS",
+    )
+    after = weight_sums(model, plan) if plan is not None else {}
+    ratio = preserved_ratio(before, after)
+    missed = preserved_warnings(ratio, config.target_preserved_ratio) if ratio is not None else []
+    return DressReport(
+        removed=tuple(sorted(removed)),
+        preserved_ratio=ratio,
+        target_preserved_ratio=config.target_preserved_ratio,
+        penalty_before=penalty_before,
+        penalty_after=_plain_penalty(model, removed, config),
+        train=trained,
+        warnings=missed + trained.warnings,
+    )
+
+
+@torch.no_grad()
+def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressConfig) -> float:
+    if not removed:
+        return 0.0
+    targets = dress_targets(model, removed)
+    return sum(float(target.penalty(config.norm)) for target in targets)
+
+
+def _decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    family = family_for(model)
+    identity = family.plan(model.config)
+    shapes = parameter_shapes(model)
+    decision = decide_hidden_count(
+        family, shapes, identity, config.ratio, config.ratio_of or "hidden", config.hidden_multiple
+    )
+    removed = select_channels(model, decision.count, config.dress)
+    plan = identity.keep_hidden(set(identity.hidden) - set(removed))
+    return PlanDecision(plan, decision.notes, {"select": config.dress.select, "removed": list(removed)})
+
+
+def _regularise(
+    model: PreTrainedModel,
+    samples: Tensor,
+    plan: PrunePlan,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> DressReport:
+    cut_already = int(model.config.hidden_size) != plan.dense.hidden_size
+    report = regularise_dress(model, samples, () if cut_already else plan.removed_hidden, config.dress, run)
+    if not plan.removed_hidden:
+        report.warnings.insert(0, nothing_to_do("hidden channel"))
+    return report
+
+
+METHOD = Method(
+    name="dress",
+    axis="hidden",
+    summary="Shrink a set of hidden channels during training, then slice it off (DReSS).",
+    decide=_decide,
+    regularise=_regularise,
+    default_preset="dress-recommended",
+)

@@ -1,0 +1,472 @@
+"""ELDeR and TRSP (one method, two names): learn layer gates, regularise the layers that will go, drop them.
+
+Stage 1 trains one scalar S_i a layer on  LM loss + lambda1 * sum over unmasked layers of |S_i|  with the model
+frozen (equation 1), masks the layer whose S is closest to zero, and repeats. The papers scale the layer's output
+(``placement="output"``); before a final RMSNorm the last layer's scale then has no LM gradient at all, so the l1
+term alone drives the last layers out. The default scales the residual branch, h + S (layer(h) - h), for which
+S = 0 is removal.
+
+Stage 2 trains all weights on  LM loss + lambda2 * sum over P of mean over tokens of ||X_out - X_in||
+(equation 4; the papers do not say how tokens are reduced, the mean keeps lambda2 free of batch and length; padding is
+no token).
+``schedule="anneal"`` has no penalty: the residual gates of P fall from 1 to exactly 0 while the LM loss trains the
+rest, so that the drop afterwards changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.config.regularise import ElderConfig, GateConfig
+from pyprune.config.run import PruneConfig
+from pyprune.config.train import TrainConfig
+from pyprune.cut.mask import mask_
+from pyprune.data.tokens import Tokens, micro_batch_for
+from pyprune.errors import ConfigError
+from pyprune.families import family_for, parameter_shapes
+from pyprune.methods.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.methods.ratio import decide_layer_count
+from pyprune.ops import residual_diff_norm
+from pyprune.plan import PrunePlan
+from pyprune.probe.effects import UNCHANGED_SHARE
+from pyprune.probe.hooks import LayerHooks
+from pyprune.train.loop import train
+from pyprune.train.loss import causal_loss
+from pyprune.train.objective import LossTerms, Objective, ParameterGroup, TrainReport
+
+UNMOVED_STEPS = 5
+"""An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
+this many learning rates when the first layer is chosen say little about the layers."""
+
+
+@dataclass(frozen=True)
+class GateRound:
+    """One choice: the step after which it was made, all gates then (0 where masked), and the layers masked."""
+
+    step: int
+    gates: tuple[float, ...]
+    masked: tuple[int, ...]
+
+
+@dataclass
+class GateReport:
+    """What stage 1 learned. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        removed: the layers to remove, in the order in which they were masked.
+        rounds: one entry a choice.
+        train: the training report; the penalty is lambda1 * sum |S|.
+        warnings: gates that did not move.
+    """
+
+    removed: tuple[int, ...]
+    rounds: list[GateRound]
+    train: TrainReport
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+@dataclass
+class ElderReport:
+    """What stage 2 did. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        removed: P, ascending.
+        train: the training report; the penalty is lambda2 * sum over P of the mean residual norm.
+        warnings: a penalty that did not fall, and the training's own warnings.
+    """
+
+    removed: tuple[int, ...]
+    train: TrainReport
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+def gated(gate: Tensor, before: Tensor, after: Tensor, placement: str) -> Tensor:
+    """The output of a gated layer; a gate of 1 returns ``after`` bit for bit.
+
+    Args:
+        gate: scalar.
+        before: the layer's input [B, T, H].
+        after: the layer's output [B, T, H].
+        placement: residual (``before + gate * (after - before)``) or output (``gate * after``).
+    """
+    if placement == "output":
+        return after * gate.to(after.dtype)
+    # lerp is exact at both ends, which before + 1 * (after - before) is not.
+    return torch.lerp(before.to(after.dtype), after, gate.to(after.dtype))
+
+
+class GateObjective(Objective):
+    """Stage 1: LM loss + lambda1 * sum |S_i| over the gates, model frozen.
+
+    Greedy masks one layer after ``first_round_steps`` and after every ``round_steps`` more, keeping the other
+    gates and the optimiser's state; one-shot masks all of them at the end of the first round.
+
+    Args:
+        count: layers to choose.
+        config: stage 1's options.
+    """
+
+    name = "layer-gates"
+
+    def __init__(self, count: int, config: GateConfig) -> None:
+        self.count = count
+        self.config = config
+        self.removed: list[int] = []
+        self.rounds: list[GateRound] = []
+        self.gates = nn.Parameter(torch.empty(0))
+        self.hooks: LayerHooks | None = None
+        self.frozen: list[nn.Parameter] = []
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of all rounds."""
+        later = self.count - 1 if self.config.search == "greedy" else 0
+        return self.config.first_round_steps + later * self.config.round_steps
+
+    def identity(self) -> dict[str, Any]:
+        """The number of layers and stage 1's options."""
+        return {"count": self.count, **self.config.to_dict()}
+
+    def setup(self, model: nn.Module, config: TrainConfig) -> None:
+        """Freeze the model, put one gate of 1 on every layer, and switch dropout off."""
+        dense = cast(PreTrainedModel, model)
+        layers = family_for(dense).layers(dense)
+        self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
+        self.frozen = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        self.hooks = LayerHooks(layers, range(len(layers)), self._gate)
+        if not config.gradient_checkpointing:  # which Transformers only does in training mode
+            model.eval()
+
+    def _gate(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
+        if index in self.removed:
+            return None
+        return gated(self.gates[index], before, after, self.config.placement)
+
+    def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[ParameterGroup]:
+        """The gates, with their own learning rate."""
+        return [ParameterGroup({"gates": self.gates}, self.config.learning_rate)]
+
+    def step_penalty(self, model: nn.Module) -> Tensor | None:
+        """lambda1 * sum of |S_i| over the layers that are not masked."""
+        return self.config.strength * self.gates[self._active()].abs().sum()
+
+    def _active(self) -> list[int]:
+        gone = set(self.removed)
+        return [i for i in range(len(self.gates)) if i not in gone]
+
+    def after_optimizer_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
+    ) -> None:
+        """At the end of a round, mask the layer(s) whose gate is closest to zero."""
+        # Adam's momentum still moves a masked gate, which nothing reads; it is reported as zero.
+        self.gates[self.removed] = 0.0
+        done = step - self.config.first_round_steps
+        if done >= 0 and (self.config.search == "one_shot" or done % self.config.round_steps == 0):
+            chosen = self.count if self.config.search == "one_shot" else 1
+            order = sorted(self._active(), key=lambda i: (abs(float(self.gates[i])), i))[:chosen]
+            self.rounds.append(GateRound(step, tuple(self.gates.tolist()), tuple(order)))
+            self._mask(order)
+
+    def _mask(self, chosen: Sequence[int]) -> None:
+        for index in chosen:
+            self.removed.append(index)
+            if self.hooks is not None:
+                self.hooks.skip(index)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The rounds so far."""
+        if not self.rounds:
+            return {}
+        width = self.count
+        return {
+            "steps": torch.tensor([r.step for r in self.rounds]),
+            "gates": torch.tensor([r.gates for r in self.rounds], dtype=torch.float64),
+            "masked": torch.tensor([[*r.masked, *[-1] * (width - len(r.masked))] for r in self.rounds]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Mask again what was masked."""
+        if not state:
+            return
+        rows = zip(state["steps"].tolist(), state["gates"].tolist(), state["masked"].tolist(), strict=True)
+        for step, gates, masked in rows:
+            chosen = tuple(i for i in masked if i >= 0)
+            self.rounds.append(GateRound(step, tuple(gates), chosen))
+            self._mask(chosen)
+
+    def teardown(self, model: nn.Module) -> None:
+        """Take the gates off and thaw the model."""
+        if self.hooks is not None:
+            self.hooks.remove()
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
+
+
+def learn_layer_gates(
+    model: PreTrainedModel,
+    samples: Tensor,
+    count: int,
+    config: ElderConfig,
+    seed: int = 0,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> GateReport:
+    """Stage 1: learn layer gates and choose ``count`` layers. The model comes back unchanged.
+
+    Args:
+        model: a dense model; its weights are frozen meanwhile.
+        samples: token ids, int64 [N, T].
+        count: layers to choose, 0 < count < number of layers.
+        config: the method's options; ``gates`` says how, ``train`` gives dtype and gradient checkpointing.
+        seed: of the order of samples.
+        run: checkpoints and resuming.
+
+    Raises:
+        ConfigError: a count that leaves no layer.
+    """
+    total = len(family_for(model).layers(model))
+    if not 0 < count < total:
+        raise ConfigError(f"{count} of {total} layers cannot be removed; use 1 to {total - 1}.")
+    gates = config.gates
+    objective = GateObjective(count, gates)
+    training = TrainConfig(
+        optimiser="adam",
+        learning_rate=gates.learning_rate,
+        steps=objective.steps,
+        batch_size=gates.batch_size,
+        micro_batch_size=micro_batch_for(gates.batch_size, samples.shape[1]),
+        max_grad_norm=None,
+        dtype=config.train.dtype,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        checkpoint_interval=config.train.checkpoint_interval,
+        seed=seed,
+    )
+    trained = train(
+        model,
+        samples,
+        training,
+        objective,
+        checkpoint_dir=run.folder("gates"),
+        resume=run.resume,
+        keep_last_good=False,
+        description="layer gates",
+    )
+    warnings = trained.warnings + _gate_warnings(objective)
+    return GateReport(tuple(objective.removed), objective.rounds, trained, warnings)
+
+
+def _gate_warnings(objective: GateObjective) -> list[str]:
+    first = objective.rounds[0]
+    spread = max(first.gates) - min(first.gates)
+    if spread >= UNMOVED_STEPS * objective.config.learning_rate:
+        return []
+    return [
+        f"THE LAYER GATES HARDLY MOVED: when the first layer was chosen they spread by {spread:.4f} only, so the "
+        "choice is close to noise. Use more first_round_steps or a larger gate learning rate."
+    ]
+
+
+class ElderObjective(Objective):
+    """Stage 2: LM loss and the pressure on the layers P to become the identity.
+
+    Args:
+        removed: P, dense layer indices; empty means the language-model loss alone.
+        config: the method's options.
+    """
+
+    name = "elder"
+
+    def __init__(self, removed: Sequence[int], config: ElderConfig) -> None:
+        self.removed = tuple(sorted(removed))
+        self.config = config
+        self.hooks: LayerHooks | None = None
+        self.norms: list[Tensor] = []
+        self.positions: Tensor | None = None
+        self.anneal_steps = 0
+        self.gate = 1.0
+
+    def identity(self) -> dict[str, Any]:
+        """P and the options of the penalty."""
+        skipped = ("train", "gates", "layers", "version")
+        return {
+            "removed": list(self.removed),
+            **{k: v for k, v in self.config.to_dict().items() if k not in skipped},
+        }
+
+    @property
+    def annealed(self) -> bool:
+        """Whether the layers of P are faded out by a schedule instead of penalised."""
+        return self.config.schedule == "anneal"
+
+    def setup(self, model: nn.Module, config: TrainConfig) -> None:
+        """Hook the layers of P."""
+        self.anneal_steps = math.ceil(self.config.anneal_share * config.steps)
+        if not self.removed:
+            return
+        dense = cast(PreTrainedModel, model)
+        hook = self._fade if self.annealed else self._measure
+        self.hooks = LayerHooks(family_for(dense).layers(dense), self.removed, hook)
+
+    def _fade(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
+        if self.gate == 0.0:  # the layer is skipped and ``after`` is its input
+            return None
+        return gated(torch.tensor(self.gate, device=after.device), before, after, "residual")
+
+    def _measure(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
+        before, after = (_tokens_only(x, self.positions) for x in (before, after))
+        if len(before) > 0:  # a micro batch of padding alone has no mean
+            self.norms.append(residual_diff_norm(before, after, self.config.norm))
+        return None
+
+    def gate_at(self, step: int) -> float:
+        """The gate of P during ``step``: linear from 1 to exactly 0 at step ceil(anneal_share * steps)."""
+        return max(0.0, 1.0 - step / self.anneal_steps)
+
+    def before_step(self, model: nn.Module, step: int) -> None:
+        """Set the annealed gate; at zero the layers are not computed any more."""
+        if not self.annealed or self.hooks is None:
+            return
+        self.gate = self.gate_at(step)
+        if self.gate == 0.0:
+            for index in self.removed:
+                self.hooks.skip(index)
+
+    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
+        """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4), without padding."""
+        # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
+        # is dropped here.
+        self.norms.clear()
+        self.positions = _token_positions(batch)
+        lm = causal_loss(model, batch)
+        if not self.norms:
+            return LossTerms(lm)
+        total = torch.stack([n.to(lm.device) for n in self.norms]).sum()
+        self.norms.clear()
+        return LossTerms(lm, self.config.strength * total)
+
+    def settled(self, step: int) -> bool:
+        """Early stopping may keep nothing before the annealed gate is 0."""
+        return not (self.annealed and self.removed) or step >= self.anneal_steps
+
+    def finish(self, model: nn.Module) -> None:
+        """After annealing, zero the writers of P: the model without hooks is then what was trained."""
+        if self.annealed and self.removed:
+            dense = cast(PreTrainedModel, model)
+            mask_(dense, family_for(dense).plan(dense.config).drop_layers(self.removed))
+
+    def teardown(self, model: nn.Module) -> None:
+        """Take the hooks off."""
+        self.norms.clear()
+        if self.hooks is not None:
+            self.hooks.remove()
+
+
+def _token_positions(batch: Tokens) -> Tensor | None:
+    """Where in [B * T] there is no padding, int64 [n]; None for everywhere."""
+    real = batch.real.flatten()
+    return None if bool(real.all()) else real.nonzero().squeeze(1)
+
+
+def _tokens_only(states: Tensor, positions: Tensor | None) -> Tensor:
+    """The hidden states [B, T, H] at these positions, [n, H]; unchanged for None."""
+    return states if positions is None else states.flatten(0, 1).index_select(0, positions.to(states.device))
+
+
+def regularise_elder(
+    model: PreTrainedModel,
+    samples: Tensor,
+    removed: Sequence[int],
+    config: ElderConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> ElderReport:
+    """Stage 2: train ``model`` in place, so that the layers ``removed`` can go.
+
+    Args:
+        model: a dense model with float32 weights.
+        samples: token ids, int64 [N, T]; :data:`~pyprune.data.tokens.IGNORED` marks right padding, which counts neither
+            in the loss nor in the penalty.
+        removed: P, dense layer indices; empty trains the language model alone.
+        config: the method's options.
+        run: validation samples, checkpoints, resuming.
+    """
+    trained = train(
+        model,
+        samples,
+        config.train,
+        ElderObjective(removed, config),
+        validation=run.validation,
+        checkpoint_dir=run.folder("elder"),
+        resume=run.resume,
+        description="ELDeR",
+    )
+    warnings = _penalty_warnings(trained) if removed and config.schedule == "published" else []
+    return ElderReport(tuple(sorted(removed)), trained, warnings + trained.warnings)
+
+
+def _penalty_warnings(report: TrainReport) -> list[str]:
+    tail = report.history[-max(1, len(report.history) // 4) :]
+    first, last = report.history[0].penalty, sum(r.penalty for r in tail) / len(tail)
+    if last <= (1 - UNCHANGED_SHARE) * first:
+        return []
+    return [
+        f"THE REGULARISER HAD NO EFFECT: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "
+        "Use more steps, a larger strength or learning rate, or schedule 'anneal'."
+    ]
+
+
+def _decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    family = family_for(model)
+    identity = family.plan(model.config)
+    if config.elder.layers:
+        note = f"the layers {list(config.elder.layers)} were given; the ratio and the gates were not used."
+        return PlanDecision(identity.drop_layers(config.elder.layers), (note,))
+    decision = decide_layer_count(family, parameter_shapes(model), identity, config.ratio, config.ratio_of or "layers")
+    gates = learn_layer_gates(model, samples, decision.count, config.elder, config.seed, run)
+    return PlanDecision(
+        identity.drop_layers(gates.removed), decision.notes, {"gates": gates.to_dict()}, tuple(gates.warnings)
+    )
+
+
+def _regularise(
+    model: PreTrainedModel,
+    samples: Tensor,
+    plan: PrunePlan,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> ElderReport:
+    cut_already = int(model.config.num_hidden_layers) != plan.dense.num_layers
+    report = regularise_elder(model, samples, () if cut_already else plan.removed_layers, config.elder, run)
+    if not plan.removed_layers:
+        report.warnings.insert(0, nothing_to_do("layer"))
+    return report
+
+
+METHOD = Method(
+    name="elder",
+    axis="layers",
+    summary="Learn which layers matter least, make them the identity during training, drop them (ELDeR).",
+    decide=_decide,
+    regularise=_regularise,
+    default_preset="elder-recommended",
+)

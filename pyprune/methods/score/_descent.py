@@ -1,0 +1,190 @@
+"""What MoreauPruner, MoreauPruner-GS and SmoothGrad share: relative noise, and T steps on the displacement.
+
+Algorithm 1 and appendix B.2 of the paper, for delta = w - w0 instead of w:
+
+    g      = mean over m draws of grad f(w0 + delta + z),   z ~ N(0, (sigma |w0 + delta|)^2) elementwise
+    delta <- (1 - gamma/rho) delta - gamma g
+    GS:  delta <- GroupSoftThreshold_{gamma eta}(delta), a group being a row of a matrix (one channel)
+    I      = |delta w0| / rho
+
+Carrying w itself would lose the scores: in bfloat16 or float16 the steps are far below the spacing of numbers at w,
+and nearly every w - w0 is exactly zero. delta is float32 (float64 for float64 models) whatever the model's dtype.
+Theorem 1 of the paper assumes isotropic noise, N(0, sigma^2 I); the noise of its experiments, relative to each
+weight, is not covered by it.
+
+The noise of a parameter is never stored: it is numbered by (draw, position), made anew from the seed in the forward
+and in the backward pass. Parameters that own no open structure stay at w0 without noise (everything outside of the
+open layers, unless the hidden axis is open; norms, unless it is). In later rounds of an iterative run exactly zero
+weights stay zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyprune.config.score import MoreauConfig
+from pyprune.families import NamedParam
+from pyprune.methods.score._gradients import GradientReport, Summed, take_gradients
+from pyprune.methods.score._memory import measured
+from pyprune.methods.score.base import ScoreError, Scoring
+from pyprune.ops import moreau_step, perturb
+
+RECENT = 10
+"""How many of the last steps tell whether a run goes round."""
+USUAL_RISES = 2
+"""So many of them may leave a larger residual than the step before; of steps that are too long, 3 to 7 were seen to."""
+
+
+def wide_zeros(param: NamedParam) -> Tensor:
+    """Zeros of the parameter's shape, float32 (float64 for float64)."""
+    dtype = torch.float64 if param.parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(param.parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+
+
+class Noise:
+    """Noisy weights of the open parameters; the normals of all parameters and draws are disjoint.
+
+    Args:
+        opened: the open parameters, in the model's order.
+        sigma: standard deviation relative to the weight.
+        seed: of the noise.
+    """
+
+    def __init__(self, opened: tuple[NamedParam, ...], sigma: float, seed: int) -> None:
+        self.sigma = sigma
+        self.seed = seed
+        self.starts: dict[str, int] = {}
+        self.total = 0
+        for param in opened:
+            self.starts[param.name] = self.total
+            self.total += param.parameter.numel()
+
+    @torch.no_grad()
+    def weights(self, param: NamedParam, delta: Tensor | None, draw: int) -> Tensor:
+        """``w + sigma |w| z`` with ``w = w0 + delta``, in the parameter's dtype and shape.
+
+        Args:
+            param: an open parameter.
+            delta: its displacement, float32 or float64; None is zero.
+            draw: number of the draw, counted through all steps.
+        """
+        moved = wide_zeros(param) if delta is None else delta
+        w0 = param.parameter.detach().to(moved.dtype)
+        offset = draw * self.total + self.starts[param.name]
+        out = moved if delta is None else None
+        return perturb(w0, moved, self.sigma, self.seed, offset, out=out).to(param.parameter.dtype)
+
+
+@dataclass
+class Descent:
+    """The state of the T steps.
+
+    Attributes:
+        deltas: parameter name -> displacement.
+        losses: mean loss at the noisy weights of each step.
+        residuals: after each step, rho/gamma |step| / |delta| over all parameters together. Without the group norm
+            the step is -gamma/rho (delta + rho g), so that this is how far delta = -rho g, the minimiser of the
+            envelope, is missed relative to delta, whatever the step size.
+    """
+
+    config: MoreauConfig
+    noise: Noise
+    deltas: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    residuals: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, run: Scoring) -> Descent:
+        """Zero displacement of every open parameter."""
+        config = run.config.moreau
+        deltas = {p.name: wide_zeros(p) for p in run.opened}
+        return cls(config, Noise(run.opened, config.sigma, config.seed), deltas)
+
+    def step(self, run: Scoring, number: int) -> GradientReport:
+        """One step of Algorithm 1 on every open parameter, each as soon as its gradient exists."""
+        config = self.config
+        first_draw = number * config.draws if config.redraw else 0
+        moved = size = 0.0
+
+        def weights(param: NamedParam, draw: int) -> Tensor:
+            return self.noise.weights(param, self.deltas[param.name], first_draw + draw)
+
+        def advance(param: NamedParam, grad: Tensor) -> None:
+            nonlocal moved, size
+            delta = self.deltas[param.name]
+            if run.masked:
+                grad = grad.masked_fill(param.parameter == 0, 0.0)
+            before = delta.clone()
+            moreau_step(delta, grad.contiguous(), config.gamma, config.rho, config.eta, axis=0)
+            moved += float((delta - before).double().square().sum())
+            size += float(delta.double().square().sum())
+
+        report = take_gradients(run, weights, Summed(advance), draws=config.draws)
+        if not math.isfinite(report.loss):
+            raise ScoreError(
+                f"The loss at the noisy weights is {report.loss} in step {number + 1}: "
+                "use a smaller moreau.gamma or moreau.sigma, or dtype float32."
+            )
+        self.losses.append(report.loss)
+        self.residuals.append(config.rho / config.gamma * math.sqrt(moved / size) if size else 0.0)
+        return report
+
+    @property
+    def rises(self) -> int:
+        """How many of the last steps left a larger residual than the step before."""
+        recent = self.residuals[-RECENT - 1 :]
+        return sum(after > before for before, after in itertools.pairwise(recent))
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last step was within the tolerance."""
+        tolerance = self.config.tolerance
+        return tolerance is not None and bool(self.residuals) and self.residuals[-1] < tolerance
+
+
+def score_by_descent(run: Scoring) -> None:
+    """Add I = |delta_T w0| / rho of every open parameter."""
+    config = run.config.moreau
+    with measured(run) as account:
+        descent = Descent.start(run)
+        for number in range(config.steps):
+            report = descent.step(run, number)
+            account.gradients(report, copies=1 if report.passes == 1 else 2, changed=True)
+            if descent.converged:
+                break
+    for param in run.opened:
+        run.add(param, descent.deltas.pop(param.name) / config.rho)
+    run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
+    if config.tolerance is not None and not descent.converged:
+        run.warn(
+            f"THE DISPLACEMENT DID NOT CONVERGE: after {config.steps} steps the optimality condition is still off by "
+            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). {_advice(descent)}"
+        )
+
+
+def _advice(descent: Descent) -> str:
+    if descent.config.redraw:
+        return "Set moreau.redraw to false, for new noise never settles, and use more moreau.steps."
+    if descent.rises > USUAL_RISES:
+        return (
+            f"{descent.rises} of the last {RECENT} steps led away from it, so they are too long for the loss's "
+            "curvature: use a smaller moreau.gamma, or a smaller moreau.rho, which keeps the minimiser near."
+        )
+    return "Use more moreau.steps or a larger moreau.gamma."
+
+
+def score_by_smooth_gradient(run: Scoring) -> None:
+    """Add |mean over m draws of grad f(w0 + z) * w0| of every open parameter."""
+    config = run.config.moreau
+    noise = Noise(run.opened, config.sigma, config.seed)
+    with measured(run) as account:
+        report = take_gradients(
+            run, lambda param, draw: noise.weights(param, None, draw), Summed(run.add), draws=config.draws
+        )
+        account.gradients(report, copies=0 if report.passes == 1 else 1, changed=True)
+    run.details |= {"loss": report.loss, "draws": config.draws}

@@ -1,0 +1,118 @@
+"""What scoring holds beside the model: an account by design, and the measured peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.methods.score._gradients import GradientReport
+from pyprune.methods.score.base import Scoring
+
+
+@dataclass
+class Account:
+    """Bytes held beside the model while scores are taken.
+
+    Attributes:
+        model: weights of the model.
+        state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
+        layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
+            methods without gradients.
+        layerwise: which of the two.
+        peak: largest memory of the process (CPU, resident) or of the device (GPU, allocated) meanwhile.
+    """
+
+    run: Scoring
+    model: int
+    state: int = 0
+    layer: int = 0
+    layerwise: bool = True
+    peak: int = 0
+
+    def gradients(self, report: GradientReport, *, copies: int, changed: bool = False) -> None:
+        """State how gradients were taken.
+
+        Args:
+            report: of the pass.
+            copies: float32 copies of all open parameters that lived through the steps.
+            changed: whether the weights were changed (a copy of them) or read in place.
+        """
+        sizes: dict[int | None, int] = {}
+        for param in self.run.opened:
+            weights = _bytes(param.parameter)
+            here = _wide_bytes(param.parameter) + (weights if changed else 0)
+            sizes[param.layer] = sizes.get(param.layer, 0) + here
+        outer = sizes.pop(None, 0)
+        inner = max(sizes.values(), default=0) if report.layerwise else sum(sizes.values())
+        self.state = copies * sum(_wide_bytes(p.parameter) for p in self.run.opened)
+        self.layer = outer + inner
+        self.layerwise = report.layerwise
+
+    def write(self) -> None:
+        """Put the account into the run's details and notes."""
+        # In later rounds a copy of all weights undoes the mask of the earlier ones.
+        held = self.state + (self.model if self.run.masked else 0)
+        unit = "one layer's" if self.layerwise else "all open layers'"
+        layer = f" and {_mb(self.layer)} for {unit} weights and gradients" if self.layer else ""
+        self.run.details["memory"] = {
+            "model_bytes": self.model,
+            "state_bytes": held,
+            "layer_bytes": self.layer,
+            "layerwise": self.layerwise,
+            "peak_bytes": self.peak,
+        }
+        self.run.note(
+            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(held)} through all steps"
+            f"{layer}; peak memory {_mb(self.peak)}."
+        )
+
+
+@contextmanager
+def measured(run: Scoring) -> Iterator[Account]:
+    """Measure the peak meanwhile and report it."""
+    cuda = run.model.device.type == "cuda"
+    account = Account(run, sum(_bytes(p) for p in run.model.parameters()))
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(run.model.device)
+    else:
+        _reset_resident_peak()
+    yield account
+    account.peak = torch.cuda.max_memory_allocated(run.model.device) if cuda else _resident_peak()
+    account.write()
+
+
+def _reset_resident_peak() -> None:
+    """Linux lets a process forget its peak; elsewhere the reported peak is that of its whole life."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def _resident_peak() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _bytes(tensor: Tensor | nn.Parameter) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _wide_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor's gradient or displacement: float32, or float64 for float64."""
+    return tensor.numel() * max(4, tensor.element_size())
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

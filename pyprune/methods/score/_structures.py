@@ -1,0 +1,239 @@
+"""From element scores to structures: which parameters are open, and the running sums of their structures.
+
+A structure is what one head, FFN channel or hidden channel owns in one module (its row of q_proj with the bias, its
+column of o_proj); a structure sums its elements. The coupled structures of one unit form a group, which aggregates
+them (MoreauPruner, equations 4 and 5). Element scores are reduced as soon as they are added; what is held is one
+number a structure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.config.score import ScoreAxis, ScoreConfig
+from pyprune.errors import ConfigError, PypruneError, shown
+from pyprune.families import NamedParam, Row, family_for, named_axes
+from pyprune.ops import group_importance
+from pyprune.plan import Sizes
+
+Place = tuple[int | None, str]
+"""(layer, axis name) of some structures; the layer is None for the hidden axis, which all layers share."""
+
+
+class ScoreError(PypruneError):
+    """Scores that cannot rank anything: missing, of the wrong size, or not numbers."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is open to pruning.
+
+    Attributes:
+        dense: the dense sizes.
+        axes: the open axes.
+        layers: the layers whose heads and FFN are open, ascending. The hidden axis runs through every layer.
+        whole_groups: KV heads go together with their query heads; otherwise only query heads go.
+    """
+
+    dense: Sizes
+    axes: tuple[ScoreAxis, ...]
+    layers: tuple[int, ...]
+    whole_groups: bool
+
+    @classmethod
+    def of(cls, dense: Sizes, config: ScoreConfig) -> Scope:
+        """Read the options.
+
+        Raises:
+            ConfigError: open layers that the model does not have, or no open layer.
+        """
+        total = dense.num_layers
+        if config.uniform:
+            layers: Sequence[int] = range(total)
+        elif config.layers:
+            layers = sorted(set(config.layers))
+        else:
+            last = config.last_layer + total if config.last_layer < 0 else config.last_layer
+            if not 0 <= config.first_layer <= last < total:
+                raise ConfigError(
+                    f"score.first_layer {config.first_layer} to score.last_layer {config.last_layer} is no range of "
+                    f"the model's layers 0 to {total - 1}."
+                )
+            layers = range(config.first_layer, last + 1)
+        unknown = [i for i in layers if not 0 <= i < total]
+        if unknown:
+            raise ConfigError(f"score.layers names {shown(unknown)}; the model has layers 0 to {total - 1}.")
+        # Without grouped queries a query head is a whole group.
+        whole = config.heads_unit == "kv_group" or dense.group_size == 1
+        return cls(dense, config.axes, tuple(layers), whole)
+
+    def dims(self, row: Row, layer: int | None) -> tuple[tuple[int, Place], ...]:
+        """The open dimensions of a parameter and the structures that each of them counts."""
+        found: list[tuple[int, Place]] = []
+        for dim, axis in enumerate(row.axes):
+            if axis == "hidden" and "hidden" in self.axes:
+                found.append((dim, (None, "hidden")))
+            elif layer in self.layers and self._is_open(axis):
+                found.append((dim, (layer, axis)))
+        return tuple(found)
+
+    def _is_open(self, axis: str) -> bool:
+        if axis == "kv_heads":
+            return "heads" in self.axes and self.whole_groups
+        return axis in ("heads", "ffn") and axis in self.axes
+
+    def opened(self, model: PreTrainedModel) -> tuple[NamedParam, ...]:
+        """The parameters that own at least one open structure, in the model's order."""
+        return tuple(p for p in named_axes(model) if self.dims(p.row, p.layer))
+
+    def units(self, axis: str) -> int:
+        """How many structures an axis has in a layer (hidden: in the model)."""
+        return {
+            "heads": self.dense.num_attention_heads,
+            "kv_heads": self.dense.num_key_value_heads,
+            "ffn": self.dense.intermediate_size,
+            "hidden": self.dense.hidden_size,
+        }[axis]
+
+
+def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: bool, size: int = 1) -> Tensor:
+    """Sum |factor * weight| (or, signed, take |sum of factor * weight|) over every dimension but ``dim``.
+
+    Args:
+        factor: any shape, floating point.
+        weight: of that shape; None is 1.
+        dim: the dimension that counts the channels.
+        signed: |sum of the elements| instead of the sum of their absolute values.
+        size: neighbouring channels that are added up afterwards (head_dim: a head).
+
+    Returns:
+        float64 ``[shape[dim] / size]``; products and sums are float64, so that neither order nor size matters.
+    """
+    other = torch.ones_like(factor) if weight is None else weight
+    return group_importance(factor, other, dim, size, signed=signed)
+
+
+class StructureScores:
+    """Sums of element scores, one number a structure.
+
+    Args:
+        scope: what is open.
+        aggregation: sum, mean, max or prod over the structures of a group; prod is kept as the sum of logarithms,
+            which ranks the same and cannot underflow.
+
+    Attributes:
+        standardised: set by a scorer whose scores are positions on a scale, negative ones among them.
+    """
+
+    def __init__(self, scope: Scope, aggregation: str) -> None:
+        self.scope = scope
+        self.aggregation = aggregation
+        self.standardised = False
+        self.sums: dict[Place, dict[str, Tensor]] = {}
+
+    def add_elements(
+        self, param: NamedParam, factor: Tensor, weight: Tensor | None = None, *, signed: bool = False
+    ) -> None:
+        """Reduce the element scores ``factor * weight`` of one parameter into its structures.
+
+        Args:
+            param: a parameter with open structures.
+            factor: of the parameter's shape.
+            weight: of the parameter's shape; None is 1.
+            signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
+        """
+        for dim, (layer, axis) in self.scope.dims(param.row, param.layer):
+            size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
+            values = channel_sums(factor, weight, dim, signed=signed, size=size)
+            self.add_structures(layer, axis, param.name.rpartition(".")[0], values)
+
+    def add_structures(self, layer: int | None, axis: str, module: str, values: Tensor) -> None:
+        """Add to the structures of one module.
+
+        Args:
+            layer: dense layer index; None for the hidden axis.
+            axis: heads, kv_heads, ffn or hidden.
+            module: which of the coupled structures this is (weight and bias of a module are one).
+            values: [heads, KV heads, FFN or hidden channels], finite; at least 0 where the aggregation is prod.
+
+        Raises:
+            ScoreError: the size does not fit, or a score is not a number.
+        """
+        expected = self.scope.units(axis)
+        values = values.detach().double().cpu()
+        if values.shape != (expected,):
+            raise ScoreError(
+                f"Scores of {module} have shape {tuple(values.shape)}; {axis} has {expected} in layer {layer}."
+            )
+        if not torch.isfinite(values).all():
+            raise ScoreError(
+                f"Scores of {module} ({axis}) hold {int((~torch.isfinite(values)).sum())} values that are not finite: "
+                "the model's weights hold NaN or infinity (pyprune eval says so), or gradients overflowed; for the "
+                "second use dtype float32, or a smaller gamma or sigma."
+            )
+        held = self.sums.setdefault((layer, axis), {})
+        held[module] = held[module] + values if module in held else values
+
+    def of_bundle(self, scores: Sequence[float]) -> float:
+        """The score of units that go together: their sum; their mean where negative scores would make many units less.
+
+        Such are standardised scores and logarithms.
+        """
+        total = math.fsum(scores)
+        return total / len(scores) if self.standardised or self.aggregation == "prod" else total
+
+    def group_scores(self, layer: int | None, axis: str) -> Tensor:
+        """Scores of the groups of one axis, float64 [units]: KV groups or query heads, FFN or hidden channels.
+
+        Raises:
+            ScoreError: nothing was added for them.
+        """
+        own = self._structures(layer, axis)
+        if axis != "heads" or not self.scope.whole_groups:
+            return _aggregate(own, self.aggregation)
+        kv_heads = self.scope.dense.num_key_value_heads
+        # Query head q reads KV head q // group_size, so the heads of a group lie side by side.
+        queries = own.view(len(own), kv_heads, -1).transpose(1, 2).reshape(-1, kv_heads)
+        coupled = [queries]
+        if (layer, "kv_heads") in self.sums:
+            coupled.append(self._structures(layer, "kv_heads"))
+        return _aggregate(torch.cat(coupled), self.aggregation)
+
+    def _structures(self, layer: int | None, axis: str) -> Tensor:
+        held = self.sums.get((layer, axis))
+        if not held:
+            raise ScoreError(f"The method gave no score for {axis} in layer {layer}.")
+        return torch.stack(list(held.values()))
+
+
+def _aggregate(structures: Tensor, how: str) -> Tensor:
+    """[structures, units] -> [units]."""
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda s: s.sum(0),
+        "mean": lambda s: s.mean(0),
+        "max": lambda s: s.amax(0),
+        "prod": lambda s: s.log().sum(0),
+    }
+    return functions[how](structures)
+
+
+def opened_places(scope: Scope) -> tuple[tuple[int | None, ScoreAxis], ...]:
+    """(layer, axis) of everything that is ranked, in the order in which ties are broken."""
+    found: list[tuple[int | None, ScoreAxis]] = []
+    inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
+    for layer in scope.layers:
+        found += [(layer, axis) for axis in inner if axis in scope.axes]
+    if "hidden" in scope.axes:
+        found.append((None, "hidden"))
+    return tuple(found)
+
+
+def model_scope(model: PreTrainedModel, config: ScoreConfig) -> Scope:
+    """The scope of a model under these options."""
+    return Scope.of(family_for(model).sizes(model.config), config)

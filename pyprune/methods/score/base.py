@@ -1,0 +1,325 @@
+"""The one interface of all scoring methods: give element scores, the rest follows.
+
+To add a method, write ``pyprune/methods/score/NAME.py`` (the file's name is the method's name; nothing is registered
+by hand):
+
+    def score(run: Scoring) -> None:
+        for param in run.opened:                       # parameters with open structures, in the model's order
+            run.add(param, some_tensor_like_the_weight)  # element score = |tensor * weight|
+
+    METHOD = score_method("NAME", "One line for people.", score)
+
+and, unless it starts from the plain defaults, a preset of the same name in ``pyprune/methods/score/presets.py``. What a
+scorer may call:
+
+* ``run.add(param, factor)``: element scores ``factor * weight`` (the weight as removal sees it: 1 + w for Gemma's
+  norms), reduced to structures at once, so add each parameter as soon as its scores exist. May be called several times;
+  scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
+* ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
+* ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
+* ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.config``, ``run.scope`` (open axes and layers),
+  ``run.note(...)``, ``run.warn(...)`` and ``run.details`` for the report.
+
+A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
+(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
+``pyprune/activations.py`` statistics of what modules read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.config.run import PruneConfig
+from pyprune.cut.compensate import target_of
+from pyprune.cut.mask import masked
+from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
+from pyprune.methods.base import Method, PlanDecision, RunOptions
+from pyprune.methods.ratio import share_of_parameters
+from pyprune.methods.score._rank import Ranking
+from pyprune.methods.score._structures import Scope, ScoreError, StructureScores, model_scope, opened_places
+from pyprune.plan import PrunePlan
+
+__all__ = [
+    "ScoreError", "ScoreMethod", "Scorer", "Scoring",
+    "decide_by_scores", "ranking_of", "score_method", "score_spread",
+]  # fmt: skip
+
+NEAR = 0.9
+"""Share of the goal below which a plan is warned of."""
+
+MANY_ZEROS = 0.5
+"""Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
+
+
+@dataclass
+class Scoring:
+    """One round of scoring: what a scorer reads and where it puts its scores.
+
+    Attributes:
+        model: the dense (or, in later rounds, masked) model; leave it as it is.
+        samples: token ids, int64 [N, T]; empty for methods that read no text.
+        config: every option.
+        scope: the open axes and layers.
+        opened: the parameters that own open structures, in the model's order.
+        masked: whether earlier rounds have zeroed structures of this model.
+        scores: the structures' running sums.
+        notes: sentences for the report.
+        warnings: what the user should worry about.
+        details: plain JSON data for the report.
+    """
+
+    model: PreTrainedModel
+    samples: Tensor
+    config: PruneConfig
+    scope: Scope
+    opened: tuple[NamedParam, ...]
+    masked: bool
+    scores: StructureScores
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, samples: Tensor, config: PruneConfig, *, masked: bool = False) -> Scoring:
+        """Open the structures that the options name, with no scores yet."""
+        scope = model_scope(model, config.score)
+        scores = StructureScores(scope, config.score.aggregation)
+        return cls(model, samples, config, scope, scope.opened(model), masked, scores)
+
+    @torch.no_grad()
+    def weight(self, param: NamedParam) -> Tensor:
+        """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
+        offset = family_for(self.model).unit_offset_norm and param.row.is_norm_weight
+        return param.parameter.detach() + 1 if offset else param.parameter.detach()
+
+    @torch.no_grad()
+    def add(self, param: NamedParam, factor: Tensor, *, signed: bool = False) -> None:
+        """Add the element scores ``factor * weight``.
+
+        Args:
+            param: one of ``opened``.
+            factor: of the parameter's shape.
+            signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
+        """
+        self.scores.add_elements(param, factor, self.weight(param), signed=signed)
+
+    @torch.no_grad()
+    def add_elements(self, param: NamedParam, elements: Tensor, *, signed: bool = False) -> None:
+        """Add ready element scores of the parameter's shape."""
+        self.scores.add_elements(param, elements, signed=signed)
+
+    def add_units(self, layer: int | None, axis: str, values: Tensor, part: str = "unit") -> None:
+        """Add ready scores of whole units.
+
+        Args:
+            layer: dense layer index; None for the hidden axis.
+            axis: heads, kv_heads, ffn or hidden.
+            values: [units of that axis], finite; at least 0 where the aggregation is prod.
+            part: name of this share of the units; shares of one name add up, others are aggregated.
+        """
+        self.scores.add_structures(layer, axis, part, values)
+
+    def note(self, text: str) -> None:
+        """Say something that a reader of the report must know."""
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Say something that the user should worry about."""
+        self.warnings.append(text)
+
+
+Scorer = Callable[[Scoring], None]
+"""Adds the scores of every open structure to the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreMethod(Method):
+    """A method that scores structures.
+
+    Attributes:
+        scorer: adds the scores of one round; for those who rank the same scores to several goals.
+    """
+
+    scorer: Scorer
+
+
+def score_method(
+    name: str, summary: str, scorer: Scorer, *, preset: str | None = None, text: bool = True
+) -> ScoreMethod:
+    """The registry's entry of a scoring method.
+
+    Args:
+        name: the file's name.
+        summary: one line for people.
+        scorer: adds the scores.
+        preset: default preset; None = the one of the same name.
+        text: whether the scorer reads calibration text.
+    """
+
+    def decide(
+        model: PreTrainedModel,
+        samples: Tensor,
+        config: PruneConfig,
+        run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    ) -> PlanDecision:
+        return decide_by_scores(scorer, model, samples, config)
+
+    return ScoreMethod(
+        name=name,
+        axis="structures",
+        summary=summary,
+        scorer=scorer,
+        decide=decide,
+        regularise=None,
+        default_preset=preset or name,
+        reads_text=text,
+    )
+
+
+def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
+    """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
+
+    Later rounds score the masked model and hold one more copy of its weights meanwhile. Notes and details are those of
+    the last round, warnings those of all.
+
+    Args:
+        scorer: adds the scores of a round.
+        model: a dense model of a known family; a scorer that reads no weights may be used on the meta device.
+        samples: calibration token ids, int64 [N, T].
+        config: every option.
+
+    Raises:
+        ConfigError: options that do not fit the model, or a goal that cannot be reached.
+        ScoreError: scores that cannot rank anything.
+    """
+    config.validate()
+    ranking = ranking_of(model, config)
+    ranking.check_goal()
+    rounds = config.score.iterations
+    plan = ranking.identity
+    run = Scoring.of(model, samples, config)
+    warnings: list[str] = []
+    for number in range(1, rounds + 1):
+        with masked(model, plan) if number > 1 else nullcontext():
+            run = Scoring.of(model, samples, config, masked=number > 1)
+            scorer(run)
+        prefix = f"Round {number}: " if rounds > 1 else ""
+        warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]
+        plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
+    share = share_of_parameters(ranking.family, ranking.shapes, plan)
+    notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    warnings += _shortfall(ranking, share)
+    if config.score.uniform:
+        notes += _uniform_notes(config, plan)
+        warnings += _uniform_warnings(ranking.why_not_stock(plan))
+    details = {"rounds": rounds, "share_removed": share, "group_scores": score_spread(run), **run.details}
+    return PlanDecision(plan, tuple(notes), {"scores": details}, tuple(warnings))
+
+
+def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
+    """What turns one round's scores of a model into plans; only the goal in ``config`` changes which.
+
+    Raises:
+        ConfigError: open layers that the model does not have.
+    """
+    family = family_for(model)
+    scope = model_scope(model, config.score)
+
+    def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
+        return target_of(model, config, plan).why_not_stock
+
+    return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
+
+
+def _shortfall(ranking: Ranking, share: float) -> list[str]:
+    config = ranking.config
+    if config.score.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
+        return []
+    if config.score.is_local or config.score.axes == ("hidden",):
+        why = "every further step is larger than what is left of the goal"
+        closer = ["smaller steps (score.ffn_multiple, hidden_multiple)", "the ranking 'global'", "more open layers"]
+    else:
+        why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
+        closer = ["smaller steps (score.ffn_multiple)", "the ranking 'local', which goes on with smaller steps"]
+    if "heads" in config.score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
+        closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
+    return [
+        f"ONLY {share:.2%} OF THE PARAMETERS GO, {config.ratio:.2%} were asked for: {why}. What may come closer: "
+        f"{'; '.join(closer)}."
+    ]
+
+
+def _goal_note(config: PruneConfig, share: float, left: int) -> str:
+    if config.score.counts:
+        counts = ", ".join(f"{axis} {count}" for axis, count in config.score.counts.items())
+        asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
+    else:
+        asked = f"asked for {config.ratio:.2%}"
+    return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
+
+
+def _uniform_notes(config: PruneConfig, plan: PrunePlan) -> list[str]:
+    notes = [
+        "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
+    ]
+    if "heads" in config.score.axes and all(len(x.query_heads) == plan.dense.num_attention_heads for x in plan.layers):
+        notes.append("uniform: no heads go; every smaller number is beyond the goal or fits no stock architecture.")
+    return notes
+
+
+def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
+    if not reasons:
+        return []
+    return [
+        f"NO STOCK ARCHITECTURE FITS although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
+        "beside vLLM or Transformers; score.axes=[ffn] keeps the heads, which is what most architectures want."
+    ]
+
+
+def score_spread(run: Scoring) -> dict[str, dict[str, float | None]]:
+    """Axis -> number of units, smallest, median and largest group score, and the share of exact zeros.
+
+    None stands for a score that is not finite: the logarithm of a product of 0.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    for axis in run.scope.axes:
+        values = _all_scores(run, axis)
+        found[axis] = {
+            "units": values.numel(),
+            "zeros": float((values == 0).double().mean()),
+            "smallest": _finite(values.min()),
+            "median": _finite(values.median()),
+            "largest": _finite(values.max()),
+        }
+    return found
+
+
+def _finite(value: Tensor) -> float | None:
+    """JSON has no infinity."""
+    return float(value) if bool(torch.isfinite(value)) else None
+
+
+def _all_scores(run: Scoring, axis: str) -> Tensor:
+    return torch.cat([run.scores.group_scores(layer, a) for layer, a in opened_places(run.scope) if a == axis])
+
+
+def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[str]:
+    """Scores that are all alike say nothing; a ranking by them is the tie-break. What has gone does not count."""
+    found = []
+    for axis in run.scope.axes:
+        places = [place for place in opened_places(run.scope) if place[1] == axis]
+        values = torch.cat([ranking.remaining(run.scores, before, *place) for place in places])
+        zeros = float((values == 0).double().mean())
+        if values.numel() > 1 and bool((values == values[0]).all()):
+            found.append(f"THE SCORES SAY NOTHING: every unit of {axis} has the score {float(values[0]):.4g}.")
+        elif run.config.score.aggregation != "prod" and zeros > MANY_ZEROS:
+            found.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
+    return found

@@ -1,0 +1,99 @@
+"""FLAP: channels whose input hardly fluctuates go, because a bias can stand for them (An et al. 2024).
+
+For channel j of the input of an output projection (o_proj, down_proj), the weighted input feature variance
+
+    S_j = 1/(N - 1) sum_n (X_nj - mean_j)^2 * ||W_:j||_2^2
+
+over the N calibration tokens is what remains of the loss of that channel once its mean is compensated. Layers and
+modules differ in scale, so each module's scores are standardised, (S - mean) / standard deviation over its channels,
+before they are compared globally (the paper's AL-AM; a local ranking is unchanged by it). Units that go together
+(``score.ffn_multiple``) count their mean. A query head is the mean of
+its standardised channels, as in the authors' code, which keeps heads and FFN channels on one scale; the preset
+aggregates a KV group by the mean of its query heads for the same reason. Their code squares S of the attention first;
+the paper does not, and neither does this.
+
+With ``score.compensate`` (the default of this method) the cut adds the lost mean as a bias:
+:mod:`pyprune.cut.compensate`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.errors import ConfigError
+from pyprune.families import family_for
+from pyprune.families.base import Block
+from pyprune.methods.score._memory import measured
+from pyprune.methods.score._structures import opened_places
+from pyprune.methods.score.base import Scoring, score_method
+from pyprune.probe.activations import gather_moments
+
+_BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
+
+
+@torch.no_grad()
+def score(run: Scoring) -> None:
+    """Add the standardised fluctuation of every open head and FFN channel.
+
+    Raises:
+        ConfigError: the hidden axis is open, or the ranking would change the scale of standardised scores.
+        DataError: there is no calibration sample.
+    """
+    _check(run)
+    family = family_for(run.model)
+    run.scores.standardised = True
+    names = {
+        (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}"
+        for layer, axis in opened_places(run.scope)
+    }
+    with measured(run) as account:
+        moments = gather_moments(run.model, run.samples, inputs=names.values(), batch_size=run.config.score.batch_size)
+        account.state = sum(m.bytes for m in moments.values())
+    for (layer, axis), name in names.items():
+        weight = cast(nn.Linear, run.model.get_submodule(name)).weight.detach()
+        channels = standardised_fluctuation(moments[name].variance, weight, masked=run.masked)
+        heads = channels.view(-1, run.scope.dense.head_dim).mean(1) if axis == "heads" else channels
+        run.add_units(layer, axis, heads, part=name)
+    run.details["tokens"] = run.samples.numel()
+
+
+def standardised_fluctuation(variance: Tensor, weight: Tensor, *, masked: bool = False) -> Tensor:
+    """(S - mean(S)) / std(S) with S_j = variance_j ||W_:j||^2.
+
+    Args:
+        variance: of the module's input channels, float64 [in].
+        weight: of the module, [out, in].
+        masked: leave channels without weights, which earlier rounds removed, out of mean and deviation (they score 0).
+
+    Returns:
+        float64 [in].
+    """
+    sizes = weight.double().square().sum(0)
+    raw = variance * sizes
+    alive = sizes > 0 if masked else torch.ones_like(sizes, dtype=torch.bool)
+    known = raw[alive]
+    spread = float(known.std()) if len(known) > 1 else 0.0
+    scores = (raw - known.mean()) / (spread or 1.0)
+    return torch.where(alive, scores, torch.zeros_like(scores))
+
+
+def _check(run: Scoring) -> None:
+    score = run.config.score
+    if "hidden" in score.axes:
+        raise ConfigError(
+            f"score.axes is {list(score.axes)}, but FLAP scores the inputs of o_proj and down_proj; use heads and ffn."
+        )
+    if score.aggregation == "prod":
+        raise ConfigError("score.aggregation is 'prod', but FLAP's standardised scores are negative too; use mean.")
+    if score.normalise != "none":
+        raise ConfigError(
+            f"score.normalise is {score.normalise!r}, but FLAP standardises its scores itself; set it to none."
+        )
+
+
+METHOD = score_method(
+    "flap", "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.", score
+)

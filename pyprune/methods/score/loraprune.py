@@ -1,0 +1,156 @@
+"""LoRAPrune: the Taylor score with a gradient that LoRA factors give for free (Zhang et al. 2023).
+
+While adapters B [out, r] and A [r, in] of every open projection are trained on the calibration text, the gradient of
+its frozen weight is never computed. A step of size 1 on both factors changes their product by
+
+    g = gB A + B gA - gB gA      (gA and gB are the gradients of A and B)
+
+which stands for the gradient of W (the paper's LoRA-guided criterion), and a step's element score is
+((W + scale B A) g)^2. The authors' code takes the absolute value instead and divides each module's scores by their
+norm; that is not done here. The scores of the steps are joined by a moving average, I <- momentum I +
+(1 - momentum) I_t. Elements are summed to
+structures within the step, and the average is taken of the sums, which is the same: no matrix outlives a step. At the
+first step B is 0, so that g = scale G A^T A, the gradient G seen through a random A; B grows with the steps.
+
+The factors are dropped afterwards and the model is what it was (LoRAPrune itself keeps them: use a recovery instead).
+In later rounds of an iterative run the factors are held at zero where earlier rounds removed rows or columns. Vectors
+(biases, norms), the embedding and the head have no factors and do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from pyprune.config.score import LoraPruneConfig
+from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.errors import DataError
+from pyprune.families import NamedParam
+from pyprune.methods.score._memory import measured
+from pyprune.methods.score._structures import Place, StructureScores
+from pyprune.methods.score.base import Scoring, score_method
+from pyprune.train.loop import train
+from pyprune.train.lora import adapters
+from pyprune.train.objective import Objective
+
+
+def score(run: Scoring) -> None:
+    """Train LoRA factors on the samples and add the moving average of their steps' scores.
+
+    Raises:
+        DataError: there is no calibration sample.
+        MissingDependencyError: PEFT is not installed.
+        TrainingError: a loss or gradient is not finite.
+    """
+    if not run.samples.numel():
+        raise DataError("loraprune trains factors on calibration text; give samples.")
+    config = run.config.loraprune
+    projections = _projections(run)
+    lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
+    objective = _Guided(run, projections, config)
+    with measured(run) as account, adapters(run.model, list(projections), lora) as adapted:
+        try:
+            # Weights, gradients and both moments of the factors live through all steps.
+            account.state = 4 * sum(p.numel() * p.element_size() for p in adapted.parameters() if p.requires_grad)
+            report = train(
+                adapted, run.samples, config.train, objective, keep_last_good=False, description="LoRAPrune's factors"
+            )
+        finally:
+            adapted.unload()
+    for (layer, axis), modules in objective.average.items():
+        for module, values in modules.items():
+            run.add_units(layer, axis, values, part=module)
+    run.details |= {"losses": report.losses, "steps": report.steps, "projections": len(projections)}
+
+
+def guided_gradient(a: Tensor, b: Tensor, grad_a: Tensor, grad_b: Tensor) -> Tensor:
+    """``gB A + B gA - gB gA``: by how much B A shrinks when both factors step against their gradients.
+
+    Args:
+        a: [r, in].
+        b: [out, r].
+        grad_a: of A, [r, in].
+        grad_b: of B, [out, r].
+
+    Returns:
+        [out, in].
+    """
+    # (gB)(A - gA) + B gA: two products instead of three.
+    return grad_b @ (a - grad_a) + b @ grad_a
+
+
+def _projections(run: Scoring) -> dict[str, NamedParam]:
+    """Module name -> weight of every open linear projection of the layers."""
+    found = {}
+    for param in run.opened:
+        module = param.name.rpartition(".")[0]
+        if param.layer is not None and isinstance(run.model.get_submodule(module), nn.Linear) and not param.row.is_bias:
+            found[module] = param
+    return found
+
+
+class _Guided(Objective):
+    """Plain language-model training of the factors that listens to their gradients."""
+
+    name = "loraprune"
+
+    def __init__(self, run: Scoring, projections: Mapping[str, NamedParam], config: LoraPruneConfig) -> None:
+        self.run = run
+        self.projections = projections
+        self.momentum = config.momentum
+        self.average: dict[Place, dict[str, Tensor]] = {}
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    @override
+    def setup(self, model: nn.Module, config: TrainConfig) -> None:
+        with torch.no_grad():
+            self._hold_removed_at_zero()
+
+    @override
+    def before_optimizer_step(self, model: nn.Module, step: int, gradient_scale: float) -> None:
+        now = StructureScores(self.run.scope, self.run.config.score.aggregation)
+        for module, param in self.projections.items():
+            a, b, scale = self._factors(module)
+            if a.grad is None or b.grad is None:
+                raise RuntimeError(f"The factors of {module} got no gradient. This is a bug.")
+            guided = guided_gradient(a, b, a.grad * gradient_scale, b.grad * gradient_scale)
+            weight = param.parameter.detach().to(guided.dtype) + scale * (b @ a)
+            now.add_elements(param, guided.mul_(weight).square_())
+        self._join(now)
+
+    @override
+    def after_optimizer_step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
+    ) -> None:
+        self._hold_removed_at_zero()
+
+    def _join(self, now: StructureScores) -> None:
+        for place, modules in now.sums.items():
+            held = self.average.setdefault(place, {})
+            for module, values in modules.items():
+                before = held[module] * self.momentum if module in held else 0.0
+                held[module] = before + values * (1 - self.momentum)
+
+    def _factors(self, module: str) -> tuple[Tensor, Tensor, float]:
+        """(A [r, in], B [out, r], scale) of an adapted module."""
+        adapted: Any = self.run.model.get_submodule(module)
+        return adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
+
+    def _hold_removed_at_zero(self) -> None:
+        if not self.run.masked:
+            return
+        for module, param in self.projections.items():
+            a, b, _ = self._factors(module)
+            gone = param.parameter == 0
+            b[gone.all(1)] = 0.0
+            a[:, gone.all(0)] = 0.0
+
+
+METHOD = score_method("loraprune", "LoRAPrune: Taylor scores with gradients read off LoRA factors.", score)

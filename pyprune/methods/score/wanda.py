@@ -1,0 +1,70 @@
+"""Wanda, structured: a weight is worth its size times the size of what it is multiplied with.
+
+The element score is |W_ij| ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language
+Models", equation 1), X_j being channel j of the module's input over all calibration tokens. The paper removes single
+weights; here a coupled structure sums its elements, and a group aggregates the structures that go together, as for
+every score (a query head: its rows of q_proj and its columns of o_proj; a KV group: these and its rows of k_proj and
+v_proj; an FFN channel: its rows of gate and up and its column of down). ``score.wanda: output`` counts the columns of
+the output projections alone, the form that FLAP's authors compare with as Wanda-sp.
+
+What the paper does not have is scored by the same rule: a bias is multiplied with 1 at every token, so that it counts
+|b| sqrt(tokens); on the hidden axis, a channel of a norm or an embedding counts the l2 norm of what it writes (for a
+norm that is |w_j| times the norm of the normalised input). A head tied to the embedding is one tensor and counts as
+the embedding. The norms are gathered in one forward pass; no activation is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.families import NamedParam
+from pyprune.methods.score._memory import measured
+from pyprune.methods.score.base import Scoring, score_method
+from pyprune.probe.activations import Moments, gather_moments
+
+
+@torch.no_grad()
+def score(run: Scoring) -> None:
+    """Add |W_ij| ||X_j||_2 of every open parameter.
+
+    Raises:
+        DataError: there is no calibration sample.
+    """
+    counted = [p for p in run.opened if run.config.score.wanda == "coupled" or p.row.role == "writer"]
+    modules = list(dict.fromkeys(_module(p) for p in counted))
+    linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
+    others = [name for name in modules if name not in set(linear)]
+    with measured(run) as account:
+        moments = gather_moments(
+            run.model, run.samples, inputs=linear, outputs=others, batch_size=run.config.score.batch_size
+        )
+        account.state = sum(m.bytes for m in moments.values())
+    for param in counted:
+        module = run.model.get_submodule(_module(param))
+        _add(run, param, module, moments[_module(param)])
+    run.details["tokens"] = run.samples.numel()
+
+
+def _add(run: Scoring, param: NamedParam, module: nn.Module, moments: Moments) -> None:
+    if param.row.is_bias:
+        run.add(param, torch.full_like(param.parameter, math.sqrt(moments.count), dtype=_wide(param.parameter)))
+    elif isinstance(module, nn.Linear):
+        norms = moments.norm().to(_wide(param.parameter))
+        run.add(param, norms.expand_as(param.parameter))
+    else:
+        bias = getattr(module, "bias", None)
+        run.add_units(None, "hidden", moments.norm(bias), part=_module(param))
+
+
+def _module(param: NamedParam) -> str:
+    return param.name.rpartition(".")[0]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+METHOD = score_method("wanda", "Wanda, structured: remove the heads and channels with the smallest |w| |x|.", score)

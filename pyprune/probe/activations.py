@@ -1,0 +1,132 @@
+"""What the modules of a model read and write on calibration text, one number a channel.
+
+Forward hooks reduce every activation as soon as it exists and let it go: beside the model, what is held is the
+statistics (three numbers a channel) and, of a micro batch, the activations of the layer that is running. No graph is
+recorded, and the logits are not made unless the head itself is listened to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.data.tokens import micro_batch_for
+from pyprune.errors import DataError
+
+
+@dataclass
+class Moments:
+    """Running count, mean and squared deviations of every channel over tokens (Chan's pairwise update, in float64).
+
+    Attributes:
+        count: tokens so far.
+        mean: float64 [channels].
+        squares: float64 [channels], sum over tokens of (x - mean)^2.
+    """
+
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+    def add(self, x: Tensor) -> None:
+        """Add the tokens of ``x`` [..., channels], any floating dtype."""
+        tokens = x.detach().flatten(0, -2).double()
+        mean = tokens.mean(0)
+        squares = (tokens - mean).square_().sum(0)
+        if not self.count:
+            self.count, self.mean, self.squares = len(tokens), mean, squares
+            return
+        total = self.count + len(tokens)
+        apart = mean - self.mean
+        self.squares += squares + apart.square() * (self.count * len(tokens) / total)
+        self.mean += apart * (len(tokens) / total)
+        self.count = total
+
+    @property
+    def variance(self) -> Tensor:
+        """Sample variance over the tokens, float64 [channels]."""
+        return self.squares / max(1, self.count - 1)
+
+    def norm(self, origin: Tensor | None = None) -> Tensor:
+        """The l2 norm over the tokens of x - origin, float64 [channels]; an origin of None is 0."""
+        mean = self.mean if origin is None else self.mean - origin.detach().double()
+        return (self.squares + self.count * mean.square()).sqrt()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the statistics."""
+        return 8 * (self.mean.numel() + self.squares.numel())
+
+
+@torch.no_grad()
+def gather_moments(
+    model: PreTrainedModel,
+    samples: Tensor,
+    *,
+    inputs: Iterable[str] = (),
+    outputs: Iterable[str] = (),
+    batch_size: int | None = None,
+) -> dict[str, Moments]:
+    """Run the model on the samples and return the moments of what the named modules read or write.
+
+    Args:
+        model: a causal LM; it comes back as it was.
+        samples: token ids, int64 [N, T].
+        inputs: modules whose first argument [B, T, channels] is listened to.
+        outputs: modules whose result [B, T, channels] is listened to.
+        batch_size: sequences in one pass; None = as many as make 2,048 tokens.
+
+    Raises:
+        DataError: there is no sample.
+    """
+    if not samples.numel():
+        raise DataError("Statistics of activations are gathered on calibration text; give samples.")
+    found: dict[str, Moments] = {}
+    size = batch_size or micro_batch_for(len(samples), samples.shape[1])
+    with still(model), ExitStack() as stack:
+        for name in inputs:
+            stack.enter_context(_listening(model, name, found, "register_forward_pre_hook"))
+        for name in outputs:
+            stack.enter_context(_listening(model, name, found, "register_forward_hook"))
+        head = model.get_output_embeddings()
+        listened = {id(model.get_submodule(name)) for name in found}
+        runner: Callable[..., Any] = model if id(head) in listened else model.base_model
+        for batch in samples.to(model.device).split(size):
+            runner(input_ids=batch, use_cache=False)
+    return found
+
+
+@contextmanager
+def _listening(model: nn.Module, name: str, into: dict[str, Moments], register: str) -> Iterator[None]:
+    moments = into.setdefault(name, Moments())
+
+    def hook(module: nn.Module, args: tuple[Any, ...], *result: Any) -> None:
+        moments.add(result[0] if result else args[0])
+
+    handle = getattr(model.get_submodule(name), register)(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def still(model: PreTrainedModel) -> Iterator[None]:
+    """No dropout and no graph for the model's own parameters meanwhile."""
+    training = model.training
+    thawed = [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    for parameter in thawed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in thawed:
+            parameter.requires_grad_(True)
+        model.train(training)

@@ -1,0 +1,1 @@
+"""What every stage runs on: files, devices, progress, interruptions, bounds."""

@@ -1,0 +1,59 @@
+"""Devices and dtypes: what this machine computes in, and how well."""
+
+from __future__ import annotations
+
+import torch
+
+from pyprune.errors import (
+    ConfigError,
+)
+from pyprune.runtime.progress import warn
+
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Of x86 and Arm, as torch.cpu.get_capabilities names them."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of this name; "auto" is CUDA when there is one.
+
+    Raises:
+        ConfigError: no such device name, or this machine has none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    count = torch.cuda.device_count()
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+        return device
+    raise ConfigError(f"device is {name!r}; use auto, cpu, cuda or cuda:N. This machine has {count} CUDA devices.")
+
+
+def accelerator_name(device: str) -> str | None:
+    """Name of the accelerator behind a device name of :func:`resolve_device`; None for the CPU."""
+    place = resolve_device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else None
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether a device has bfloat16 arithmetic; True where torch cannot tell (other devices, older releases).
+
+    A CPU without it takes four to five times as long for a product of matrices in bfloat16 as in float32 (torch 2.13).
+    """
+    read = getattr(torch.cpu, "get_capabilities", None)
+    if device.type != "cpu" or read is None:
+        return True
+    known = read()
+    return any(known.get(name) for name in BFLOAT16_INSTRUCTIONS)
+
+
+def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
+    """Say on stderr that bfloat16 is slow on this CPU, when it is what is computed in."""
+    if dtype == "bfloat16" and not computes_bfloat16(device):
+        warn(
+            "this CPU has no bfloat16 arithmetic, so that bfloat16 takes several times as long as float32; "
+            "set dtype to float32 if time counts."
+        )

@@ -1,0 +1,1 @@
+"""The one training loop, its objectives and optimisers, and recovery."""

@@ -1,0 +1,267 @@
+"""Knowledge distillation: a pruned student learns from the dense model it was cut from.
+
+Two signals, both at the positions whose next token counts (the prompt of an instruction never does):
+
+* the distribution of the next token, temperature^2 KL(teacher || student) (Hinton, Vinyals and Dean, "Distilling the
+  Knowledge in a Neural Network", 2015, section 2). Logits are made chunk by chunk and their gradient is taken at once,
+  so that neither model's [B, T, V] ever exists;
+* the residual stream x after every kept layer. The student's layer j is dense layer k_j, its channels are the kept
+  ones C, and the cut scales its stream by s (:func:`pyprune.cut.compact.stream_scale`), so
+
+      D = mean over j and tokens of |x_j - s x^teacher_{k_j}[C]|^2 / |s x^teacher_{k_j}[C]|^2.
+
+  Relative per token, because the size of the stream differs by orders of magnitude between layers and tokens. Where
+  LayerNorm is cut through the gauge, the teacher's mean over C is taken out first, as the cut did for the student.
+
+An unpruned copy of the teacher has exactly zero of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.config.train import DistillConfig
+from pyprune.cut.compact import stream_scale
+from pyprune.data.tokens import Tokens
+from pyprune.errors import ConfigError
+from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
+from pyprune.plan import PrunePlan
+from pyprune.probe.hooks import LayerHooks
+from pyprune.train.loss import distillation_loss
+from pyprune.train.objective import LossTerms
+
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
+
+
+class Distillation:
+    """The loss of a student against its teacher.
+
+    Args:
+        student: the model to train; dense, or cut to ``plan``.
+        teacher: the dense model, any dtype and device; it is only read.
+        config: weights and temperature.
+        plan: what stayed of the teacher in the student; None when nothing was cut. Only the hidden states need it.
+
+    Raises:
+        ConfigError: the two models do not belong together, or share weights.
+        PlanError: the plan is not the teacher's.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        config: DistillConfig,
+        plan: PrunePlan | None = None,
+    ) -> None:
+        self.teacher = teacher
+        self.config = config
+        self.was_training = teacher.training
+        self.hooks: list[LayerHooks] = []
+        self.listening = False
+        self.student_stream: dict[int, Tensor] = {}
+        self.teacher_stream: dict[int, Tensor] = {}
+        self.position = torch.empty(0)
+        _check_pair(student, teacher)
+        self.view = _StreamView(student, teacher, plan) if config.hidden else None
+
+    def identity(self) -> dict[str, Any]:
+        """Options and teacher, which a resumed run must share; the teacher by the SHA-256 of its vectors."""
+        digest = hashlib.sha256()
+        for parameter in self.teacher.parameters():
+            if parameter.ndim == 1:
+                digest.update(parameter.detach().float().cpu().numpy().tobytes())
+        return {
+            **{f"distill.{k}": v for k, v in self.config.to_dict().items() if k not in ("version", "chunk")},
+            "teacher_parameters": count_parameters(self.teacher),
+            "teacher_sha256": digest.hexdigest(),
+        }
+
+    def start(self, student: nn.Module) -> None:
+        """Put the teacher into eval mode and listen to the residual streams."""
+        self.was_training = self.teacher.training
+        self.teacher.eval()
+        if self.view is None:
+            return
+        layers = decoder_layers(_base(student))
+        self.hooks = [
+            LayerHooks(layers, range(len(layers)), self._hear_student),
+            LayerHooks(decoder_layers(self.teacher), self.view.layers, self._hear_teacher),
+        ]
+
+    def stop(self) -> None:
+        """Undo :meth:`start`."""
+        for hooks in self.hooks:
+            hooks.remove()
+        self.hooks.clear()
+        self.teacher.train(self.was_training)
+
+    def _hear_student(self, index: int, before: Tensor, after: Tensor) -> None:
+        # Gradient checkpointing runs the hook once more in the backward pass, and no operation may differ there.
+        if self.listening:
+            self.student_stream[index] = after
+
+    def _hear_teacher(self, index: int, before: Tensor, after: Tensor) -> None:
+        self.teacher_stream[index] = after[:, :-1][self.position.to(after.device)]
+
+    def terms(self, student: nn.Module, batch: Tokens) -> LossTerms:
+        """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
+        self.position = batch.predicted
+        base = _base(student)
+        self.listening = True
+        states = _last_hidden(base, batch.inputs)[:, :-1][self.position]
+        self.listening = False
+        with torch.no_grad():
+            inputs = batch.inputs.to(self.teacher.device)
+            expected = _last_hidden(self.teacher, inputs)[:, :-1][self.position.to(inputs.device)]
+        targets = batch.targets[self.position]
+        total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
+        count = max(1, len(targets))
+        cross_entropy, divergence = sums[0] / count, sums[1] / count
+        total, parts = total / count, {"kl": divergence}
+        if self.view is not None:
+            difference = self._stream_difference(self.view)
+            total = total + self.config.hidden * difference
+            parts["hidden"] = difference.detach()
+        return LossTerms(cross_entropy, total=total, parts=parts)
+
+    def _logit_loss(self, student: PreTrainedModel, expected: Tensor, targets: Tensor) -> ChunkLoss:
+        """(1 - alpha) CE + alpha temperature^2 KL of some rows, and the sums of CE and KL for the report."""
+        alpha, temperature = self.config.alpha, self.config.temperature
+
+        def loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                taught = _head(self.teacher, expected[rows])
+            return distillation_loss(_head(student, states), taught, targets[rows], alpha, temperature)
+
+        return loss
+
+    def _stream_difference(self, view: _StreamView) -> Tensor:
+        """D of the module's docstring, a scalar."""
+        found = []
+        for j, k in enumerate(view.layers):
+            own = self.student_stream[j][:, :-1][self.position].float()
+            expected = view.expected(self.teacher_stream[k].float()).to(own.device)
+            size = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+            found.append(((own - expected).square().sum(-1) / size).sum() / max(1, len(own)))
+        self.student_stream.clear()
+        self.teacher_stream.clear()
+        return torch.stack(found).mean()
+
+
+class _StreamView:
+    """How the teacher's residual stream looks from inside the cut student.
+
+    Attributes:
+        layers: dense index of each of the student's layers, in order.
+    """
+
+    def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel, plan: PrunePlan | None) -> None:
+        family = family_for(teacher)
+        plan = plan or family.plan(teacher.config)
+        check_plan(plan, family, teacher.config)
+        have = (len(decoder_layers(student)), int(student.config.hidden_size))
+        wanted = (len(plan.layers), len(plan.hidden))
+        if have != wanted:
+            raise ConfigError(
+                f"distill.hidden compares residual streams, but the student has {have[0]} layers of hidden size "
+                f"{have[1]}, and what stayed of the teacher is {wanted[0]} layers of {wanted[1]} ({plan.summary()}). "
+                "Give the plan that the student was cut to, or set distill.hidden to 0."
+            )
+        self.layers: Sequence[int] = plan.kept_layers
+        self.kept: Tensor | None = torch.tensor(plan.hidden) if plan.removed_hidden else None
+        self.scale = stream_scale(family, plan, tied=bool(teacher.config.tie_word_embeddings))
+        self.centred = self.kept is not None and family.gauges(teacher.config)
+
+    def expected(self, stream: Tensor) -> Tensor:
+        """Map the teacher's stream [N, H] to what the student's should be [N, H']."""
+        if self.kept is None:
+            return stream
+        kept = stream.index_select(-1, self.kept.to(stream.device))
+        if self.centred:
+            kept = kept - kept.mean(-1, keepdim=True)
+        return self.scale * kept
+
+
+class _InChunks(torch.autograd.Function):
+    """A loss summed over chunks of rows; each chunk's gradient is taken before the next one is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: ChunkLoss, size: int, wanted: bool, states: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total, sums = states.new_zeros((), dtype=torch.float32), torch.zeros(2, device=states.device)
+        gradient = torch.zeros_like(states)
+        of_weights = [torch.zeros_like(w) for w in weights]
+        for at in range(0, len(states), size):
+            rows = slice(at, at + size)
+            with torch.set_grad_enabled(wanted):
+                piece = states[rows].detach().requires_grad_(wanted)
+                value, reported = loss(piece, rows)
+            total += value.detach()
+            sums += reported
+            if wanted:
+                found = torch.autograd.grad(value, [piece, *weights])
+                gradient[rows] = found[0]
+                for sum_, part in zip(of_weights, found[1:], strict=True):
+                    sum_ += part
+        ctx.save_for_backward(gradient, *of_weights)
+        ctx.mark_non_differentiable(sums)
+        return total, sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *(grad_total.to(g.dtype) * g for g in ctx.saved_tensors)
+
+
+def _in_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: int) -> tuple[Tensor, Tensor]:
+    """Sum ``loss`` over the rows of ``states`` [N, H], differentiable in them and in the student's head."""
+    wanted = torch.is_grad_enabled() and states.requires_grad
+    weights = [p for p in _output_head(student).parameters() if p.requires_grad] if wanted else []
+    return cast(tuple[Tensor, Tensor], cast(Any, _InChunks).apply(loss, size, wanted, states, *weights))
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    """The model inside PEFT's wrapper, if there is one; its layers hold the adapters."""
+    unwrap = getattr(model, "get_base_model", None)
+    return cast(PreTrainedModel, unwrap() if unwrap is not None else model)
+
+
+def _last_hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
+    """What the head reads, [B, T, H]."""
+    decoder = getattr(model, model.base_model_prefix)
+    return cast(Tensor, decoder(input_ids=inputs, use_cache=False).last_hidden_state)
+
+
+def _output_head(model: PreTrainedModel) -> nn.Module:
+    return cast(nn.Module, model.get_output_embeddings())
+
+
+def _head(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [n, V] of hidden states [n, H], as the model's own forward makes them."""
+    logits = cast(Tensor, _output_head(model)(states))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    own = {id(p) for p in student.parameters()}
+    if any(id(p) in own for p in teacher.parameters()):
+        raise ConfigError(
+            "The teacher shares weights with the student, so it would change as the student learns. Load it again, "
+            "or copy it (copy.deepcopy) before the cut."
+        )
+    vocabularies = [int(m.config.vocab_size) for m in (student, teacher)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ConfigError(
+            f"The teacher has a vocabulary of {vocabularies[1]} tokens and the student one of {vocabularies[0]}; "
+            "distillation needs the model that the student was cut from."
+        )

@@ -1,0 +1,476 @@
+"""The one training loop. Fine-tuning, every regulariser, gate learning and LoRA recovery run through it.
+
+What differs between them is an :class:`Objective`; plain fine-tuning is the base class itself. One optimiser
+step is
+
+    loss = mean over the step's predicted tokens of -log p  +  the objective's penalties,
+
+accumulated over micro batches with exact token weights, clipped, applied, and then handed to the objective
+(proximal map, shrinkage, gauge). The order of samples and all random numbers of step k are functions of
+(seed, k) alone, so a resumed run equals an uninterrupted one bit for bit on the same machine with the same
+number of threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.config.train import TrainConfig
+from pyprune.data.tokens import IGNORED as IGNORED
+from pyprune.data.tokens import Tokens as Tokens
+from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingError
+from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.interrupts import interrupts_deferred
+from pyprune.runtime.progress import console
+from pyprune.train.objective import Objective, StepRecord, TrainReport
+from pyprune.train.optimizer import (
+    RegularisedAdamW,
+    _load_optimizer_tensors,
+    _optimizer_tensors,
+    clip_factor,
+    make_optimizer,
+    uses_own_optimiser,
+)
+from pyprune.train.progress import _StepProgress
+from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
+from pyprune.train.state import TrainState, check_same_run, latest_state, load_state, save_state
+
+_log = logging.getLogger(__name__)
+
+
+def learning_rate_factor(step: int, config: TrainConfig) -> float:
+    """Share of the peak learning rate at ``step`` (from 1): linear warm-up, then the configured decay."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    done = (step - config.warmup_steps - 1) / max(1, config.steps - config.warmup_steps)
+    return 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _warm_up_warnings(config: TrainConfig) -> list[str]:
+    if config.warmup_steps < config.steps:
+        return []
+    return [
+        f"The warm-up of {config.warmup_steps} steps takes the whole run of {config.steps}: the learning rate rises to "
+        "the end and never falls; lower warmup_steps."
+    ]
+
+
+def train(
+    model: nn.Module,
+    samples: Tensor | Tokens,
+    config: TrainConfig,
+    objective: Objective | None = None,
+    *,
+    validation: Tensor | Tokens | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
+    keep_last_good: bool = True,
+    description: str | None = None,
+) -> TrainReport:
+    """Train ``model`` in place on ``samples`` and return what happened.
+
+    Early stopping (``config.early_stop_patience``) validates every ``validation_interval`` steps and at the end,
+    on the whole objective (loss and penalties); the weights of the best validation are put back at the end.
+    While an objective's schedule is still running nothing is kept or stopped. Without a ``validation`` set, 5 %
+    of the samples (the last ones, at least one) are held out for it and the report says so.
+
+    Args:
+        model: a causal LM with float32 (or float64) trainable weights, on any one device.
+        samples: token ids, int64 [N, T], :data:`IGNORED` marking right padding; or :class:`Tokens`, whose labels
+            leave out what is not to be predicted (the prompt of an instruction).
+        config: the loop's options.
+        objective: what is minimised; None = plain fine-tuning.
+        validation: token ids, int64 [M, T'], or :class:`Tokens`, never trained on.
+        checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and on
+            Ctrl-C or any other exception.
+        resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
+        keep_last_good: hold a copy of the trained weights (4 bytes a parameter) to return to when the loss or a
+            gradient is not finite.
+        description: shown with the progress.
+
+    Raises:
+        ConfigError: options that contradict each other or the model.
+        DataError: samples that the model cannot be trained on.
+        TrainingError: a loss or gradient that is not finite. The weights go back to the last ones that gave a
+            finite loss and gradient, and with ``checkpoint_dir`` they are also written there.
+        CheckpointError: a damaged checkpoint, or one of another run.
+        OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.
+    """
+    config.validate()
+    tokens, held_out = Tokens.of(samples), None if validation is None else Tokens.of(validation)
+    check_samples(model, tokens, "samples")
+    held_out_note = ""
+    if config.early_stop_patience is not None and held_out is None:
+        tokens, held_out, held_out_note = _hold_out(tokens)
+    if held_out is not None:
+        check_samples(model, held_out, "validation")
+    if resume and checkpoint_dir is None:
+        raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
+    run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
+    run.report.warnings += [held_out_note] if held_out_note else []
+    run.report.warnings += _warm_up_warnings(config)
+    warn_of_slow_dtype(config.dtype, run.device)
+    with _prepared(model, config, run.device):
+        try:
+            return run.execute(resume, description or run.objective.name)
+        finally:
+            run.objective.teardown(model)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """What a micro batch's means count for in the means over all of its batch.
+
+    Attributes:
+        predicted: its share of the predicted tokens: the weight of losses.
+        fed: its share of the tokens without padding: the weight of an activation penalty.
+    """
+
+    predicted: float
+    fed: float
+
+
+class _Run:
+    """The state of one call of :func:`train`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Tokens,
+        validation: Tokens | None,
+        config: TrainConfig,
+        objective: Objective,
+        checkpoint_dir: Path | None,
+        keep_last_good: bool,
+    ) -> None:
+        self.model = model
+        self.samples = samples
+        self.validation = validation
+        self.config = config
+        self.objective = objective
+        self.checkpoint_dir = checkpoint_dir
+        self.keep_last_good = keep_last_good
+        self.device = next(model.parameters()).device
+        self.report = TrainReport(objective.name)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.last_good: dict[str, Tensor] = {}
+        self.last_good_step = 0
+        self.best: dict[str, Tensor] = {}
+        self.best_loss = math.inf
+        self.bad_validations = 0
+        self.updating = False
+        self.done = False
+
+    def execute(self, resume: bool, description: str) -> TrainReport:
+        started = time.monotonic()
+        self.objective.setup(self.model, self.config)
+        self._make_optimizer()
+        self._restore(resume)
+        try:
+            self._catch_up()
+            with _StepProgress(description, self.config.steps) as progress:
+                while not self.done and self.report.steps < self.config.steps:
+                    self._step(self.report.steps + 1)
+                    progress.update(self.report.steps, self.report.history[-1])
+                    self._validate_and_checkpoint()
+            self._end()
+        except TrainingError:
+            self.report.stopped = "failed"
+            raise
+        except (OutputError, CheckpointError):
+            raise
+        except BaseException:
+            self._save_after_interruption()
+            raise
+        finally:
+            self.report.seconds = time.monotonic() - started
+            self.optimizer.zero_grad(set_to_none=True)
+        return self.report
+
+    def _make_optimizer(self) -> None:
+        groups = self.objective.parameter_groups(self.model, self.config)
+        self.peaks = [g.learning_rate for g in groups]
+        for group in groups:
+            self.parameters.update(group.parameters)
+        check_trainable(self.parameters)
+        own = uses_own_optimiser(self.config, self.device)
+        penalties = self.objective.optimiser_penalties(self.model, self.config) if own else {}
+        self.optimizer = make_optimizer(groups, self.config, penalties)
+
+    def _step(self, step: int) -> None:
+        config = self.config
+        torch.manual_seed(config.seed * 1_000_003 + step)
+        factor = learning_rate_factor(step, config)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+        self.objective.before_step(self.model, step)
+        batch = self.samples[batch_indices(len(self.samples), config.batch_size, step, config.seed)]
+        lm, penalty, parts = self._backward(batch, step)
+        norm, scale = self._clip(step)
+        if self.keep_last_good:
+            self._remember_last_good(step)
+        with torch.no_grad():
+            self.objective.before_optimizer_step(self.model, step, scale)
+        with self._update():
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                self.objective.after_optimizer_step(self.model, self.optimizer, step, config.learning_rate * factor)
+            self.report.history.append(StepRecord(step, lm, penalty, config.learning_rate * factor, norm, parts))
+            self.report.steps = step
+            self.report.tokens += batch.fed()
+
+    def _backward(self, batch: Tokens, step: int) -> tuple[float, float, dict[str, float]]:
+        """Accumulate the gradient of the whole step; returns (LM loss, penalty, other terms)."""
+        self.optimizer.zero_grad(set_to_none=True)
+        lm_sum, penalty_sum = 0.0, 0.0
+        parts: dict[str, float] = {}
+        for micro, weight in self._micro_batches(batch):
+            with self._autocast():
+                terms = self.objective.micro_loss(self.model, micro)
+            loss = terms.minimised * weight.predicted
+            if terms.penalty is not None:
+                share = terms.penalty * weight.fed
+                loss = loss + share
+                penalty_sum += float(share.detach())
+            lm_sum += float(terms.lm.detach()) * weight.predicted
+            for name, part in terms.parts.items():
+                parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight.predicted
+            self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
+            loss.backward()
+        penalty = self.objective.apply_step_penalty(self.model)
+        if penalty is not None:
+            penalty_sum += float(penalty)
+            self._check_finite(penalty_sum, "penalty", step)
+        return lm_sum, penalty_sum, parts
+
+    def _micro_batches(self, batch: Tokens) -> Iterator[tuple[Tokens, _Weight]]:
+        """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
+        predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
+        for micro in batch.micro_batches(self.config.sequences_per_pass):
+            weight = _Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
+            yield micro.to(self.device), weight
+
+    def _clip(self, step: int) -> tuple[float, float]:
+        """The gradients' norm before clipping, finite, and the factor that is left to the optimiser."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        self._check_finite(float(norm), "gradient norm", step)
+        limit = self.config.max_grad_norm
+        if limit is not None and isinstance(self.optimizer, RegularisedAdamW):
+            self.optimizer.gradient_scale = clip_factor(float(norm), limit)
+            return float(norm), self.optimizer.gradient_scale
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
+        return float(norm), 1.0
+
+    def _check_finite(self, value: float, what: str, step: int) -> None:
+        if math.isfinite(value):
+            return
+        restored = f"those after step {self.last_good_step}" if self.last_good_step else "the initial ones"
+        for name, good in self.last_good.items():
+            self.parameters[name].data.copy_(good)
+        written = self._write_last_good(step, what)
+        rate = self.config.learning_rate
+        raise TrainingError(
+            f"The {what} is {value} at step {step} of {self.config.steps} ({self.objective.name}). The weights "
+            f"in memory are {restored}, the last with a finite loss and gradient{written}. Lower the learning rate "
+            f"(now {rate:g}), clip gradients (max_grad_norm), or compute in float32.",
+            step,
+        )
+
+    def _write_last_good(self, step: int, what: str) -> str:
+        if self.checkpoint_dir is None:
+            return ""
+        state = TrainState(
+            self.last_good_step,
+            {"objective": self.objective.name, "failed_step": step, "reason": f"{what} not finite"},
+            {"weights": dict(self.parameters)},
+        )
+        path = save_state(self.checkpoint_dir, state, name="last-good")
+        return f" (written to {path})"
+
+    def _remember_last_good(self, step: int) -> None:
+        """Copy the weights that have just given a finite loss and gradient (those after ``step - 1``)."""
+        for name, parameter in self.parameters.items():
+            if name in self.last_good:
+                self.last_good[name].copy_(parameter.data)
+            else:
+                self.last_good[name] = parameter.data.clone()
+        self.last_good_step = step - 1
+
+    @contextmanager
+    def _update(self) -> Iterator[None]:
+        """Ctrl-C waits until weights, optimiser and objective agree on the step again."""
+        with interrupts_deferred():
+            self.updating = True
+            yield
+            self.updating = False
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+    def _catch_up(self) -> None:
+        """A run that was interrupted between a step and its validation validates first."""
+        validated = self.report.validation[-1][0] if self.report.validation else 0
+        if 0 < self.report.steps != validated and not self.done:
+            # A fresh objective does not know yet how far its schedule is.
+            self.objective.before_step(self.model, self.report.steps)
+            self._validate_if_due()
+
+    def _validate_and_checkpoint(self) -> None:
+        with interrupts_deferred():
+            self._validate_if_due()
+            step, interval = self.report.steps, self.config.checkpoint_interval
+            due = interval is not None and step % interval == 0 and step < self.config.steps
+            if due and self.checkpoint_dir is not None:
+                self._save(self.checkpoint_dir)
+
+    def _validate_if_due(self) -> None:
+        step, config = self.report.steps, self.config
+        if self.validation is not None and (step == config.steps or step % config.validation_interval == 0):
+            self._validate(step, self.validation)
+
+    def _validate(self, step: int, samples: Tokens) -> None:
+        loss = self._validation_loss(samples)
+        self.report.validation.append((step, loss))
+        patience = self.config.early_stop_patience
+        if patience is None or not self.objective.settled(step):
+            return
+        if loss < self.best_loss - self.config.early_stop_min_delta:
+            self.best_loss, self.bad_validations = loss, 0
+            self.best = {n: p.detach().clone() for n, p in self.parameters.items()}
+            self.report.best_step = step
+            return
+        self.bad_validations += 1
+        self.done = self.bad_validations >= patience
+
+    @torch.no_grad()
+    def _validation_loss(self, samples: Tokens) -> float:
+        was_training = self.model.training
+        self.model.eval()
+        loss = self.objective.validation_penalty(self.model)
+        for micro, weight in self._micro_batches(samples):
+            with self._autocast():
+                terms = self.objective.micro_loss(self.model, micro)
+            loss += float(terms.minimised) * weight.predicted
+            if terms.penalty is not None:
+                loss += float(terms.penalty) * weight.fed
+        self.model.train(was_training)
+        return loss
+
+    def _end(self) -> None:
+        self.report.stopped = "early_stop" if self.done else "steps"
+        self.done = True
+        if self.checkpoint_dir is not None:
+            self._save(self.checkpoint_dir)
+        for name, tensor in self.best.items():
+            self.parameters[name].data.copy_(tensor)
+        with torch.no_grad():
+            self.objective.finish(self.model)
+
+    def _save_after_interruption(self) -> None:
+        self.report.stopped = "interrupted"
+        if self.checkpoint_dir is None or self.updating or self.report.steps == 0:
+            return
+        try:
+            path = self._save(self.checkpoint_dir)
+        except OutputError as error:
+            _log.warning("%s", error)
+            return
+        console().print(f"Interrupted after step {self.report.steps}; resume from {path}.", highlight=False)
+
+    def _save(self, folder: Path) -> Path:
+        meta = {
+            "run": self._identity(),
+            "stopped": self.report.stopped,
+            "tokens": self.report.tokens,
+            "history": [asdict(r) for r in self.report.history],
+            "validation": self.report.validation,
+            "best_step": self.report.best_step,
+            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "bad_validations": self.bad_validations,
+        }
+        tensors = {
+            "weights": cast(dict[str, Tensor], self.parameters),
+            "optimiser": _optimizer_tensors(self.optimizer),
+            "objective": self.objective.state_dict(),
+            "best": self.best,
+        }
+        return save_state(folder, TrainState(self.report.steps, meta, tensors))
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a resumed run to be the same run."""
+        return {
+            "objective": self.objective.name,
+            **{f"objective.{k}": v for k, v in self.objective.identity().items()},
+            **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
+            "samples_sha256": self.samples.digest(),
+            "validation_sha256": None if self.validation is None else self.validation.digest(),
+            "parameters": sum(p.numel() for p in self.parameters.values()),
+        }
+
+    def _restore(self, resume: bool) -> None:
+        path = latest_state(self.checkpoint_dir) if self.checkpoint_dir is not None else None
+        if path is None:
+            return
+        if not resume:
+            raise OutputError(
+                f"{self.checkpoint_dir} already holds the checkpoint {path.name} of a run. Continue it with "
+                "resume, or remove it or choose another folder to start over."
+            )
+        state = load_state(path)
+        try:
+            check_same_run(path, state.meta["run"], self._identity())
+            self._load(state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"The training checkpoint {path} does not fit this run: {error!r}.") from error
+
+    def _load(self, state: TrainState) -> None:
+        weights = state.tensors["weights"]
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(weights[name])
+        _load_optimizer_tensors(self.optimizer, state.tensors.get("optimiser", {}))
+        self.objective.load_state_dict(state.tensors.get("objective", {}))
+        self.best = {n: t.to(self.device) for n, t in state.tensors.get("best", {}).items()}
+        meta, report = state.meta, self.report
+        report.steps = report.resumed_from = self.last_good_step = state.step
+        report.tokens = int(meta["tokens"])
+        report.history = [StepRecord(**r) for r in meta["history"]]
+        report.validation = [(int(s), float(v)) for s, v in meta["validation"]]
+        report.best_step = meta["best_step"]
+        self.best_loss = math.inf if meta["best_loss"] is None else float(meta["best_loss"])
+        self.bad_validations = int(meta["bad_validations"])
+        # Ctrl-C may have come during the very validation that stopped the run, so the counter decides.
+        patience = self.config.early_stop_patience
+        self.done = patience is not None and self.bad_validations >= patience
+
+
+@contextmanager
+def _prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Training mode, gradient checkpointing and a private random stream, all put back afterwards."""
+    was_training = model.training
+    changed_checkpointing = config.gradient_checkpointing and not getattr(model, "is_gradient_checkpointing", False)
+    if changed_checkpointing:
+        cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            model.train()
+            yield
+    finally:
+        model.train(was_training)
+        if changed_checkpointing:
+            cast(Any, model).gradient_checkpointing_disable()

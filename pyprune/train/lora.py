@@ -1,0 +1,89 @@
+"""Low-rank adapters through PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pyprune.config.train import RecoverConfig
+from pyprune.errors import ConfigError, MissingDependencyError, UnsupportedModelError
+
+
+def projection_names(model: PreTrainedModel) -> list[str]:
+    """Full names of the linear modules except the head.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    head = model.get_output_embeddings()
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if not names:
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear projection for LoRA to adapt.")
+    return names
+
+
+def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> None:
+    """Refuse, before anything is allocated, adapters that hold more than the matrices they stand for.
+
+    Args:
+        model: a causal LM.
+        targets: full names of the linear modules that get an adapter.
+        rank: of every adapter, [rank, in] and [out, rank].
+
+    Raises:
+        ConfigError: no projection is as large, in or out.
+    """
+    weights = [cast(nn.Linear, model.get_submodule(name)).weight for name in targets]
+    largest = max(max(weight.shape) for weight in weights)
+    if rank > largest:
+        raise ConfigError(
+            f"rank is {rank}, but the largest linear projection of {type(model).__name__} has {largest} channels; use "
+            f"a rank of at most {largest}."
+        )
+
+
+@contextmanager
+def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) -> Iterator[Any]:
+    """The model wrapped by PEFT; which parameters require a gradient, and the mode, are put back afterwards.
+
+    The caller merges or unloads the adapters before the block ends.
+
+    Args:
+        model: a causal LM.
+        targets: full names of the linear modules that get an adapter.
+        config: rank, alpha, dropout, and the seed of the adapters (``train.seed``).
+
+    Raises:
+        ConfigError: the rank is larger than every projection.
+        MissingDependencyError: PEFT is not installed.
+    """
+    check_rank(model, targets, config.rank)
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingDependencyError("peft", "recover", "LoRA") from error
+    required = {n: p.requires_grad for n, p in model.named_parameters()}
+    training = model.training
+    lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets)
+    # PEFT draws the adapters from the global stream; it must give the same adapters again when resuming.
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(config.train.seed)
+        adapted = get_peft_model(model, lora)
+    try:
+        with warnings.catch_warnings():
+            # merging announces tied heads, which are never adapted here
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            yield adapted
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(required.get(name, True))
+        # The wrapper starts in training mode, and that is the mode that training would come back to.
+        model.train(training)
+        if hasattr(model, "peft_config"):
+            del model.peft_config

@@ -1,0 +1,173 @@
+"""Next-token losses that never hold more than some megabytes beside the logits.
+
+A vocabulary of 50,000 to 250,000 tokens makes the logits the largest tensor of a step by far. Taken in one piece, their
+loss needs a copy without the last position, the log-softmax, and the gradients of all of these, each as large again.
+Here the gradient is written down in closed form over the logits, some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pyprune.data.tokens import IGNORED, Tokens
+
+_CHUNK_BYTES = 24 << 20
+"""Of float32 logits that are worked on at once: an allocator keeps blocks of this size, and gives larger ones back."""
+
+
+def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
+    """Mean next-token cross-entropy over the predicted tokens, in float32 (scalar, nats a token).
+
+    Args:
+        model: a causal LM whose output has ``logits`` [B, T, V]. When a gradient is wanted it is written over them, so
+            nobody else may keep them.
+        batch: sequences on the model's device; plain token ids, int64 [B, T], predict every token
+            (:data:`IGNORED` marks right padding).
+    """
+    tokens = Tokens.of(batch)
+    logits: Tensor = model(input_ids=tokens.inputs, use_cache=False).logits
+    targets = _next_token(tokens.targets).to(logits.device)
+    total = cast(Tensor, cast(Any, _CrossEntropy).apply(logits, targets))
+    return total / tokens.predicted.sum().clamp(min=1)
+
+
+def distillation_loss(
+    logits: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The sum over rows of (1 - alpha) CE + alpha temperature^2 KL(taught || own), both distributions at temperature.
+
+    With p = softmax(logits), and p_t and q_t the two distributions at the temperature t, its gradient in the logits is
+    (1 - alpha) (p - one-hot) + alpha t (p_t - q_t) (Hinton, Vinyals and Dean, 2015, section 2).
+
+    Args:
+        logits: the student's, [N, V]; when a gradient is wanted it is written over them.
+        taught: the teacher's, [N, V], on any device; only read.
+        targets: int64 [N], all of them predicted.
+        alpha: weight of the teacher, 0 to 1.
+        temperature: above 0.
+
+    Returns:
+        The sum (a scalar, differentiable in ``logits``), and the sums of CE and of KL alone [2]; nats, in float32 or
+        wider.
+    """
+    return cast(tuple[Tensor, Tensor], cast(Any, _Distillation).apply(logits, taught, targets, alpha, temperature))
+
+
+def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Negative log-likelihoods of the tokens after the first, no gradient: nats, [B, T - 1], in float32 or wider.
+
+    Args:
+        logits: [B, T, V].
+        ids: int64 [B, T], what the logits are of.
+    """
+    rows, targets = logits.detach().flatten(0, 1), _next_token(ids[:, 1:]).flatten()
+    losses = [_losses(rows[some], targets[some]) for some in _chunks(rows)]
+    return torch.cat(losses).view_as(ids)[:, :-1]
+
+
+def _next_token(targets: Tensor) -> Tensor:
+    """A column more, which predicts nothing: leaving out the last position's logits would copy all others."""
+    return functional.pad(targets, (0, 1), value=IGNORED)
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows [N, V] that are worked on at once."""
+    length = max(1, _CHUNK_BYTES // (4 * rows.shape[1]))
+    return (slice(at, at + length) for at in range(0, len(rows), length))
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows if rows.dtype == torch.float64 else rows.float()
+
+
+def _losses(rows: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(_wide(rows), targets, ignore_index=IGNORED, reduction="none")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The summed loss of logits [B, T, V] at targets [B, T]; the logits become their own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        rows, targets = logits.detach().flatten(0, 1), targets.flatten()
+        total = torch.zeros((), dtype=_wide(rows[:0]).dtype, device=rows.device)
+        for some in _chunks(rows):
+            total += _with_gradient(rows[some], targets[some]) if wanted else _losses(rows[some], targets[some]).sum()
+        ctx.gradient = rows.view_as(logits) if wanted else None
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return _taken(ctx).mul_(grad), None
+
+
+class _Distillation(torch.autograd.Function):
+    """:func:`distillation_loss`; the student's logits become their own gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        rows = logits.detach()
+        sums = torch.zeros(2, dtype=_wide(rows[:0]).dtype, device=rows.device)
+        for some in _chunks(rows):
+            others = _wide(taught[some].detach()).to(rows.device)
+            sums += _distilled(rows[some], others, targets[some], alpha, temperature, wanted)
+        ctx.gradient = rows if wanted else None
+        ctx.mark_non_differentiable(sums)
+        return (1 - alpha) * sums[0] + alpha * temperature**2 * sums[1], sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return _taken(ctx).mul_(grad), None, None, None, None
+
+
+def _taken(ctx: Any) -> Tensor:
+    """The gradient that lies in the logits' memory; it is there once."""
+    gradient, ctx.gradient = ctx.gradient, None
+    if gradient is None:
+        raise RuntimeError("The loss was differentiated twice, but its first gradient took the logits' memory.")
+    return cast(Tensor, gradient)
+
+
+def _distilled(
+    rows: Tensor, taught: Tensor, targets: Tensor, alpha: float, temperature: float, gradient: bool
+) -> Tensor:
+    """CE and KL of some rows, each summed [2]; with ``gradient`` the rows become it."""
+    index = targets.unsqueeze(1)
+    own = _wide(rows).log_softmax(-1)
+    # Both in the same way, so that equal logits have a divergence of exactly zero.
+    softened = own if temperature == 1 else (_wide(rows) / temperature).log_softmax(-1)
+    learned = (taught if temperature == 1 else taught / temperature).log_softmax(-1)
+    probabilities = learned.exp()
+    sums = torch.stack([-own.gather(1, index).sum(), learned.sub_(softened).mul_(probabilities).sum()])
+    if not gradient:
+        return sums
+    if softened is own:
+        found = own.exp_().sub_(probabilities, alpha=alpha)
+    else:
+        found = own.exp_().mul_(1 - alpha).add_(softened.exp_().sub_(probabilities), alpha=alpha * temperature)
+    found.scatter_add_(1, index, torch.full_like(index, alpha - 1, dtype=found.dtype))
+    rows.copy_(found)
+    return sums
+
+
+def _with_gradient(rows: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss of some rows, which become softmax minus one-hot (zero where nothing is predicted)."""
+    log_likelihoods = _wide(rows).log_softmax(-1)
+    index = targets.clamp(min=0).unsqueeze(1)
+    predicted = (targets != IGNORED).unsqueeze(1)
+    total = -(log_likelihoods.gather(1, index) * predicted).sum()
+    gradient = log_likelihoods.exp_()
+    gradient.scatter_add_(1, index, -torch.ones_like(index, dtype=gradient.dtype))
+    rows.copy_(gradient.mul_(predicted))
+    return total

@@ -1,0 +1,55 @@
+"""The progress of a training run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pyprune.data.tokens import IGNORED as IGNORED
+from pyprune.data.tokens import Tokens as Tokens
+from pyprune.runtime.progress import console
+from pyprune.train.objective import StepRecord
+
+
+class _StepProgress:
+    """A bar with the loss on a terminal; about ten lines in a log. Silent for runs under two seconds."""
+
+    def __init__(self, description: str, steps: int) -> None:
+        self.description = description
+        self.steps = steps
+        self.started = time.monotonic()
+        self.bar: Any = None
+        self.printed = 0
+
+    def __enter__(self) -> _StepProgress:
+        if console().is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeRemainingColumn(),
+                console=console(),
+                transient=True,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task(self.description, total=self.steps, loss="")
+        return self
+
+    def update(self, step: int, record: StepRecord) -> None:
+        """Show that ``step`` is done."""
+        text = f"loss {record.lm_loss:.4f}" + (f" + {record.penalty:.4g}" if record.penalty else "")
+        text += "".join(f", {name} {value:.4g}" for name, value in record.parts.items())
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, loss=text)
+            return
+        due = step == self.steps or step >= self.printed + max(1, self.steps // 10)
+        if due and time.monotonic() - self.started > 2.0:
+            console().print(f"{self.description}: step {step}/{self.steps}, {text}", highlight=False)
+            self.printed = step
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,145 @@
+"""Recovery of a pruned model: LoRA or all weights, on text alone or against the dense model; and the plain control."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.data.tokens import Tokens
+from pyprune.errors import ConfigError, TrainingError
+from pyprune.plan import PrunePlan
+from pyprune.train.distill import Distillation
+from pyprune.train.loop import train
+from pyprune.train.lora import adapters, projection_names
+from pyprune.train.objective import LossTerms, Objective, TrainReport
+
+
+class _Recovery(Objective):
+    """The language-model loss, or distillation; which weights are trained is decided outside, by requires_grad."""
+
+    def __init__(self, config: RecoverConfig, distillation: Distillation | None) -> None:
+        self.config = config
+        self.distillation = distillation
+        self.name = ("lora" if config.adapters == "lora" else "full") + ("-distill" if distillation else "")
+
+    def identity(self) -> dict[str, Any]:
+        """Rank, scale and dropout of the adapters; options and teacher of the distillation."""
+        config = self.config
+        adapters = {"rank": config.rank, "alpha": config.alpha, "dropout": config.dropout}
+        return {
+            **(adapters if config.adapters == "lora" else {}),
+            **(self.distillation.identity() if self.distillation else {}),
+        }
+
+    def setup(self, model: nn.Module, config: TrainConfig) -> None:
+        """Listen to both residual streams."""
+        if self.distillation is not None:
+            self.distillation.start(model)
+
+    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
+        """One micro batch's loss."""
+        return self.distillation.terms(model, batch) if self.distillation else super().micro_loss(model, batch)
+
+    def teardown(self, model: nn.Module) -> None:
+        """Leave both models as they were."""
+        if self.distillation is not None:
+            self.distillation.stop()
+
+
+def recover(
+    model: PreTrainedModel,
+    samples: Tensor | Tokens,
+    config: RecoverConfig,
+    *,
+    teacher: PreTrainedModel | None = None,
+    plan: PrunePlan | None = None,
+    validation: Tensor | Tokens | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
+) -> TrainReport:
+    """Train ``model`` in place; class, configuration and names stay as they were.
+
+    LoRA adapters sit on every linear projection of the decoder layers, whatever their widths (the head is left
+    alone), and are merged at the end. At a loss that is not finite the last good adapters are merged before the
+    error is raised; on Ctrl-C they are dropped and a resumable checkpoint is left in ``checkpoint_dir``. Without
+    adapters all weights are trained, and both cases leave the weights that were reached.
+
+    Args:
+        model: a causal LM, dense or pruned. Base weights under adapters may be half precision.
+        samples: token ids, int64 [N, T], or :class:`Tokens` with labels (instruction records).
+        config: what is trained, on which loss, and the training options.
+        teacher: the dense model, for distillation; it comes back as it was. Beside the student's, it takes its own
+            weights' memory and the activations of one forward pass.
+        plan: what stayed of the teacher in ``model``; needed where hidden states are compared. None = nothing was cut.
+        validation: for early stopping, like ``samples``.
+        checkpoint_dir: where resumable checkpoints go.
+        resume: continue from the newest of them.
+
+    Raises:
+        MissingDependencyError: PEFT is not installed.
+        UnsupportedModelError: the model has no linear projection.
+        ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit; a rank
+            larger than every projection.
+        PlanError: the plan is not the teacher's.
+        TrainingError, DataError, ConfigError: as in :func:`pyprune.train.loop.train`.
+    """
+    config.validate()
+    objective = _Recovery(config, _distillation(model, config, teacher, plan))
+    options: dict[str, Any] = {"validation": validation, "checkpoint_dir": checkpoint_dir, "resume": resume}
+    if config.adapters == "none":
+        return train(model, samples, config.train, objective, description="recovery of all weights", **options)
+    targets = projection_names(model)
+    keep = False
+    with adapters(model, targets, config) as adapted:
+        try:
+            report = train(adapted, samples, config.train, objective, description="LoRA recovery", **options)
+            keep = True
+        except TrainingError:
+            keep = True
+            raise
+        finally:
+            if keep:
+                adapted.merge_and_unload()
+            else:
+                adapted.unload()
+    return report
+
+
+def _distillation(
+    model: PreTrainedModel, config: RecoverConfig, teacher: PreTrainedModel | None, plan: PrunePlan | None
+) -> Distillation | None:
+    if config.distill is None:
+        if teacher is not None:
+            raise ConfigError("A teacher was given, but recover.distill is null, so it would not be used; set distill.")
+        return None
+    if teacher is None:
+        raise ConfigError(
+            "recover.distill learns from the dense model, and none was given. Give teacher (a second copy of the dense "
+            "model, made before the cut), or set recover.distill to null."
+        )
+    return Distillation(model, teacher, config.distill, plan)
+
+
+def finetune(
+    model: PreTrainedModel,
+    samples: Tensor | Tokens,
+    config: TrainConfig,
+    *,
+    validation: Tensor | Tokens | None = None,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
+) -> TrainReport:
+    """Fine-tune all weights of ``model`` in place: the control beside every method. Arguments as in :func:`train`."""
+    return train(
+        model,
+        samples,
+        config,
+        validation=validation,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
+        description="fine-tuning",
+    )

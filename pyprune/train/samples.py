@@ -1,0 +1,89 @@
+"""Samples and parameters that can be trained on; the order of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.data.tokens import IGNORED as IGNORED
+from pyprune.data.tokens import Tokens as Tokens
+from pyprune.errors import ConfigError, DataError
+
+
+def batch_indices(count: int, batch_size: int, step: int, seed: int) -> Tensor:
+    """Sample indices of ``step`` (from 1): consecutive pieces of one seeded permutation an epoch, [batch_size]."""
+    first = (step - 1) * batch_size
+    positions = range(first, first + batch_size)
+    orders: dict[int, Tensor] = {}
+    for epoch in {p // count for p in positions}:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        orders[epoch] = torch.randperm(count, generator=generator)
+    return torch.stack([orders[p // count][p % count] for p in positions])
+
+
+def check_samples(model: nn.Module, samples: Tensor | Tokens, what: str) -> None:
+    """Refuse samples that the model cannot be trained on.
+
+    Raises:
+        DataError: wrong shape or type, an id outside the vocabulary, a length beyond the model's, padding that is
+            not on the right or has a label, or nothing to predict.
+    """
+    tokens = Tokens.of(samples)
+    ids, labels = tokens.ids, tokens.labels
+    if ids.ndim != 2 or ids.dtype != torch.int64 or len(ids) == 0 or ids.shape[1] < 2:
+        raise DataError(
+            f"{what} has shape {tuple(ids.shape)} and type {ids.dtype}; expected token ids, int64 [N, T] "
+            "with N >= 1 and T >= 2."
+        )
+    if labels.shape != ids.shape or labels.dtype != torch.int64:
+        raise DataError(
+            f"{what} has labels of shape {tuple(labels.shape)} and type {labels.dtype}; expected int64 "
+            f"{list(ids.shape)}, one for each token id."
+        )
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] > limit:
+        raise DataError(
+            f"{what} has sequences of {ids.shape[1]} tokens, but the model allows {limit}. "
+            "Use a shorter sequence_length."
+        )
+    vocab, largest = getattr(config, "vocab_size", None), max(int(ids.max()), int(labels.max()))
+    if vocab is not None and largest >= vocab:
+        raise DataError(
+            f"{what} holds the token id {largest}, but the model's vocabulary ends at {vocab - 1}. "
+            "Tokenise with the model's own tokenizer."
+        )
+    padding = ids < 0
+    if bool((padding[:, :-1] & ~padding[:, 1:]).any()) or bool((padding & (labels >= 0)).any()):
+        raise DataError(f"{what} has padding before a token or a label on padding; pad on the right, with {IGNORED}.")
+    if not bool(tokens.predicted.any()):
+        raise DataError(f"{what} holds nothing but padding and masked tokens; there is nothing to predict.")
+
+
+def check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse half-precision trained weights: an update of 2e-5 on a weight of 0.02 rounds to nothing in bfloat16.
+
+    Raises:
+        ConfigError: nothing to train, or trained weights of a half type.
+    """
+    if not parameters:
+        raise ConfigError("Nothing to train: no parameter requires a gradient.")
+    half = [n for n, p in parameters.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if half:
+        raise ConfigError(
+            f"{len(half)} trained parameters (first: {half[0]}) are {parameters[half[0]].dtype}; small updates "
+            "round to nothing there. Load the model with dtype float32 and set the training dtype to bfloat16."
+        )
+
+
+def _hold_out(samples: Tokens) -> tuple[Tokens, Tokens, str]:
+    if len(samples) < 2:
+        raise ConfigError(
+            "early_stop_patience needs validation samples, and one training sample cannot be split. "
+            "Give validation samples or more training samples."
+        )
+    count = max(1, len(samples) // 20)
+    note = f"Early stopping validates on {count} of the {len(samples)} samples, which were held out of training."
+    return samples[:-count], samples[-count:], note

@@ -1,0 +1,156 @@
+"""Resumable training checkpoints: safetensors and JSON in one folder a step, written atomically. No pickle.
+
+Layout of a checkpoint folder ``step-000012/``: ``weights.safetensors`` (what is trained), optionally
+``optimiser.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
+else, the SHA-256 of each tensor file and a checksum of its own, so that a truncated or altered checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pyprune.errors import CheckpointError, OutputError, shown
+from pyprune.runtime.files import file_digest, read_json, seal, unseal
+
+CHECKPOINT_VERSION = 1
+_STEP = re.compile(r"step-(\d{6,})\Z")
+
+
+@dataclass
+class TrainState:
+    """Everything that a run needs to go on exactly where it stopped.
+
+    Attributes:
+        step: optimiser steps done.
+        meta: plain JSON data (configuration, history, counters).
+        tensors: file stem -> tensor name -> tensor; empty groups are not written.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> Path:
+    """Write ``folder/step-NNNNNN`` (or ``folder/name``) atomically, then remove older steps.
+
+    Raises:
+        OutputError: the disk is full or the folder cannot be written; nothing half-written is left.
+    """
+    final = folder / (name or f"step-{state.step:06d}")
+    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        _write(temporary, state)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OutputError(
+            f"The training checkpoint {final} could not be written: {error}. "
+            "Free some space or choose another checkpoint folder; earlier checkpoints are intact."
+        ) from error
+    if name is None:
+        _remove_older(folder, final)
+    return final
+
+
+def _write(folder: Path, state: TrainState) -> None:
+    digests: dict[str, str] = {}
+    for stem, tensors in state.tensors.items():
+        if not tensors:
+            continue
+        path = folder / f"{stem}.safetensors"
+        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
+        _sync(path)
+        digests[path.name] = file_digest(path)
+    meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": digests, **state.meta}
+    path = folder / "state.json"
+    path.write_text(json.dumps(seal(meta), indent=1))
+    _sync(path)
+
+
+def latest_state(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``, or None."""
+    if not folder.is_dir():
+        return None
+    found = [p for p in folder.iterdir() if _STEP.match(p.name) and (p / "state.json").is_file()]
+    return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+
+
+def load_state(path: Path) -> TrainState:
+    """Read and verify one checkpoint; tensors come back on the CPU.
+
+    Raises:
+        CheckpointError: a missing, truncated or altered file, or another version.
+    """
+    try:
+        meta = unseal(read_json(path / "state.json"))
+        if meta.pop("version") != CHECKPOINT_VERSION:
+            raise CheckpointError(f"{path} was written by another version of pyprune; start the run again.")
+        step, files = int(meta.pop("step")), dict(meta.pop("files"))
+        tensors = {}
+        for name, digest in files.items():
+            if Path(name).name != name or file_digest(path / name) != digest:
+                raise CheckpointError(_damaged(path, f"{name} does not match its recorded SHA-256"))
+            tensors[name.removesuffix(".safetensors")] = load_file(path / name)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(_damaged(path, shown(error))) from error
+    return TrainState(step, meta, tensors)
+
+
+def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuse to continue a run with other options or other data.
+
+    Raises:
+        CheckpointError: naming every option that differs.
+    """
+    names = sorted(set(recorded) | set(current))
+    different = [
+        f"{n}: {shown(recorded.get(n))} in the checkpoint, {shown(current.get(n))} now"
+        for n in names
+        if recorded.get(n) != current.get(n)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{path} belongs to another run and cannot be resumed with these settings:\n"
+            + "\n".join(f"- {d}" for d in different)
+            + "\nUse the same settings, or another checkpoint folder."
+        )
+
+
+def _damaged(path: Path, why: str) -> str:
+    return (
+        f"The training checkpoint {path} is damaged: {why}. It cannot be resumed; delete this folder to start "
+        "the run anew."
+    )
+
+
+def _remove_older(folder: Path, newest: Path) -> None:
+    number = int(newest.name.removeprefix("step-"))
+    for path in folder.iterdir():
+        found = _STEP.match(path.name)
+        leftover = path.name.startswith(".step-") and path.name.endswith(".tmp")  # of a killed process
+        if leftover or (found and int(found[1]) < number):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Every shipped recipe and preset is valid, and a recipe's first line is the command that runs it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from pyprune.config.run import PruneConfig
+from pyprune.errors import ConfigError
+from pyprune.methods.registry import get_method
+from pyprune.methods.regularise.presets import PRESETS, describe, preset
+from pyprune.recipe import build_config
+from tests._support.paths import REPO
+
+RECIPES = sorted((REPO / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: str(p.relative_to(REPO / "recipes")))
+def test_a_recipe_parses_and_its_first_line_runs_it(path: Path) -> None:
+    config = build_config(recipe=path)
+    config.validate()
+    assert PruneConfig.from_dict(config.to_dict()) == config
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# pyprune prune ")
+    words = shlex.split(first.removeprefix("# "))
+    assert words[words.index("--config") + 1] == str(path.relative_to(REPO))
+    assert "--out" in words
+    get_method(config.method)
+
+
+def test_the_recipes_cover_the_families_and_the_eight_cases() -> None:
+    assert len(RECIPES) >= 15
+    stages = {
+        (config.stages.before, config.stages.prune, config.stages.after)
+        for before, prune, after in product("nr", "np", "nr")
+        for config in [build_config(recipe=REPO / f"recipes/llama/ablation/dress-{before}{prune}{after}.yaml")]
+    }
+    nothing, regularise = (), ("regularise",)
+    assert stages == set(product((nothing, regularise), (True, False), (nothing, regularise)))
+
+
+def test_the_two_elder_recipes_differ_in_the_regulariser_only() -> None:
+    ours = build_config(recipe=REPO / "recipes/llama/smollm2-elder.yaml")
+    papers = build_config(recipe=REPO / "recipes/llama/smollm2-elder-published.yaml")
+    assert ours.elder.train == papers.elder.train
+    assert ours.elder.gates == papers.elder.gates
+    assert ours.data == papers.data
+    assert (ours.elder.schedule, papers.elder.schedule) == ("anneal", "published")
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_preset_is_valid_described_and_names_a_method(name: str) -> None:
+    config = preset(name)
+    config.validate()
+    assert PruneConfig.from_dict(config.to_dict()) == config
+    assert describe(name)
+    method = get_method(config.method)
+    assert method.default_preset in PRESETS
+    assert preset(method.default_preset).method == method.name
+
+
+def test_the_presets_carry_the_papers_constants() -> None:
+    dress, opt, elder = preset("dress"), preset("dress-opt"), preset("elder")
+    assert (dress.dress.strength, opt.dress.strength) == (1e-3, 5e-3)
+    assert (dress.data.samples, dress.recovery_data and dress.recovery_data.samples) == (750, 250)
+    assert (dress.recover.rank, dress.recover.alpha) == (32, 10.0)
+    assert (elder.elder.gates.strength, elder.elder.strength) == (5e-3, 1e-3)
+    assert elder.data.samples == 128
+    for training in (dress.dress.train, dress.recover.train, elder.elder.train):
+        assert (training.learning_rate, training.batch_size) == (2e-5, 64)
+        assert (training.early_stop_patience, training.early_stop_min_delta) == (5, 1e-4)
+    assert preset("trsp").elder == elder.elder
+    assert preset("elder-literal").elder.gates.placement == "output"
+
+
+def test_an_unknown_preset_suggests_one() -> None:
+    with pytest.raises(ConfigError, match="elder-recommended"):
+        preset("elder-recomended")
+
+
+def test_presets_load_without_torch() -> None:
+    code = "import sys, pyprune.methods.regularise.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,354 @@
+"""Recovery around the cut: after `pyprune prune`, and as `pyprune recover` on a checkpoint that is cut already."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from pyprune import pipeline
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
+from pyprune.checkpoint.trained_on import assert_not_trained_on
+from pyprune.cli.app import app
+from pyprune.cli.base import ERROR_CODE
+from pyprune.config.recoveries import RECOVERIES
+from pyprune.config.run import PruneConfig, RecoverRunConfig, StageConfig
+from pyprune.data.sampling import sample_sequences
+from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
+from pyprune.evaluate.perplexity import perplexity
+from pyprune.families import family_for
+from pyprune.pipeline import prune, prune_, recover_checkpoint
+from pyprune.recipe import build_config, build_recovery, merge
+from pyprune.train.distill import Distillation
+from tests._support.models import tiny_model
+from tests._support.plans import axis_plans
+from tests._support.text import prose, write_model, write_text
+from tests._support.tokenizer import tiny_tokenizer
+
+TRAIN: dict[str, Any] = {"steps": 4, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
+DISTILL: dict[str, Any] = {"alpha": 0.8, "hidden": 0.1}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tiny_model("llama"), tmp_path_factory.mktemp("dense") / "dense")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "instructions.jsonl"
+    made = [{"instruction": prose(40, i)[:60], "input": "", "output": prose(40, 50 + i)[:150]} for i in range(40)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in made), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def pruned(dense: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on windows of ``text``, then cut to unequal widths, a sliced hidden size and fewer layers."""
+    out = tmp_path_factory.mktemp("pruned") / "pruned"
+    prune(dense, prune_config(out.parent, text, stages={"before": ["finetune"]}), out=out)
+    annotate_checkpoint(out, quality={"ppl": 7.0})
+    return out
+
+
+def prune_config(folder: Path, text: Path, **changes: Any) -> PruneConfig:
+    model = tiny_model("llama")
+    plan = axis_plans(family_for(model).plan(model.config))["everything"]
+    (folder / "plan.json").write_text(plan.to_json())
+    base: dict[str, Any] = {
+        "method": "none",
+        "plan": str(folder / "plan.json"),
+        "stages": {"before": []},
+        "data": {"source": str(text), "samples": 6, "sequence_length": 200},
+        "finetune": TRAIN,
+        "recover": {"rank": 2, "train": TRAIN},
+    }
+    return PruneConfig.from_dict(merge(base, changes))
+
+
+def run_config(records: Path, **changes: Any) -> RecoverRunConfig:
+    base: dict[str, Any] = {
+        "data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
+        "recover": {"rank": 2, "distill": DISTILL, "train": TRAIN},
+    }
+    return RecoverRunConfig.from_dict(merge(base, changes))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+# after pyprune prune
+
+
+@pytest.mark.parametrize("adapters", ["lora", "none"])
+def test_prune_distils_from_the_source_after_the_cut(
+    dense: Path, text: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: str
+) -> None:
+    loaded: list[str] = []
+    original = pipeline.load_model
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        loaded.append(options["dtype"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(pipeline, "load_model", spy)
+    changes = {
+        "stages": {"after": ["recover"]},
+        "recovery_data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
+        "recover": {"adapters": adapters, "distill": DISTILL, "train": {"dtype": "bfloat16"}},
+    }
+    result = prune(dense, prune_config(tmp_path, text, **changes), out=tmp_path / "out")
+    (stage,) = result.stages
+    assert stage["objective"] == ("lora-distill" if adapters == "lora" else "full-distill")
+    assert {"kl", "hidden"} == stage["history"][0]["parts"].keys()
+    assert loaded == ["float32", "bfloat16"], "the teacher is read when it is needed, in the training dtype"
+    record = read_pruning_json(tmp_path / "out", verify_files=True)
+    assert record.provenance["config"]["recover"]["distill"]["hidden"] == 0.1
+    model, _ = load_model(tmp_path / "out")
+    assert model.config.model_type == "pruned_llama"
+
+
+def test_an_interrupted_distillation_after_the_cut_resumes_to_the_same_bytes(
+    dense: Path, text: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "stages": {"after": ["recover"]},
+        "recovery_data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
+        "recover": {"distill": DISTILL, "dropout": 0.1},
+    }
+    settings = prune_config(tmp_path, text, **changes)
+    prune(dense, settings, out=tmp_path / "straight")
+    interrupt(monkeypatch, lambda: prune(dense, settings, out=tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
+    prune(dense, settings, out=tmp_path / "again", resume=True)
+    assert (tmp_path / "straight" / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Press Ctrl-C in the sixth micro batch."""
+    original, calls = Distillation.terms, [0]
+
+    def terms(self: Distillation, student: PreTrainedModel, batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise KeyboardInterrupt
+        return original(self, student, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "terms", terms)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+
+def test_in_memory_the_teacher_is_given_and_missing_ones_are_refused_before_the_cut(
+    text: Path, records: Path, tmp_path: Path
+) -> None:
+    settings = prune_config(
+        tmp_path, text, stages={"after": ["recover"]}, recover={"distill": DISTILL, "train": {"steps": 2}}
+    )
+    samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
+    data = {"regularise": torch.zeros(0, 0, dtype=torch.int64), "recover": samples}
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="the model in memory is cut in place"):
+        prune_(model, data, settings)
+    assert model.config.num_hidden_layers == 4
+    again = tiny_model("llama")
+    copied = copy.deepcopy(again)
+    one = prune_(model, data, settings, teacher=lambda: tiny_model("llama"))
+    two = prune_(again, data, settings, teacher=copied)
+    for result in (one, two):
+        assert result.stages[0]["history"][0]["parts"]["kl"] > 0
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_recover_stage_before_the_cut_distils_between_equal_shapes(text: Path, tmp_path: Path) -> None:
+    settings = prune_config(tmp_path, text, stages={"before": ["recover"]}, recover={"distill": DISTILL})
+    model = tiny_model("llama")
+    samples = sample_sequences(tiny_tokenizer(), settings.data)
+    result = prune_(model, {"regularise": samples}, settings, teacher=tiny_model("llama"))
+    assert result.stages[0]["history"][0]["parts"] == {"kl": 0.0, "hidden": 0.0}
+    assert len(model.model.layers) == 3
+
+
+def test_masked_prompts_are_refused_where_every_token_counts(text: Path, records: Path, tmp_path: Path) -> None:
+    samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
+    settings = PruneConfig(method="elder", ratio=0.5, stages=StageConfig(before=(), after=("regularise",)))
+    with pytest.raises(ConfigError, match="masked prompts are for recovery"):
+        prune_(tiny_model("llama"), {"regularise": samples}, settings)
+    windows = sample_sequences(tiny_tokenizer(), prune_config(tmp_path, text).data)
+    with pytest.raises(ConfigError, match="masked prompts are for recovery"):
+        prune_(tiny_model("llama"), {"regularise": windows, "recover": samples}, settings)
+
+
+# pyprune recover
+
+
+@pytest.mark.parametrize("adapters", ["lora", "none"])
+def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
+    pruned: Path, dense: Path, text: Path, records: Path, tmp_path: Path, adapters: str
+) -> None:
+    config = run_config(records, recover={"adapters": adapters})
+    report = recover_checkpoint(pruned, config, out=tmp_path / "out", teacher=dense)
+    old, new = read_pruning_json(pruned), read_pruning_json(tmp_path / "out", verify_files=True)
+    assert new.plan == old.plan
+    for key in ("method", "source", "dense_parameters", "config", "report", "architecture", "dtype"):
+        assert new.provenance[key] == old.provenance[key]
+    (entry,) = new.provenance["recoveries"]
+    assert entry["from"] == str(pruned)
+    assert entry["teacher"] == str(dense)
+    assert RecoverRunConfig.from_dict(entry["config"]) == config
+    assert entry["report"]["steps"] == report.steps == 4
+    assert entry["measured_before"] == {"quality": {"ppl": 7.0}}
+    assert "quality" not in new.provenance
+    assert f"{report.objective}, 4 steps" in (tmp_path / "out" / "README.md").read_text()
+    before, after = weights(pruned), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[n], after[n]) for n in before)
+    tokenizer = tiny_tokenizer()
+    for source in (text, records):
+        seen = "\n\n".join(pipeline_text(source))
+        with pytest.raises(DataError, match="were used to train"):
+            assert_not_trained_on(tmp_path / "out", torch.tensor(tokenizer(seen)["input_ids"]), str(source))
+    assert not (tmp_path / ".out.work").exists()
+    again = recover_checkpoint(tmp_path / "out", config, out=tmp_path / "twice", teacher=dense)
+    assert any("training text of this checkpoint already" in w for w in again.warnings)
+    assert len(read_pruning_json(tmp_path / "twice").provenance["recoveries"]) == 2
+
+
+def pipeline_text(source: Path) -> list[str]:
+    from pyprune.data.sources import read_documents
+
+    return read_documents(str(source))
+
+
+def test_recovery_of_a_checkpoint_helps(pruned: Path, dense: Path, text: Path, tmp_path: Path) -> None:
+    """Perplexity on the dense model's own text, and the divergence from it, fall."""
+    train = {"steps": 40, "batch_size": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
+    config = RecoverRunConfig.from_dict(
+        {
+            "data": {"source": str(text), "samples": 40, "sequence_length": 64, "seed": 3},
+            "recover": {"adapters": "none", "distill": {"alpha": 0.5}, "train": train},
+        }
+    )
+    report = recover_checkpoint(pruned, config, out=tmp_path / "out", teacher=dense)
+    assert report.history[-1].parts["kl"] < 0.9 * report.history[0].parts["kl"]
+    found = []
+    held_out = torch.tensor(tiny_tokenizer()(prose(400, 7))["input_ids"])[:640]
+    for folder in (pruned, tmp_path / "out"):
+        model, _ = load_model(folder)
+        found.append(perplexity(model, held_out, window=64, batch_size=5, source="held out").perplexity)
+    assert found[1] < 0.7 * found[0]
+
+
+def test_an_interrupted_recovery_leaves_nothing_and_resumes_to_the_same_bytes(
+    pruned: Path, dense: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(records)
+    recover_checkpoint(pruned, config, out=tmp_path / "straight", teacher=dense)
+    interrupt(monkeypatch, lambda: recover_checkpoint(pruned, config, out=tmp_path / "again", teacher=dense))
+    assert not (tmp_path / "again").exists()
+    other = run_config(records, recover={"distill": {"alpha": 0.5}})
+    with pytest.raises(ConfigError, match=r"recover\.distill\.alpha was 0\.8, now 0\.5"):
+        recover_checkpoint(pruned, other, out=tmp_path / "again", teacher=dense, resume=True)
+    recover_checkpoint(pruned, config, out=tmp_path / "again", teacher=dense, resume=True)
+    first, second = weights(tmp_path / "straight"), weights(tmp_path / "again")
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_what_cannot_be_recovered_is_refused_first(pruned: Path, dense: Path, records: Path, tmp_path: Path) -> None:
+    config, out = run_config(records), tmp_path / "out"
+    with pytest.raises(ConfigError, match="give --teacher"):
+        recover_checkpoint(pruned, config, out=out)
+    with pytest.raises(ConfigError, match="would not be used"):
+        recover_checkpoint(pruned, run_config(records, recover={"distill": None}), out=out, teacher=dense)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("keep")
+    with pytest.raises(OutputError, match="exists already"):
+        recover_checkpoint(pruned, config, out=tmp_path / "full", teacher=dense)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        recover_checkpoint(tmp_path / "nowhere", config, out=out, teacher=dense)
+    other = write_model(tiny_model("llama", num_hidden_layers=5), tmp_path / "other")
+    with pytest.raises(Exception, match="dense model of"):
+        recover_checkpoint(pruned, config, out=out, teacher=other)
+    assert not out.exists()
+
+
+def test_a_checkpoint_without_a_record_is_recovered_on_text(dense: Path, records: Path, tmp_path: Path) -> None:
+    config = run_config(records, recover={"distill": None})
+    recover_checkpoint(dense, config, out=tmp_path / "out")
+    record = read_pruning_json(tmp_path / "out")
+    assert record.plan is None
+    assert record.provenance["source"] == str(dense)
+    assert record.provenance["recoveries"][0]["teacher"] is None
+
+
+def test_the_command_line_recovers(pruned: Path, dense: Path, records: Path, tmp_path: Path) -> None:
+    settings = [part for key, value in TRAIN.items() for part in ("--set", f"recover.train.{key}={value}")]
+    base = [
+        *("recover", str(pruned), "--teacher", str(dense), "--data", str(records), "--out", str(tmp_path / "out")),
+        *("--preset", "alpaca-lora", "--samples", "16", "--sequence-length", "400"),
+        *("--set", "recover.train.warmup_steps=0", "--set", "recover.train.dtype=float32"),
+        *settings,
+    ]
+    result = CliRunner().invoke(app, base)
+    assert result.exit_code == 0, result.output
+    assert "lora-distill" in result.stdout
+    assert "kl, first and last step" in result.stdout
+    record = read_pruning_json(tmp_path / "out")
+    assert record.provenance["recoveries"][0]["config"]["recover"]["distill"]["alpha"] == 0.5
+    refused = CliRunner().invoke(app, [*base, "--overwrite", "--set", "recover.distill=null"])
+    assert refused.exit_code == ERROR_CODE
+    assert "would not be used" in refused.stderr
+
+
+# presets
+
+
+@pytest.mark.parametrize("name", list(RECOVERIES))
+def test_a_recovery_is_valid_described_and_fits_every_method(name: str) -> None:
+    alone = build_recovery(preset=name)
+    alone.validate()
+    assert RecoverRunConfig.from_dict(alone.to_dict()) == alone
+    assert (RECOVERIES[name].__doc__ or "").strip()
+    after = build_config(preset="elder", recovery=name)
+    assert after.stages == StageConfig(before=("regularise",), after=("recover",))
+    assert after.recovery_data == alone.data
+    assert after.recover == alone.recover
+
+
+def test_the_moreau_recovery_has_the_papers_constants() -> None:
+    found = build_recovery(preset="alpaca-lora")
+    assert (found.recover.rank, found.recover.alpha, found.data.sequence_length) == (8, 16.0, 256)
+    assert (found.recover.train.learning_rate, found.recover.train.batch_size) == (1e-4, 64)
+    assert found.recover.train.steps == 1562, "two epochs of 50,000 records"
+    assert found.data.layout == "instructions"
+    assert found.data.mask_prompt
+
+
+def test_a_recipe_names_a_recovery_and_options_win_over_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("preset: elder\nrecovery: alpaca-lora\nrecover: {rank: 4}\n")
+    found = build_config(recipe=recipe, settings=["recover.train.steps=3"])
+    assert (found.recover.rank, found.recover.alpha, found.recover.train.steps) == (4, 16.0, 3)
+    with pytest.raises(ConfigError, match="Did you mean 'alpaca-lora'"):
+        build_config(recovery="alpaca-lor")
+    recipe.write_text("recovery: [a]\n")
+    with pytest.raises(ConfigError, match="expected the name of a recovery"):
+        build_config(recipe=recipe)

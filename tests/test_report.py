@@ -1,0 +1,158 @@
+"""Reports: numbers readable, text escaped, files whole, the page self-contained."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from pyprune.errors import ConfigError, MissingDependencyError, OutputError
+from pyprune.report import (
+    BarChart,
+    LineChart,
+    Report,
+    Table,
+    chart_svg,
+    format_cell,
+    markdown_table,
+    print_table,
+    rich_table,
+    to_html,
+    to_markdown,
+    write_report,
+)
+from pyprune.runtime.files import write_text
+
+
+def sample() -> Report:
+    table = Table(
+        "Perplexity",
+        ("arm", "PPL", "parameters"),
+        (("dense", 28.91, 134_515_008), ("a|b <i>", 1.7e7, None), ("default", 33.4, 109_742_400)),
+        note="Lower is better.",
+        highlight=2,
+    )
+    bars = BarChart("Perplexity", "PPL (lower is better)", {"direct": 89.2, "default": 33.4}, 28.9, highlight="default")
+    lines = LineChart("Loss", "step", "nats/token", {"one": [3.0, 2.5], "two": [3.0, 2.7]})
+    return Report("A <b> report", ("One & all.",), (table,), (bars, lines), {"machine": "2 cores"}, ("A note.",))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (1234567, "1,234,567"),
+        (33.9071, "33.91"),
+        (480.26, "480.3"),
+        (12345.6, "12,346"),
+        (1.7e7, "1.7e+07"),
+        (0.25, "0.250"),
+        (0.0, "0.000"),
+        (2e-5, "2e-05"),
+        (float("nan"), "nan"),
+        (True, "yes"),
+        ("text", "text"),
+    ],
+)
+def test_cells_are_readable(value: str | int | float | None, text: str) -> None:
+    assert format_cell(value) == text
+
+
+def test_a_row_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Row 1 of the table 'T' has 1 cells; it needs 2"):
+        Table("T", ("a", "b"), ((1, 2), (1,)))
+
+
+def test_markdown_escapes_aligns_and_highlights() -> None:
+    lines = markdown_table(sample().tables[0]).splitlines()
+    assert lines[0] == "| arm | PPL | parameters |"
+    assert lines[1] == "|---|---:|---:|"
+    assert lines[3] == r"| a\|b &lt;i> | 1.7e+07 | - |"
+    assert lines[4] == "| **default** | **33.40** | **109,742,400** |"
+
+
+def test_markdown_has_every_section() -> None:
+    text = to_markdown(sample())
+    for part in (
+        "# A <b> report",
+        "One & all.",
+        "## Perplexity",
+        "Lower is better.",
+        "- machine: 2 cores",
+        "- A note.",
+    ):
+        assert part in text
+
+
+def test_html_is_escaped_and_self_contained() -> None:
+    page = to_html(sample())
+    assert "A &lt;b&gt; report" in page
+    assert "a|b &lt;i&gt;" in page
+    assert '<tr class="best"><td>default</td>' in page
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=\"(?!#)", page.replace("xlink:href", "href")), "the page loads something"
+
+
+def test_charts_are_well_formed_and_reproducible() -> None:
+    for chart in sample().charts:
+        svg = chart_svg(chart)
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        assert svg == chart_svg(chart)
+
+
+def test_a_logarithmic_chart_and_an_empty_line_chart_draw() -> None:
+    assert "<svg" in chart_svg(BarChart("t", "u", {"a": 1.0, "b": 1e6}, logarithmic=True))
+    assert "<svg" in chart_svg(LineChart("t", "x", "y", {}))
+
+
+def test_both_files_are_written_and_replaced(tmp_path: Path) -> None:
+    for _ in range(2):
+        markdown, page = write_report(sample(), tmp_path / "new")
+    assert markdown.read_text(encoding="utf-8") == to_markdown(sample())
+    assert page.read_text(encoding="utf-8") == to_html(sample())
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["report.html", "report.md"]
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.md"
+    write_text(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="no room on the disk"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.md"]
+
+
+def test_without_matplotlib_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Any] = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingDependencyError, match=r"pyprune\[report\]"):
+        write_report(sample(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tables_print_on_a_terminal_and_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    table = sample().tables[0]
+    print_table(table)
+    assert "| **default** |" in capsys.readouterr().out
+    drawn = rich_table(table)
+    assert drawn.row_count == 3
+    assert drawn.columns[1].justify == "right"
