@@ -25,7 +25,7 @@ from pyprune.cut.mask import masked
 from pyprune.data.sampling import TokenSamples, sample_sequences, split_disjoint
 from pyprune.data.sources import check_source
 from pyprune.data.stream import check_sequence_length, check_token_ids
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
 from pyprune.evaluate.perplexity import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
@@ -207,7 +207,7 @@ def prune_(
     probe = samples[:PROBE_SAMPLES]
     untouched = snapshot(model, decision.plan, probe) if "regularise" in config.stages.before else None
     for number, action in enumerate(config.stages.before):
-        _act(model, Tokens.of(samples), config, action, f"before-{number}-{action}", result, work, teacher)
+        _act(model, Batch.of(samples), config, action, f"before-{number}-{action}", result, work, teacher)
     if untouched is not None:
         result.effects = compare(
             untouched, snapshot(model, decision.plan, probe), target_preserved_ratio=_target_ratio(config)
@@ -495,7 +495,7 @@ def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) 
 
 def _act(
     model: PreTrainedModel,
-    samples: Tokens,
+    samples: Batch,
     config: PruneConfig,
     action: StageAction,
     name: str,
@@ -535,7 +535,7 @@ def _run(work: RunFolder | None, name: str) -> RunOptions:
 
 
 def _check_stages(
-    model: PreTrainedModel, config: PruneConfig, before: Tokens, after: Tokens, teacher: Teacher | None
+    model: PreTrainedModel, config: PruneConfig, before: Batch, after: Batch, teacher: Teacher | None
 ) -> None:
     """Find out before anything is computed that a stage lacks what it needs.
 
@@ -574,8 +574,8 @@ def _ids(samples: TokenSamples | Tensor) -> Tensor:
     return samples if isinstance(samples, Tensor) else samples.input_ids
 
 
-def _tokens(samples: TokenSamples | Tensor) -> Tokens:
-    return Tokens.of(samples) if isinstance(samples, Tensor) else samples.tokens
+def _tokens(samples: TokenSamples | Tensor) -> Batch:
+    return Batch.of(samples) if isinstance(samples, Tensor) else samples.tokens
 
 
 def _shapes_the_result(config: PruneConfig) -> bool:

@@ -24,7 +24,7 @@ from pyprune.config.data import DataConfig
 from pyprune.data.encoding import Ids
 from pyprune.data.overlap import Mask, SpanSet, shingle_hashes
 from pyprune.data.stream import ExampleStream, TokenStream, token_stream
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, DataError
 
 PADDED_TOKENS = 2**30
@@ -52,9 +52,9 @@ class TokenSamples:
         return len(self.spans.spans)
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Batch:
         """What the training loop takes."""
-        return Tokens(self.input_ids, self.input_ids if self.labels is None else self.labels)
+        return Batch(self.input_ids, self.input_ids if self.labels is None else self.labels)
 
     @classmethod
     def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class Batch:
     """Sequences of equal length.
 
     Attributes:
@@ -29,9 +29,9 @@ class Tokens:
     labels: Tensor
 
     @classmethod
-    def of(cls, samples: Tensor | Tokens) -> Tokens:
-        """Take plain ids [N, T] as text of which every token is predicted; return :class:`Tokens` as they are."""
-        return samples if isinstance(samples, Tokens) else cls(samples, samples)
+    def of(cls, samples: Tensor | Batch) -> Batch:
+        """Take plain ids [N, T] as text of which every token is predicted; return :class:`Batch` as they are."""
+        return samples if isinstance(samples, Batch) else cls(samples, samples)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import DistillConfig
 from pyprune.cut.compact import stream_scale
-from pyprune.data.tokens import Tokens
+from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
 from pyprune.plan import PrunePlan
@@ -111,7 +111,7 @@ class Distillation:
     def _hear_teacher(self, index: int, before: Tensor, after: Tensor) -> None:
         self.teacher_stream[index] = after[:, :-1][self.position.to(after.device)]
 
-    def terms(self, student: nn.Module, batch: Tokens) -> LossTerms:
+    def terms(self, student: nn.Module, batch: Batch) -> LossTerms:
         """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
         self.position = batch.predicted
         base = _base(student)

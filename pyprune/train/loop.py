@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Tokens as Tokens
+from pyprune.data.tokens import Batch as Batch
 from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingError
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
@@ -69,11 +69,11 @@ def _warm_up_warnings(config: TrainConfig) -> list[str]:
 
 def train(
     model: nn.Module,
-    samples: Tensor | Tokens,
+    samples: Tensor | Batch,
     config: TrainConfig,
     objective: Objective | None = None,
     *,
-    validation: Tensor | Tokens | None = None,
+    validation: Tensor | Batch | None = None,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
     keep_last_good: bool = True,
@@ -88,11 +88,11 @@ def train(
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device.
-        samples: token ids, int64 [N, T], :data:`IGNORED` marking right padding; or :class:`Tokens`, whose labels
+        samples: token ids, int64 [N, T], :data:`IGNORED` marking right padding; or :class:`Batch`, whose labels
             leave out what is not to be predicted (the prompt of an instruction).
         config: the loop's options.
         objective: what is minimised; None = plain fine-tuning.
-        validation: token ids, int64 [M, T'], or :class:`Tokens`, never trained on.
+        validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
         checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and on
             Ctrl-C or any other exception.
         resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
@@ -109,7 +109,7 @@ def train(
         OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.
     """
     config.validate()
-    tokens, held_out = Tokens.of(samples), None if validation is None else Tokens.of(validation)
+    tokens, held_out = Batch.of(samples), None if validation is None else Batch.of(validation)
     check_samples(model, tokens, "samples")
     held_out_note = ""
     if config.early_stop_patience is not None and held_out is None:
@@ -148,8 +148,8 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        samples: Tokens,
-        validation: Tokens | None,
+        samples: Batch,
+        validation: Batch | None,
         config: TrainConfig,
         objective: Objective,
         checkpoint_dir: Path | None,
@@ -232,7 +232,7 @@ class _Run:
             self.report.steps = step
             self.report.tokens += batch.fed()
 
-    def _backward(self, batch: Tokens, step: int) -> tuple[float, float, dict[str, float]]:
+    def _backward(self, batch: Batch, step: int) -> tuple[float, float, dict[str, float]]:
         """Accumulate the gradient of the whole step; returns (LM loss, penalty, other terms)."""
         self.optimizer.zero_grad(set_to_none=True)
         lm_sum, penalty_sum = 0.0, 0.0
@@ -256,7 +256,7 @@ class _Run:
             self._check_finite(penalty_sum, "penalty", step)
         return lm_sum, penalty_sum, parts
 
-    def _micro_batches(self, batch: Tokens) -> Iterator[tuple[Tokens, _Weight]]:
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, _Weight]]:
         """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
         predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
         for micro in batch.micro_batches(self.config.sequences_per_pass):
@@ -343,7 +343,7 @@ class _Run:
         if self.validation is not None and (step == config.steps or step % config.validation_interval == 0):
             self._validate(step, self.validation)
 
-    def _validate(self, step: int, samples: Tokens) -> None:
+    def _validate(self, step: int, samples: Batch) -> None:
         loss = self._validation_loss(samples)
         self.report.validation.append((step, loss))
         patience = self.config.early_stop_patience
@@ -358,7 +358,7 @@ class _Run:
         self.done = self.bad_validations >= patience
 
     @torch.no_grad()
-    def _validation_loss(self, samples: Tokens) -> float:
+    def _validation_loss(self, samples: Batch) -> float:
         was_training = self.model.training
         self.model.eval()
         loss = self.objective.validation_penalty(self.model)

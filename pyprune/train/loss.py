@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 
 _CHUNK_BYTES = 24 << 20
 """Of float32 logits that are worked on at once: an allocator keeps blocks of this size, and gives larger ones back."""
 
 
-def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
+def causal_loss(model: nn.Module, batch: Tensor | Batch) -> Tensor:
     """Mean next-token cross-entropy over the predicted tokens, in float32 (scalar, nats a token).
 
     Args:
@@ -29,7 +29,7 @@ def causal_loss(model: nn.Module, batch: Tensor | Tokens) -> Tensor:
         batch: sequences on the model's device; plain token ids, int64 [B, T], predict every token
             (:data:`IGNORED` marks right padding).
     """
-    tokens = Tokens.of(batch)
+    tokens = Batch.of(batch)
     logits: Tensor = model(input_ids=tokens.inputs, use_cache=False).logits
     targets = _next_token(tokens.targets).to(logits.device)
     total = cast(Tensor, cast(Any, _CrossEntropy).apply(logits, targets))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Tokens as Tokens
+from pyprune.data.tokens import Batch as Batch
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.train.loss import causal_loss
 
@@ -98,7 +98,7 @@ class Objective:
         A resumed run that has to validate the checkpoint's step first calls it with that step.
         """
 
-    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         """Loss of one micro batch.
 
         Args:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Tokens as Tokens
+from pyprune.data.tokens import Batch as Batch
 from pyprune.runtime.progress import console
 from pyprune.train.objective import StepRecord
 

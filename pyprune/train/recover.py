@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.config.train import RecoverConfig, TrainConfig
-from pyprune.data.tokens import Tokens
+from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.plan import PrunePlan
 from pyprune.train.distill import Distillation
@@ -40,7 +40,7 @@ class _Recovery(Objective):
         if self.distillation is not None:
             self.distillation.start(model)
 
-    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         """One micro batch's loss."""
         return self.distillation.terms(model, batch) if self.distillation else super().micro_loss(model, batch)
 
@@ -52,12 +52,12 @@ class _Recovery(Objective):
 
 def recover(
     model: PreTrainedModel,
-    samples: Tensor | Tokens,
+    samples: Tensor | Batch,
     config: RecoverConfig,
     *,
     teacher: PreTrainedModel | None = None,
     plan: PrunePlan | None = None,
-    validation: Tensor | Tokens | None = None,
+    validation: Tensor | Batch | None = None,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
 ) -> TrainReport:
@@ -70,7 +70,7 @@ def recover(
 
     Args:
         model: a causal LM, dense or pruned. Base weights under adapters may be half precision.
-        samples: token ids, int64 [N, T], or :class:`Tokens` with labels (instruction records).
+        samples: token ids, int64 [N, T], or :class:`Batch` with labels (instruction records).
         config: what is trained, on which loss, and the training options.
         teacher: the dense model, for distillation; it comes back as it was. Beside the student's, it takes its own
             weights' memory and the activations of one forward pass.
@@ -126,10 +126,10 @@ def _distillation(
 
 def finetune(
     model: PreTrainedModel,
-    samples: Tensor | Tokens,
+    samples: Tensor | Batch,
     config: TrainConfig,
     *,
-    validation: Tensor | Tokens | None = None,
+    validation: Tensor | Batch | None = None,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
 ) -> TrainReport:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Tokens as Tokens
+from pyprune.data.tokens import Batch as Batch
 from pyprune.errors import ConfigError, DataError
 
 
@@ -23,14 +23,14 @@ def batch_indices(count: int, batch_size: int, step: int, seed: int) -> Tensor:
     return torch.stack([orders[p // count][p % count] for p in positions])
 
 
-def check_samples(model: nn.Module, samples: Tensor | Tokens, what: str) -> None:
+def check_samples(model: nn.Module, samples: Tensor | Batch, what: str) -> None:
     """Refuse samples that the model cannot be trained on.
 
     Raises:
         DataError: wrong shape or type, an id outside the vocabulary, a length beyond the model's, padding that is
             not on the right or has a label, or nothing to predict.
     """
-    tokens = Tokens.of(samples)
+    tokens = Batch.of(samples)
     ids, labels = tokens.ids, tokens.labels
     if ids.ndim != 2 or ids.dtype != torch.int64 or len(ids) == 0 or ids.shape[1] < 2:
         raise DataError(
@@ -78,7 +78,7 @@ def check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _hold_out(samples: Tokens) -> tuple[Tokens, Tokens, str]:
+def _hold_out(samples: Batch) -> tuple[Batch, Batch, str]:
     if len(samples) < 2:
         raise ConfigError(
             "early_stop_patience needs validation samples, and one training sample cannot be split. "

@@ -20,7 +20,7 @@ from pyprune.data.instructions import encode_examples
 from pyprune.data.sampling import TokenSamples, assert_disjoint, sample_sequences, split_disjoint
 from pyprune.data.sources import read_corpus
 from pyprune.data.stream import ExampleStream
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, DataError
 from pyprune.train.loop import TrainConfig, train
 from pyprune.train.loss import causal_loss
@@ -99,14 +99,14 @@ def test_the_loss_is_that_of_the_response_tokens_alone(tmp_path: Path) -> None:
         start = int((labels >= 0).nonzero()[0])
         losses += [-log_p[t - 1, fed[0, t]] for t in range(start, fed.shape[1])]
     torch.testing.assert_close(causal_loss(model, tokens), torch.stack(losses).mean())
-    before = causal_loss(model, Tokens(tokens.ids, tokens.ids))
+    before = causal_loss(model, Batch(tokens.ids, tokens.ids))
     assert not torch.allclose(before, torch.stack(losses).mean(), rtol=1e-3)
 
 
 def test_training_on_instructions_learns_the_responses_only(tmp_path: Path) -> None:
     tokens = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS))).tokens
     model = tiny_model()
-    prompts = Tokens(tokens.ids, torch.where(tokens.labels >= 0, IGNORED, tokens.ids))
+    prompts = Batch(tokens.ids, torch.where(tokens.labels >= 0, IGNORED, tokens.ids))
     before = causal_loss(model, tokens).item(), causal_loss(model, prompts).item()
     report = train(model, tokens, TrainConfig(steps=20, batch_size=3, micro_batch_size=3, learning_rate=3e-3))
     after = causal_loss(model, tokens).item(), causal_loss(model, prompts).item()
@@ -268,14 +268,14 @@ def test_micro_batches_are_of_like_length_and_cut() -> None:
     ids = tiny_batch(0, 6, 20)
     for row, length in enumerate((20, 3, 12, 3, 20, 7)):
         ids[row, length:] = IGNORED
-    tokens = Tokens(ids, ids)
+    tokens = Batch(ids, ids)
     pieces = tokens.micro_batches(2)
     assert [tuple(p.ids.shape) for p in pieces] == [(2, 3), (2, 12), (2, 20)]
     assert sum(p.fed() for p in pieces) == tokens.fed()
     assert torch.equal(torch.cat([functional.pad(p.ids, (0, 20 - p.ids.shape[1]), value=IGNORED) for p in pieces])
                        .sort(0).values, ids.sort(0).values)  # fmt: skip
     full = tiny_batch(0, 4, 8)
-    assert torch.equal(torch.cat([p.ids for p in Tokens.of(full).micro_batches(3)]), full)
+    assert torch.equal(torch.cat([p.ids for p in Batch.of(full).micro_batches(3)]), full)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -284,7 +284,7 @@ def test_masked_labels_are_weighted_exactly_over_micro_batches(micro: int) -> No
     labels = ids.clone()
     for row, start in enumerate((0, 13, 5, 9)):
         labels[row, :start] = IGNORED
-    tokens = Tokens(ids, labels)
+    tokens = Batch(ids, labels)
     expected, model = tiny_model(), tiny_model()
     causal_loss(expected, tokens).backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -300,19 +300,19 @@ def test_masked_labels_are_weighted_exactly_over_micro_batches(micro: int) -> No
 def test_bad_labels_are_refused() -> None:
     model, ids = tiny_model(), tiny_batch(0, 2, 8)
     with pytest.raises(DataError, match=r"labels of shape \(2, 7\)"):
-        check_samples(model, Tokens(ids, ids[:, 1:]), "samples")
+        check_samples(model, Batch(ids, ids[:, 1:]), "samples")
     with pytest.raises(DataError, match="vocabulary ends at 383"):
-        check_samples(model, Tokens(ids, torch.full_like(ids, 384)), "samples")
+        check_samples(model, Batch(ids, torch.full_like(ids, 384)), "samples")
     with pytest.raises(DataError, match="nothing to predict"):
-        check_samples(model, Tokens(ids, torch.full_like(ids, IGNORED)), "samples")
+        check_samples(model, Batch(ids, torch.full_like(ids, IGNORED)), "samples")
     hole = ids.clone()
     hole[0, 3] = IGNORED
     with pytest.raises(DataError, match="padding before a token"):
-        check_samples(model, Tokens.of(hole), "samples")
+        check_samples(model, Batch.of(hole), "samples")
     padded = ids.clone()
     padded[0, 5:] = IGNORED
     with pytest.raises(DataError, match="a label on padding"):
-        check_samples(model, Tokens(padded, ids), "samples")
+        check_samples(model, Batch(padded, ids), "samples")
 
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")

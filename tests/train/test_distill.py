@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from pyprune.config.train import DistillConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import decoder_layers, family_for
 from pyprune.plan import PrunePlan
@@ -28,13 +28,13 @@ from tests._support.plans import axis_plans
 CONFIG = DistillConfig(alpha=0.7, temperature=2.0, hidden=0.3, chunk=5)
 
 
-def batch(rows: int = 3, length: int = 12) -> Tokens:
+def batch(rows: int = 3, length: int = 12) -> Batch:
     """Right-padded rows whose first tokens (a prompt) are not predicted."""
     ids = tiny_batch(1, rows, length)
     ids[0, 8:] = IGNORED
     labels = ids.clone()
     labels[:, :4] = IGNORED
-    return Tokens(ids, labels)
+    return Batch(ids, labels)
 
 
 def terms(
@@ -42,7 +42,7 @@ def terms(
     teacher: PreTrainedModel,
     config: DistillConfig = CONFIG,
     plan: PrunePlan | None = None,
-    tokens: Tokens | None = None,
+    tokens: Batch | None = None,
 ) -> LossTerms:
     distillation = Distillation(student, teacher, config, plan)
     distillation.start(student)
@@ -58,7 +58,7 @@ def total(found: LossTerms) -> Tensor:
     return found.total
 
 
-def streams(model: PreTrainedModel, tokens: Tokens) -> list[Tensor]:
+def streams(model: PreTrainedModel, tokens: Batch) -> list[Tensor]:
     """The output of every decoder layer, by plain hooks."""
     found: list[Tensor] = []
     handles = [layer.register_forward_hook(lambda m, a, out: found.append(out)) for layer in decoder_layers(model)]
@@ -68,7 +68,7 @@ def streams(model: PreTrainedModel, tokens: Tokens) -> list[Tensor]:
     return found
 
 
-def plain_loss(student: PreTrainedModel, teacher: PreTrainedModel, config: DistillConfig, tokens: Tokens) -> Tensor:
+def plain_loss(student: PreTrainedModel, teacher: PreTrainedModel, config: DistillConfig, tokens: Batch) -> Tensor:
     """The equations written down once more, with whole logits, for models of equal shape."""
     at = tokens.labels[:, 1:] >= 0
     logits = student(input_ids=tokens.inputs).logits[:, :-1][at]
@@ -91,7 +91,7 @@ def plain_loss(student: PreTrainedModel, teacher: PreTrainedModel, config: Disti
 def test_the_loss_equals_one_computed_by_hand() -> None:
     """Two tokens of vocabulary, worked on paper: KL and CE of known distributions."""
     student, teacher = tiny_model(vocab_size=4), tiny_model(vocab_size=4, seed=5)
-    tokens = Tokens(torch.tensor([[1, 3, 2]]), torch.tensor([[IGNORED, IGNORED, 2]]))
+    tokens = Batch(torch.tensor([[1, 3, 2]]), torch.tensor([[IGNORED, IGNORED, 2]]))
     with torch.no_grad():
         q = student(input_ids=tokens.ids).logits[0, 1].softmax(-1).tolist()
         p = teacher(input_ids=tokens.ids).logits[0, 1].softmax(-1).tolist()
@@ -173,13 +173,13 @@ def test_masked_tokens_count_in_nothing() -> None:
     student, teacher = tiny_model(), tiny_model(seed=3)
     tokens = batch()
     reference = total(terms(student, teacher))
-    padded = Tokens(
+    padded = Batch(
         functional.pad(tokens.ids, (0, 4), value=IGNORED), functional.pad(tokens.labels, (0, 4), value=IGNORED)
     )
     same = total(terms(student, teacher, tokens=padded))
     fewer = tokens.labels.clone()
     fewer[1, 6] = IGNORED
-    other = total(terms(student, teacher, tokens=Tokens(tokens.ids, fewer)))
+    other = total(terms(student, teacher, tokens=Batch(tokens.ids, fewer)))
     torch.testing.assert_close(reference, same, rtol=1e-6, atol=1e-7)
     assert not torch.allclose(reference, other, rtol=1e-4)
 
@@ -232,7 +232,7 @@ def test_no_logits_of_more_than_a_chunk_exist() -> None:
 
 def test_a_micro_batch_with_nothing_to_predict_gives_zero() -> None:
     tokens = batch()
-    nothing = Tokens(tokens.ids, torch.full_like(tokens.labels, IGNORED))
+    nothing = Batch(tokens.ids, torch.full_like(tokens.labels, IGNORED))
     found = terms(tiny_model(), tiny_model(seed=3), tokens=nothing)
     assert total(found).item() == 0.0
     total(found).backward()

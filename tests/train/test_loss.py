@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.train.loss import causal_loss, distillation_loss, token_losses
 
 VOCABULARY = 37
@@ -35,16 +35,16 @@ class Bigrams(nn.Module):
         return SimpleNamespace(logits=self.logits)
 
 
-def batch_with_padding() -> Tokens:
+def batch_with_padding() -> Batch:
     torch.manual_seed(1)
     ids = torch.randint(0, VOCABULARY, (3, 8))
     labels = ids.clone()
     labels[0, :4] = IGNORED  # a prompt
     ids[1, 5:] = labels[1, 5:] = IGNORED  # padding
-    return Tokens(ids, labels)
+    return Batch(ids, labels)
 
 
-def plain_loss(model: Bigrams, batch: Tokens) -> Tensor:
+def plain_loss(model: Bigrams, batch: Batch) -> Tensor:
     logits = model(batch.inputs, use_cache=False).logits[:, :-1]
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return functional.cross_entropy(wide.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
@@ -87,7 +87,7 @@ def test_with_a_gradient_there_is_no_second_tensor_of_their_size() -> None:
 
 def test_nothing_to_predict() -> None:
     model, ids = Bigrams(), torch.randint(0, VOCABULARY, (2, 5))
-    loss = causal_loss(model, Tokens(ids, torch.full_like(ids, IGNORED)))
+    loss = causal_loss(model, Batch(ids, torch.full_like(ids, IGNORED)))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert model.table.grad is not None

@@ -17,7 +17,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
-from pyprune.data.tokens import IGNORED, Tokens
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import CheckpointError, ConfigError, TrainingError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
@@ -36,7 +36,7 @@ KINDS = {"lora": LORA, "full": FULL}
 WIDTHS = ("unequal", "hidden", "layers", "skipped", "everything")
 
 
-def samples(rows: int = 32, seed: int = 1, length: int = 16) -> Tokens:
+def samples(rows: int = 32, seed: int = 1, length: int = 16) -> Batch:
     """Rows with a masked prompt of varying length and padding behind some of them."""
     ids = tiny_batch(seed, rows, length)
     labels = ids.clone()
@@ -44,7 +44,7 @@ def samples(rows: int = 32, seed: int = 1, length: int = 16) -> Tokens:
         labels[row, : 2 + row % 4] = IGNORED
     for row in range(0, rows, 3):
         ids[row, length - row % 5 :] = labels[row, length - row % 5 :] = IGNORED
-    return Tokens(ids, labels)
+    return Batch(ids, labels)
 
 
 def cut(width: str, family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel, PrunePlan]:
@@ -209,7 +209,7 @@ def failing_at(call: int, error: type[BaseException] | None) -> Callable[..., ob
     """``Distillation.terms`` that raises at one call, or gives NaN there."""
     original, calls = Distillation.terms, [0]
 
-    def terms(self: Distillation, student: PreTrainedModel, batch: Tokens) -> object:
+    def terms(self: Distillation, student: PreTrainedModel, batch: Batch) -> object:
         calls[0] += 1
         found = original(self, student, batch)
         if calls[0] == call and error is not None:

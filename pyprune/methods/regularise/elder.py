@@ -28,7 +28,7 @@ from pyprune.config.regularise import ElderConfig, GateConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_
-from pyprune.data.tokens import Tokens, micro_batch_for
+from pyprune.data.tokens import Batch, micro_batch_for
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.base import Method, PlanDecision, RunOptions, nothing_to_do
@@ -347,7 +347,7 @@ class ElderObjective(Objective):
             for index in self.removed:
                 self.hooks.skip(index)
 
-    def micro_loss(self, model: nn.Module, batch: Tokens) -> LossTerms:
+    def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4), without padding."""
         # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
         # is dropped here.
@@ -377,7 +377,7 @@ class ElderObjective(Objective):
             self.hooks.remove()
 
 
-def _token_positions(batch: Tokens) -> Tensor | None:
+def _token_positions(batch: Batch) -> Tensor | None:
     """Where in [B * T] there is no padding, int64 [n]; None for everywhere."""
     real = batch.real.flatten()
     return None if bool(real.all()) else real.nonzero().squeeze(1)

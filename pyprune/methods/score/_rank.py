@@ -23,12 +23,12 @@ from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError
 from pyprune.families import Family
 from pyprune.methods.ratio import Shapes, decide_hidden_count, share_of_parameters
-from pyprune.methods.score._structures import Place, Scope, StructureScores, opened_places
+from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
 from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
 
 
 @dataclass(frozen=True)
-class Order:
+class RankedUnits:
     """The units of one layer and axis, the first to go first.
 
     Attributes:
@@ -48,7 +48,7 @@ class Order:
     removed: int
 
 
-Counts = dict[Place, int]
+Counts = dict[LayerAxis, int]
 """Bundles that go, by (layer, axis)."""
 
 
@@ -69,7 +69,7 @@ class Ranking:
         family: Family,
         shapes: Shapes,
         identity: PrunePlan,
-        scope: Scope,
+        scope: OpenUnits,
         config: PruneConfig,
         why_not_stock: Callable[[PrunePlan], Sequence[str]],
     ) -> None:
@@ -110,7 +110,7 @@ class Ranking:
         orders = [self._order(alike, self.identity, layer, axis) for layer, axis in opened_places(self.scope)]
         self._counts(orders, Fraction(1))
 
-    def _counts(self, orders: Sequence[Order], done: Fraction) -> Counts:
+    def _counts(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         if self.score.counts:
             return self._by_counts(orders, done)
         if self.scope.axes == ("hidden",):
@@ -118,7 +118,7 @@ class Ranking:
         self._check_unit()
         return self._local(orders, done) if self.score.is_local else self._global(orders, done)
 
-    def _refuse_nothing(self, orders: Sequence[Order]) -> None:
+    def _refuse_nothing(self, orders: Sequence[RankedUnits]) -> None:
         if self.score.counts:
             raise ConfigError(
                 "The counts of score.heads, score.ffn and score.hidden keep everything; lower one of them."
@@ -136,7 +136,7 @@ class Ranking:
                 "use parameters, or give counts (score.heads, score.ffn)."
             )
 
-    def _order(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> Order:
+    def _order(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> RankedUnits:
         values = scores.group_scores(layer, axis).clone()
         removed = list(self._removed(before, layer, axis))
         gone = set(removed)
@@ -147,7 +147,7 @@ class Ranking:
         values_of = tuple(scores.of_bundle([numbers[i] for i in bundle]) for bundle in bundles)
         keep = 0 if self.score.allow_empty and axis != "hidden" else 1
         already = bisect_right(list(accumulate(map(len, bundles))), len(removed))
-        return Order(layer, axis, bundles, values_of, max(0, len(bundles) - keep), already)
+        return RankedUnits(layer, axis, bundles, values_of, max(0, len(bundles) - keep), already)
 
     def remaining(self, scores: StructureScores, before: PrunePlan, layer: int | None, axis: ScoreAxis) -> torch.Tensor:
         """Scores of the units of one place that ``before`` has not removed, float64 [units]."""
@@ -183,14 +183,14 @@ class Ranking:
             groups[kv_head_of(head, dense)].append(head)
         return tuple(zip(*groups, strict=True))
 
-    def _by_counts(self, orders: Sequence[Order], done: Fraction) -> Counts:
+    def _by_counts(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         counts: Counts = {}
         for order in orders:
             kept = self._kept_bundles(order)
             counts[order.layer, order.axis] = math.floor(done * (len(order.bundles) - kept))
         return counts
 
-    def _kept_bundles(self, order: Order) -> int:
+    def _kept_bundles(self, order: RankedUnits) -> int:
         """How many bundles stay when ``counts`` says how many heads or channels do."""
         wanted = self.score.counts[order.axis]
         sizes = [len(bundle) * self._heads_in(order.axis) for bundle in order.bundles]
@@ -203,7 +203,7 @@ class Ranking:
     def _heads_in(self, axis: ScoreAxis) -> int:
         return self.scope.dense.group_size if axis == "heads" and self.scope.whole_groups else 1
 
-    def _hidden_by_ratio(self, orders: Sequence[Order], done: Fraction) -> Counts:
+    def _hidden_by_ratio(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         (order,) = orders
         config = self.config
         decision = decide_hidden_count(
@@ -217,12 +217,12 @@ class Ranking:
         gone = [sum(len(b) for b in order.bundles[:n]) for n in range(len(order.bundles))]
         return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
 
-    def _local(self, orders: Sequence[Order], done: Fraction) -> Counts:
+    def _local(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         """The part of the final counts that is due; they do not depend on scores."""
         counts = self._local_goal(orders, self.config.ratio)
         return {place: math.floor(done * count) for place, count in counts.items()}
 
-    def _local_goal(self, orders: Sequence[Order], goal: float) -> Counts:
+    def _local_goal(self, orders: Sequence[RankedUnits], goal: float) -> Counts:
         """The largest share p, with floor(p * units) bundles of every layer and axis, that stays within the goal.
 
         Where the next step of one axis is too large for what is left (a KV head of few), the others go on alone, those
@@ -245,7 +245,7 @@ class Ranking:
 
     def _with_larger_steps(
         self,
-        orders: Sequence[Order],
+        orders: Sequence[RankedUnits],
         goal: float,
         counts: Counts,
         by_step: Sequence[ScoreAxis],
@@ -272,10 +272,10 @@ class Ranking:
         return best if best == counts else self._with_larger_steps(orders, goal, best, by_step, allowed)
 
     def _filled(
-        self, orders: Sequence[Order], goal: float, counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
+        self, orders: Sequence[RankedUnits], goal: float, counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
     ) -> Counts:
         """The same with as many bundles of one axis, the same in every layer, as the goal allows."""
-        places: list[Place] = [(o.layer, o.axis) for o in orders if o.axis == axis]
+        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.axis == axis]
         larger = [count for count in allowed if count >= counts[places[0]]]
 
         def counts_at(step: int) -> Counts:
@@ -283,7 +283,7 @@ class Ranking:
 
         return counts_at(self._last_within(orders, goal, len(larger) - 1, counts_at))
 
-    def _allowed(self, orders: Sequence[Order], order: Order) -> list[int]:
+    def _allowed(self, orders: Sequence[RankedUnits], order: RankedUnits) -> list[int]:
         """How many bundles of ``order``'s axis may go in every layer, ascending from 0.
 
         For uniform only the numbers of heads that a stock architecture takes, if one takes the dense model.
@@ -291,10 +291,10 @@ class Ranking:
         counts = list(range(order.removable + 1))
         if not self.score.uniform or order.axis != "heads" or self.why_not_stock(self.identity):
             return counts
-        places: list[Place] = [(o.layer, o.axis) for o in orders if o.axis == order.axis]
+        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.axis == order.axis]
         return [k for k in counts if not k or not self.why_not_stock(self._remove(orders, dict.fromkeys(places, k)))]
 
-    def _global(self, orders: Sequence[Order], done: Fraction) -> Counts:
+    def _global(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         """The longest prefix of the one order over all open layers that stays within the part of the goal."""
         compared = self._normalised(orders)
         merged = sorted(
@@ -313,7 +313,7 @@ class Ranking:
 
         return self._largest(orders, self.config.ratio * float(done), len(places), counts_at)
 
-    def _normalised(self, orders: Sequence[Order]) -> list[tuple[float, ...]]:
+    def _normalised(self, orders: Sequence[RankedUnits]) -> list[tuple[float, ...]]:
         """Scores that may be compared across layers and axes; each order stays ascending."""
         how = self.score.normalise
         if how == "none":
@@ -326,11 +326,13 @@ class Ranking:
                 sizes[order.axis] = self._parameters_of_first(order) / len(order.bundles[0])
         return [tuple(s / (sizes[o.axis] * len(b)) for s, b in zip(o.scores, o.bundles, strict=True)) for o in orders]
 
-    def _parameters_of_first(self, order: Order) -> int:
+    def _parameters_of_first(self, order: RankedUnits) -> int:
         total = sum(math.prod(shape) for shape in self.shapes.values())
         return round(self._share([order], {(order.layer, order.axis): 1}) * total)
 
-    def _largest(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> Counts:
+    def _largest(
+        self, orders: Sequence[RankedUnits], goal: float, steps: int, counts_at: Callable[[int], Counts]
+    ) -> Counts:
         """The counts of the last step within the goal, which not all steps may fall short of."""
         last = self._last_within(orders, goal, steps, counts_at)
         most = self._share(orders, counts_at(last))
@@ -342,7 +344,7 @@ class Ranking:
             )
         return counts_at(last)
 
-    def _heads_hint(self, orders: Sequence[Order]) -> str:
+    def _heads_hint(self, orders: Sequence[RankedUnits]) -> str:
         """What else helps where heads have to stay."""
         if self.score.uniform and "heads" in self.scope.axes:
             return "; with score.uniform only as many heads go as a stock architecture allows"
@@ -352,17 +354,19 @@ class Ranking:
             return "; each layer has one KV head, which stays: score.heads_unit=query_head opens its query heads"
         return "; each layer has one head, which stays unless score.allow_empty is on"
 
-    def _last_within(self, orders: Sequence[Order], goal: float, steps: int, counts_at: Callable[[int], Counts]) -> int:
+    def _last_within(
+        self, orders: Sequence[RankedUnits], goal: float, steps: int, counts_at: Callable[[int], Counts]
+    ) -> int:
         """The last step, 0 to ``steps``, whose share of parameters is within the goal (shares grow with the steps)."""
         # bisect_right finds the first step beyond the goal; rounding of the share itself must not decide.
         beyond = bisect_right(range(steps + 1), goal + 1e-12, key=lambda step: self._share(orders, counts_at(step)))
         return beyond - 1
 
-    def _share(self, orders: Sequence[Order], counts: Counts) -> float:
+    def _share(self, orders: Sequence[RankedUnits], counts: Counts) -> float:
         return share_of_parameters(self.family, self.shapes, self._remove(orders, counts))
 
-    def _remove(self, orders: Sequence[Order], counts: Mapping[Place, int]) -> PrunePlan:
-        gone: dict[Place, set[int]] = {}
+    def _remove(self, orders: Sequence[RankedUnits], counts: Mapping[LayerAxis, int]) -> PrunePlan:
+        gone: dict[LayerAxis, set[int]] = {}
         for order in orders:
             count = counts.get((order.layer, order.axis), 0)
             gone[order.layer, order.axis] = {i for bundle in order.bundles[:count] for i in bundle}
@@ -374,7 +378,7 @@ class Ranking:
             layers=tuple(layer for layer in layers if layer.query_heads or layer.ffn),
         )
 
-    def _layer(self, layer: LayerPlan, gone: Mapping[Place, set[int]]) -> LayerPlan:
+    def _layer(self, layer: LayerPlan, gone: Mapping[LayerAxis, set[int]]) -> LayerPlan:
         heads, ffn = gone.get((layer.index, "heads"), set()), gone.get((layer.index, "ffn"), set())
         if self.scope.whole_groups:
             kv_heads = tuple(kv for kv in layer.kv_heads if kv not in heads)

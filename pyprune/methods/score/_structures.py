@@ -22,7 +22,7 @@ from pyprune.families import NamedParam, Row, family_for, named_axes
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
 
-Place = tuple[int | None, str]
+LayerAxis = tuple[int | None, str]
 """(layer, axis name) of some structures; the layer is None for the hidden axis, which all layers share."""
 
 
@@ -31,7 +31,7 @@ class ScoreError(PypruneError):
 
 
 @dataclass(frozen=True)
-class Scope:
+class OpenUnits:
     """What is open to pruning.
 
     Attributes:
@@ -47,7 +47,7 @@ class Scope:
     whole_groups: bool
 
     @classmethod
-    def of(cls, dense: Sizes, config: ScoreConfig) -> Scope:
+    def of(cls, dense: Sizes, config: ScoreConfig) -> OpenUnits:
         """Read the options.
 
         Raises:
@@ -73,9 +73,9 @@ class Scope:
         whole = config.heads_unit == "kv_group" or dense.group_size == 1
         return cls(dense, config.axes, tuple(layers), whole)
 
-    def dims(self, row: Row, layer: int | None) -> tuple[tuple[int, Place], ...]:
+    def dims(self, row: Row, layer: int | None) -> tuple[tuple[int, LayerAxis], ...]:
         """The open dimensions of a parameter and the structures that each of them counts."""
-        found: list[tuple[int, Place]] = []
+        found: list[tuple[int, LayerAxis]] = []
         for dim, axis in enumerate(row.axes):
             if axis == "hidden" and "hidden" in self.axes:
                 found.append((dim, (None, "hidden")))
@@ -131,11 +131,11 @@ class StructureScores:
         standardised: set by a scorer whose scores are positions on a scale, negative ones among them.
     """
 
-    def __init__(self, scope: Scope, aggregation: str) -> None:
+    def __init__(self, scope: OpenUnits, aggregation: str) -> None:
         self.scope = scope
         self.aggregation = aggregation
         self.standardised = False
-        self.sums: dict[Place, dict[str, Tensor]] = {}
+        self.sums: dict[LayerAxis, dict[str, Tensor]] = {}
 
     def add_elements(
         self, param: NamedParam, factor: Tensor, weight: Tensor | None = None, *, signed: bool = False
@@ -223,7 +223,7 @@ def _aggregate(structures: Tensor, how: str) -> Tensor:
     return functions[how](structures)
 
 
-def opened_places(scope: Scope) -> tuple[tuple[int | None, ScoreAxis], ...]:
+def opened_places(scope: OpenUnits) -> tuple[tuple[int | None, ScoreAxis], ...]:
     """(layer, axis) of everything that is ranked, in the order in which ties are broken."""
     found: list[tuple[int | None, ScoreAxis]] = []
     inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
@@ -234,6 +234,6 @@ def opened_places(scope: Scope) -> tuple[tuple[int | None, ScoreAxis], ...]:
     return tuple(found)
 
 
-def model_scope(model: PreTrainedModel, config: ScoreConfig) -> Scope:
+def open_units(model: PreTrainedModel, config: ScoreConfig) -> OpenUnits:
     """The scope of a model under these options."""
-    return Scope.of(family_for(model).sizes(model.config), config)
+    return OpenUnits.of(family_for(model).sizes(model.config), config)

@@ -44,7 +44,7 @@ from pyprune.families import NamedParam, family_for, parameter_shapes, parameter
 from pyprune.methods.base import Method, PlanDecision, RunOptions
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import Scope, ScoreError, StructureScores, model_scope, opened_places
+from pyprune.methods.score._structures import OpenUnits, ScoreError, StructureScores, open_units, opened_places
 from pyprune.plan import PrunePlan
 
 __all__ = [
@@ -79,7 +79,7 @@ class Scoring:
     model: PreTrainedModel
     samples: Tensor
     config: PruneConfig
-    scope: Scope
+    scope: OpenUnits
     opened: tuple[NamedParam, ...]
     masked: bool
     scores: StructureScores
@@ -90,7 +90,7 @@ class Scoring:
     @classmethod
     def of(cls, model: PreTrainedModel, samples: Tensor, config: PruneConfig, *, masked: bool = False) -> Scoring:
         """Open the structures that the options name, with no scores yet."""
-        scope = model_scope(model, config.score)
+        scope = open_units(model, config.score)
         scores = StructureScores(scope, config.score.aggregation)
         return cls(model, samples, config, scope, scope.opened(model), masked, scores)
 
@@ -231,7 +231,7 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
         ConfigError: open layers that the model does not have.
     """
     family = family_for(model)
-    scope = model_scope(model, config.score)
+    scope = open_units(model, config.score)
 
     def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
         return target_of(model, config, plan).why_not_stock

@@ -31,7 +31,7 @@ from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import DataError
 from pyprune.families import NamedParam
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score._structures import Place, StructureScores
+from pyprune.methods.score._structures import LayerAxis, StructureScores
 from pyprune.methods.score.base import Scoring, score_method
 from pyprune.train.loop import train
 from pyprune.train.lora import adapters
@@ -102,7 +102,7 @@ class _Guided(Objective):
         self.run = run
         self.projections = projections
         self.momentum = config.momentum
-        self.average: dict[Place, dict[str, Tensor]] = {}
+        self.average: dict[LayerAxis, dict[str, Tensor]] = {}
 
     @override
     def identity(self) -> dict[str, Any]:

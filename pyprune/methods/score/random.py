@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score._structures import Scope, opened_places
+from pyprune.methods.score._structures import OpenUnits, opened_places
 from pyprune.methods.score.base import Scoring, score_method
 
 
@@ -20,7 +20,7 @@ def score(run: Scoring) -> None:
             run.add_units(layer, axis, _numbers(run.scope, axis, generator))
 
 
-def _numbers(scope: Scope, axis: str, generator: torch.Generator) -> Tensor:
+def _numbers(scope: OpenUnits, axis: str, generator: torch.Generator) -> Tensor:
     """float64 [units of the axis]; the query heads of a KV group that goes as a whole share one number."""
     if axis != "heads" or not scope.whole_groups:
         return torch.rand(scope.units(axis), generator=generator, dtype=torch.float64)

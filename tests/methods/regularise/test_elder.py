@@ -18,7 +18,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_, masked
-from pyprune.data.tokens import Tokens
+from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.base import RunOptions
@@ -185,7 +185,7 @@ def test_counts_that_leave_no_layer_are_refused() -> None:
 @pytest.mark.parametrize("family", ["llama", "opt", "phi", "gemma3"])
 def test_the_penalty_is_the_mean_over_tokens_of_the_layers_change(family: str, norm: str) -> None:
     model = tiny_model(family)
-    batch = Tokens.of(samples()[:2])
+    batch = Batch.of(samples()[:2])
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     hooks = LayerHooks(family_for(model).layers(model), P, lambda i, before, after: seen.update({i: (before, after)}))
     model(input_ids=batch.ids)
@@ -436,7 +436,7 @@ def test_stage_two_minimises_the_op_and_its_gradient_reaches_the_layer(
     model = tiny_model()
     objective = ElderObjective(P, ElderConfig(norm=norm, strength=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
-    terms = objective.micro_loss(model, Tokens.of(samples()))
+    terms = objective.micro_loss(model, Batch.of(samples()))
     objective.teardown(model)
     assert len(calls) == len(P)
     by_hand = sum(float(torch.linalg.vector_norm(b - a, int(norm[1]), dim=-1).mean()) for a, b, _ in calls)

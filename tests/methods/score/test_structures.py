@@ -13,7 +13,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.families import family_for, named_axes
 from pyprune.methods.registry import get_method
-from pyprune.methods.score._structures import ScoreError, channel_sums, model_scope
+from pyprune.methods.score._structures import ScoreError, channel_sums, open_units
 from pyprune.methods.score.base import Scoring, decide_by_scores
 from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
@@ -236,15 +236,15 @@ def test_a_scorer_that_says_nothing_is_reported() -> None:
 
 def test_the_scope_lists_the_open_parameters() -> None:
     model = tiny_model("qwen3")
-    scope = model_scope(model, options("magnitude", first_layer=1, last_layer=-2).score)
+    scope = open_units(model, options("magnitude", first_layer=1, last_layer=-2).score)
     assert scope.layers == (1, 2)
     names = {p.name for p in scope.opened(model)}
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert not any("norm" in n or "embed" in n or "layers.0." in n for n in names)
-    query_only = model_scope(model, options("magnitude", heads_unit="query_head", axes=("heads",)).score)
+    query_only = open_units(model, options("magnitude", heads_unit="query_head", axes=("heads",)).score)
     kinds = {p.name.split("self_attn.")[1] for p in query_only.opened(model)}
     assert kinds == {"q_proj.weight", "o_proj.weight"}
-    hidden = model_scope(model, options("magnitude", axes=("hidden",)).score)
+    hidden = open_units(model, options("magnitude", axes=("hidden",)).score)
     sliced = {n for n, p in model.named_parameters() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
     assert {p.name for p in hidden.opened(model)} == sliced
     assert family_for(model).model_type == "qwen3"
