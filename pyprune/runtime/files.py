@@ -486,7 +486,7 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
             old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _flush(folder: Path) -> None:
@@ -496,10 +496,11 @@ def _flush(folder: Path) -> None:
         # safetensors creates private files; a server under another account must be able to read them.
         path.chmod(0o666 & ~mask)
     for path in [*inside, folder]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the disk hold what a file or folder holds."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

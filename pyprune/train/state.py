@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
-from pyprune.runtime.files import file_digest, read_json, seal, unseal
+from pyprune.runtime.files import file_digest, read_json, seal, sync, unseal
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -56,7 +56,7 @@ def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> P
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputError(
@@ -75,12 +75,12 @@ def _write(folder: Path, state: TrainState) -> None:
             continue
         path = folder / f"{stem}.safetensors"
         save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
-        _sync(path)
+        sync(path)
         digests[path.name] = file_digest(path)
     meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": digests, **state.meta}
     path = folder / "state.json"
     path.write_text(json.dumps(seal(meta), indent=1))
-    _sync(path)
+    sync(path)
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -146,11 +146,3 @@ def _remove_older(folder: Path, newest: Path) -> None:
         leftover = path.name.startswith(".step-") and path.name.endswith(".tmp")  # of a killed process
         if leftover or (found and int(found[1]) < number):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

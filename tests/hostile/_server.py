@@ -18,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import tqdm
 
 MACHINE_GUARD = 3 << 30
 """Bytes of address space that a child may add: far beyond what any case is allowed, and less than the machine has."""
@@ -184,6 +187,8 @@ def _be_the_child(run: Run, place: Path) -> None:
     code = 1
     try:
         os.setsid()
+        # tqdm shares its lock with every child of the server: one that is killed while it holds it would stop them all.
+        tqdm.std.tqdm.set_lock(threading.RLock())
         for number, name in enumerate((os.devnull, place / "out", place / "err")):
             flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             os.dup2(os.open(name, flags), number)
