@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pyprune.data.sampling import TokenSamples
-    from pyprune.evaluate.perplexity import EvaluationText
     from pyprune.pipeline import PruneResult
+    from pyprune.quality.perplexity import EvaluationText
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
 AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")
@@ -246,7 +246,7 @@ class Bench:
     def _load(self) -> tuple[PreTrainedModel, Any]:
         if self.loaded is None:
             from pyprune.checkpoint.load import load_model
-            from pyprune.evaluate.perplexity import evaluation_text
+            from pyprune.quality.perplexity import evaluation_text
             from pyprune.runtime.device import accelerator_name
 
             setting = self.setting
@@ -282,7 +282,7 @@ class Bench:
         return dense
 
     def _perplexities(self, model: PreTrainedModel) -> dict[str, float]:
-        from pyprune.evaluate.perplexity import evaluate_perplexity
+        from pyprune.quality.perplexity import evaluate_perplexity
 
         tokenizer = self._load()[1]
         setting = self.setting

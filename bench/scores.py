@@ -51,7 +51,7 @@ from pyprune.runtime.progress import console
 from pyprune.serving.stats import RecordFile, environment_record, median
 
 if TYPE_CHECKING:
-    from pyprune.evaluate.perplexity import EvaluationText
+    from pyprune.quality.perplexity import EvaluationText
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "scores.jsonl"
@@ -528,7 +528,7 @@ class Bench:
         """Perplexities of a written checkpoint, and the seconds they took."""
         from pyprune.checkpoint.load import load_model
         from pyprune.checkpoint.trained_on import assert_not_trained_on
-        from pyprune.evaluate.perplexity import evaluate_perplexity, evaluation_text
+        from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
 
         model, tokenizer = load_model(folder, dtype=self.setting.dtype, device="auto")
         if tokenizer is None:

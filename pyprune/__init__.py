@@ -15,7 +15,7 @@ _PUBLIC = {
     "PrunePlan": "pyprune.plan",
     "PypruneError": "pyprune.errors",
     "compact_": "pyprune.cut.compact",
-    "evaluate_perplexity": "pyprune.evaluate.perplexity",
+    "evaluate_perplexity": "pyprune.quality.perplexity",
     "load_model": "pyprune.checkpoint.load",
     "make_plan": "pyprune.pipeline",
     "mask_": "pyprune.cut.mask",
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
-    from pyprune.evaluate.perplexity import evaluate_perplexity as evaluate_perplexity
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.plan import PrunePlan as PrunePlan
+    from pyprune.quality.perplexity import evaluate_perplexity as evaluate_perplexity
 
 
 def __getattr__(name: str) -> Any:

@@ -27,12 +27,12 @@ from pyprune.data.sources import check_source
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
-from pyprune.evaluate.perplexity import perplexity
 from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.methods.base import PlanDecision, RunOptions
 from pyprune.methods.registry import check_run, get_method
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, compare, snapshot
+from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.runtime.files import check_output, read_bounded
 from pyprune.runtime.progress import warn

@@ -23,9 +23,9 @@ from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig, RecoverRunConfig, StageConfig
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
-from pyprune.evaluate.perplexity import perplexity
 from pyprune.families import family_for
 from pyprune.pipeline import prune, prune_, recover_checkpoint
+from pyprune.quality.perplexity import perplexity
 from pyprune.recipe import build_config, build_recovery, merge
 from pyprune.train.distill import Distillation
 from tests._support.models import tiny_model

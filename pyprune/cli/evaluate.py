@@ -21,7 +21,7 @@ from pyprune.cli.base import (
 from pyprune.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pyprune.evaluate.perplexity import PerplexityResult
+    from pyprune.quality.perplexity import PerplexityResult
 
 
 @guarded
@@ -75,7 +75,7 @@ def evaluate(
     from pyprune.checkpoint.load import load_model
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.data.sources import check_source
-    from pyprune.evaluate.tasks import evaluate_tasks
+    from pyprune.quality.tasks import evaluate_tasks
     from pyprune.report import Table
     from pyprune.runtime.device import warn_of_slow_dtype
 
@@ -119,7 +119,7 @@ def measured_perplexity(
 ) -> PerplexityResult:
     """Measure one text, unless the checkpoint was trained on it."""
     from pyprune.checkpoint.trained_on import assert_not_trained_on
-    from pyprune.evaluate.perplexity import evaluate_perplexity, evaluation_text
+    from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
 
     text = evaluation_text(tokenizer, source)
     assert_not_trained_on(name, text.token_ids, source)

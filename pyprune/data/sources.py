@@ -1,7 +1,7 @@
 """Where text comes from: hub data sets, local files, and text shipped inside an installed package.
 
 Reading and tokenising are separate on purpose: this module knows layouts (WikiText rows, C4 records, Alpaca
-instructions) and nothing of tokens; :mod:`pyprune.data.sampling` and :mod:`pyprune.evaluate.perplexity` build on it.
+instructions) and nothing of tokens; :mod:`pyprune.data.sampling` and :mod:`pyprune.quality.perplexity` build on it.
 """
 
 from __future__ import annotations

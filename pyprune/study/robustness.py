@@ -42,13 +42,13 @@ from pyprune.cut.mask import mask_, restored
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean, shown
-from pyprune.evaluate.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method
 from pyprune.methods.score.base import ScoreMethod, Scoring, ranking_of, score_spread
 from pyprune.methods.score.presets import SCORE_PRESETS
 from pyprune.plan import PrunePlan
+from pyprune.quality.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.recipe import build_config, dotted_names, parse_setting
 from pyprune.report import Cell, Report, Table, to_markdown
 from pyprune.runtime.files import check_file, parse_json, read_bounded, write_text

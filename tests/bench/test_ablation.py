@@ -11,8 +11,8 @@ import pytest
 from bench.ablation import main, make_cases, parse_grid
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
-from pyprune.evaluate.perplexity import evaluate_perplexity
 from pyprune.pipeline import draw_samples, prune_
+from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.recipe import build_config
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text

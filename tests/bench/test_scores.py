@@ -13,9 +13,9 @@ import pytest
 from bench.scores import PROTOCOLS, TEXTS, _parser, choose_scorers, main, make_cases, scorers, verdicts
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
-from pyprune.evaluate.perplexity import evaluate_perplexity
 from pyprune.methods.score.presets import SCORE_PRESETS
 from pyprune.pipeline import prune
+from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.recipe import build_config
 from pyprune.train.objective import Objective
 from tests._support.models import tiny_model

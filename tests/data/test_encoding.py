@@ -16,7 +16,7 @@ from pyprune.data.encoding import encode, pieces, render
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
-from pyprune.evaluate.perplexity import evaluation_text
+from pyprune.quality.perplexity import evaluation_text
 from tests._support.text import prose
 from tests._support.tokenizer import tiny_tokenizer
 

@@ -19,11 +19,11 @@ from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError
-from pyprune.evaluate.perplexity import evaluate_perplexity
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import smoothgrad
 from pyprune.methods.score._descent import Noise
 from pyprune.plan import PrunePlan
+from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.study.perturbations import VARIANTS, Adapter, set_variant_
 from pyprune.study.robustness import (
     METHODS,

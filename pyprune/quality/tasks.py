@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pyprune.data.encoding import check_chat_template, render
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
-from pyprune.evaluate.perplexity import _evaluating
+from pyprune.quality.perplexity import _evaluating
 from pyprune.runtime.limits import foreign_errors
 from pyprune.runtime.progress import quiet
 

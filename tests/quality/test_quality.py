@@ -19,10 +19,10 @@ from pyprune.config.data import DataConfig
 from pyprune.cut.compact import compact_
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import ConfigError, DataError, MissingDependencyError
-from pyprune.evaluate.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, perplexity
-from pyprune.evaluate.tasks import evaluate_tasks
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.quality.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, perplexity
+from pyprune.quality.tasks import evaluate_tasks
 from tests._support.paths import SHARED_DATA
 from tests._support.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
