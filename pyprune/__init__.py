@@ -1,5 +1,14 @@
 """pyprune: structured pruning of large language models, from a plan to a checkpoint that vLLM serves.
 
+The verbs read and write checkpoint folders, as the commands of the same names do:
+
+* :func:`prune`, :func:`recover`, :func:`export`: a folder or hub id -> a new checkpoint folder;
+* :func:`evaluate`, :func:`bench`: quality, and speed of several models side by side;
+* :func:`build_config`, :func:`build_recovery`: preset, recipe and options -> one checked configuration;
+* :class:`PrunePlan`: what stays; saved, edited and replayed.
+
+``prune_``, ``recover_``, ``compact_`` and ``mask_`` change a model in memory, in place. ``examples/`` has scripts.
+
 Importing this package loads neither torch nor vllm; public names are resolved on first use.
 """
 
@@ -11,17 +20,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "PruneConfig": "pyprune.config.run",
-    "PrunePlan": "pyprune.plan",
-    "PypruneError": "pyprune.errors",
-    "compact_": "pyprune.cut.compact",
-    "evaluate_perplexity": "pyprune.quality.perplexity",
-    "load_model": "pyprune.checkpoint.load",
-    "make_plan": "pyprune.pipeline",
-    "mask_": "pyprune.cut.mask",
-    "prune": "pyprune.pipeline",
-    "save_checkpoint": "pyprune.checkpoint.save",
+    "Evaluation": "pyprune.quality.measure:Evaluation",
+    "PruneConfig": "pyprune.config.run:PruneConfig",
+    "PrunePlan": "pyprune.plan:PrunePlan",
+    "PruneResult": "pyprune.pipeline:PruneResult",
+    "PypruneError": "pyprune.errors:PypruneError",
+    "bench": "pyprune.serving.measure:measure",
+    "build_config": "pyprune.recipe:build_config",
+    "build_recovery": "pyprune.recipe:build_recovery",
+    "compact_": "pyprune.cut.compact:compact_",
+    "evaluate": "pyprune.quality.measure:evaluate",
+    "evaluate_perplexity": "pyprune.quality.perplexity:evaluate_perplexity",
+    "evaluate_tasks": "pyprune.quality.tasks:evaluate_tasks",
+    "export": "pyprune.serving.export:export",
+    "load_model": "pyprune.checkpoint.load:load_model",
+    "make_plan": "pyprune.pipeline:make_plan",
+    "mask_": "pyprune.cut.mask:mask_",
+    "prune": "pyprune.pipeline:prune",
+    "prune_": "pyprune.pipeline:prune_",
+    "recover": "pyprune.pipeline:recover_checkpoint",
+    "recover_": "pyprune.train.recover:recover",
+    "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
 }
+"""Public name -> "module:name there". No sub-module may be called like one of them: importing it would replace it."""
 
 __all__ = ["__version__", *_PUBLIC]
 
@@ -32,16 +53,32 @@ if TYPE_CHECKING:
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
+    from pyprune.pipeline import PruneResult as PruneResult
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
+    from pyprune.pipeline import prune_ as prune_
+    from pyprune.pipeline import recover_checkpoint
     from pyprune.plan import PrunePlan as PrunePlan
+    from pyprune.quality.measure import Evaluation as Evaluation
+    from pyprune.quality.measure import evaluate as evaluate
     from pyprune.quality.perplexity import evaluate_perplexity as evaluate_perplexity
+    from pyprune.quality.tasks import evaluate_tasks as evaluate_tasks
+    from pyprune.recipe import build_config as build_config
+    from pyprune.recipe import build_recovery as build_recovery
+    from pyprune.serving.export import export as export
+    from pyprune.serving.measure import measure
+    from pyprune.train.recover import recover as recover_in_memory
+
+    bench = measure
+    recover = recover_checkpoint
+    recover_ = recover_in_memory
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    module, _, attribute = _PUBLIC[name].partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

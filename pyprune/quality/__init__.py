@@ -1,1 +1,1 @@
-"""Quality of a model: perplexity by the two published protocols, and zero-shot tasks through lm-eval."""
+"""What a model is worth: perplexity by the two published protocols, and zero-shot tasks through lm-eval."""

@@ -1,4 +1,4 @@
-"""Quality of a model: perplexity by the two published protocols, and zero-shot tasks through lm-eval.
+"""Perplexity by the two published protocols.
 
 Both protocols cut one token stream into windows, drop the tail, and take exp of a mean negative log-likelihood;
 they differ in the window (2048 or 128 tokens), so in the context a prediction sees, and in what is averaged.

@@ -1,0 +1,94 @@
+"""Quality of a checkpoint on disk: loaded once, measured on texts and tasks, never on what it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.trained_on import assert_not_trained_on
+from pyprune.data.sources import check_source
+from pyprune.errors import CheckpointError, ConfigError
+from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text
+from pyprune.quality.tasks import evaluate_tasks
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        perplexity: one result for each text, in the order asked for.
+        tasks: task -> metric -> value.
+    """
+
+    perplexity: tuple[PerplexityResult, ...] = ()
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {"perplexity": [asdict(result) for result in self.perplexity], "tasks": self.tasks}
+
+
+def evaluate(
+    model_id: str | Path,
+    *,
+    ppl: str | Sequence[str] = (),
+    protocol: str = "ppl-2048",
+    max_tokens: int | None = None,
+    tasks: str | Sequence[str] = (),
+    limit: int | None = None,
+    batch_size: int = 8,
+    dtype: str = "float32",
+    device: str = "auto",
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Evaluation:
+    """Measure the quality of a checkpoint, pruned or not; what ``pyprune eval`` does. Nothing is written.
+
+    Args:
+        model_id: folder or hub id.
+        ppl: texts to measure perplexity on: wikitext2, ptb, c4, a data set of the hub, or a .txt or .jsonl file.
+        protocol: ppl-2048 or ppl-128; see :func:`pyprune.quality.perplexity.perplexity`.
+        max_tokens: use only this many tokens of each text; None = all.
+        tasks: lm-eval tasks, for example piqa.
+        limit: examples of each task; None = all.
+        batch_size: requests of a task in one forward pass.
+        dtype: float32, bfloat16 or float16, to compute in.
+        device: auto, cpu, cuda or cuda:N.
+        gguf_file: a GGUF file inside the model's folder or repository.
+        revision: hub revision.
+        trust_remote_code: run the repository's own code.
+
+    Raises:
+        ConfigError: neither a text nor a task, or an option out of range.
+        CheckpointError: the model cannot be read, or has no tokenizer.
+        DataError: a text cannot be read, is too short, or was training text of this checkpoint.
+        EvaluationError: a loss that is not finite.
+    """
+    sources = [ppl] if isinstance(ppl, str) else list(ppl)
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not sources and not names:
+        raise ConfigError("There is nothing to measure; give ppl (for example 'wikitext2'), tasks, or both.")
+    for source in sources:
+        check_source(source)
+    model, tokenizer = load_model(
+        model_id,
+        dtype=dtype,
+        device=device,
+        gguf_file=gguf_file,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    if tokenizer is None:
+        raise CheckpointError(f"{model_id} has no tokenizer files, which text needs; add its tokenizer.json.")
+    measured = []
+    for source in sources:
+        text = evaluation_text(tokenizer, source)
+        assert_not_trained_on(model_id, text.token_ids, source)
+        measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
+    scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
+    return Evaluation(tuple(measured), scores)
