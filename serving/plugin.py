@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from pyprune.families import all_families
 from pyprune.serving.launch import answer_for_variants
 
-MODULES = {"vllm_model": ("Llama", "Mistral", "Qwen2", "Qwen3"), "vllm_opt": ("OPT",)}
-
-ARCHITECTURES = {
-    f"Pruned{name}ForCausalLM": f"pyprune.serving.{module}:Pruned{name}ForCausalLM"
-    for module, names in MODULES.items()
-    for name in names
-}
+ARCHITECTURES = {family.pruned_model: family.vllm for family in all_families().values() if family.vllm}
 """Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint asks for it."""
 
 

@@ -84,12 +84,10 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     ):
         values.pop(key, None)
     values["num_hidden_layers"] = len(plan.layers)
-    values["hidden_size"] = len(plan.hidden)
+    values |= dict.fromkeys(family.hidden_fields, len(plan.hidden))
     for key in PER_LAYER_LISTS:
         if values.get(key) is not None:
             values[key] = [values[key][i] for i in plan.kept_layers]
-    if family.model_type == "opt":
-        values["word_embed_proj_dim"] = len(plan.hidden)
     return values
 
 

@@ -1,17 +1,23 @@
-"""Families: one file a group of model types, each exporting ``FAMILIES``; found by looking in this folder."""
+"""Families: one file for each group of model types, exporting ``FAMILIES``.
+
+Found by looking in this folder and in the entry points ``pyprune.families`` of installed packages.
+"""
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, cast
 
-from pyprune.errors import UnsupportedModelError, did_you_mean
+from pyprune.errors import UnsupportedModelError, did_you_mean, shown
 from pyprune.families.base import (
     Family,
     NamedParam,
     Row,
+    StockClasses,
     StockTarget,
     check_plan,
     count_parameters,
@@ -28,6 +34,7 @@ __all__ = [
     "Family",
     "NamedParam",
     "Row",
+    "StockClasses",
     "StockTarget",
     "all_families",
     "check_plan",
@@ -37,26 +44,78 @@ __all__ = [
     "named_axes",
     "parameter_shapes",
     "parameters_after",
+    "resolve",
     "shapes_after",
 ]
+
+GROUP = "pyprune.families"
+"""Entry point group of packages that bring families: each entry point is a module with ``FAMILIES``."""
 
 
 @cache
 def all_families() -> dict[str, Family]:
-    """Model type -> family, for every file in this folder.
+    """Model type -> family: every file in this folder, then what installed packages bring by the entry point.
 
     Raises:
-        UnsupportedModelError: two files describe the same model type.
+        UnsupportedModelError: an entry point cannot be loaded or holds no families, or two families describe the same
+            model type or would share the name of a pruned class.
     """
     found: dict[str, Family] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name == "base":
-            continue
-        for family in import_module(f"{__name__}.{module.name}").FAMILIES:
-            if family.model_type in found:
-                raise UnsupportedModelError(f"Two families describe {family.model_type!r}.")
+    where: dict[str, str] = {}
+    for source, families in (*_own_families(), *_installed_families()):
+        for family in families:
+            for name in (family.model_type, family.pruned_config, family.pruned_model):
+                if name in where:
+                    raise UnsupportedModelError(
+                        f"Two families bring {name!r}: {where[name]} and {source}. Rename or uninstall one of them."
+                    )
+                where[name] = source
             found[family.model_type] = family
     return found
+
+
+def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "base":
+            name = f"{__name__}.{module.name}"
+            yield name, import_module(name).FAMILIES
+
+
+def _installed_families() -> Iterator[tuple[str, Sequence[Family]]]:
+    """What the entry points of :data:`GROUP` name: modules with ``FAMILIES``."""
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        source = f"the entry point {entry.name!r} ({entry.value}) of {GROUP}"
+        try:
+            families = entry.load().FAMILIES
+        except Exception as error:  # another package's code: it can raise anything
+            raise UnsupportedModelError(
+                f"{_capital(source)} cannot be loaded: {shown(error)}. Repair or uninstall the package that brings it."
+            ) from error
+        if not isinstance(families, tuple | list) or not all(isinstance(family, Family) for family in families):
+            raise UnsupportedModelError(
+                f"{_capital(source)} has FAMILIES = {shown(families)}; it must be a tuple of pyprune.families.Family."
+            )
+        yield source, families
+
+
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
+def resolve(path: str) -> Any:
+    """What an import path "module:name" of a family names.
+
+    Raises:
+        UnsupportedModelError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"A family names {path!r}, which cannot be imported ({shown(error)}). "
+            "It must be 'module:name'; check it and the version of the package it is in."
+        ) from error
 
 
 def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:

@@ -110,11 +110,41 @@ class StockTarget:
 
 
 @dataclass(frozen=True)
+class StockClasses:
+    """Where the stock architecture lives, each an import path "module:name"; the pruned classes are made from these.
+
+    Attributes:
+        config: the configuration class.
+        model: the causal LM.
+        layer: its decoder layer, called with (config, index).
+    """
+
+    config: str
+    model: str
+    layer: str
+
+    @classmethod
+    def of_transformers(cls, package: str, name: str, *, config: str | None = None) -> StockClasses:
+        """Classes of Transformers by its habits: folder ``package``, ``{name}Config``, ``{name}ForCausalLM``, ..."""
+        modelling = f"transformers.models.{package}.modeling_{package}"
+        return cls(
+            f"transformers:{config or name + 'Config'}",
+            f"transformers:{name}ForCausalLM",
+            f"{modelling}:{name}DecoderLayer",
+        )
+
+
+def _stock_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
+    return layer_class(config, index)
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything pyprune knows about one model type.
 
     Attributes:
         model_type: ``config.model_type``.
+        classes: the stock classes.
         rows: the axis table.
         layers_path: dotted path of the ModuleList of decoder layers.
         attention_module: name of the attention module inside a layer.
@@ -129,10 +159,15 @@ class Family:
             stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
         carries_output_bias: the pruned architecture can hold biases on the output projections of attention and MLP
             that the dense model lacks (``output_bias`` in the configuration).
+        hidden_fields: the config fields that hold the hidden size.
+        build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
+            that do not read every size from the configuration.
+        vllm: import path "module:name" of the vLLM model that serves sizes per layer; "" = vLLM does not serve them.
         refuse: (config) -> reason this variant is not supported, or "".
     """
 
     model_type: str
+    classes: StockClasses
     rows: tuple[Row, ...]
     layers_path: str
     attention_module: str
@@ -145,7 +180,20 @@ class Family:
     has_head_dim_field: bool = True
     gauge: bool = False
     carries_output_bias: bool = True
+    hidden_fields: tuple[str, ...] = ("hidden_size",)
+    build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
+    vllm: str = ""
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
+
+    @property
+    def pruned_config(self) -> str:
+        """Name of the pruned configuration class."""
+        return "Pruned" + self.classes.config.rpartition(":")[2]
+
+    @property
+    def pruned_model(self) -> str:
+        """Name of the pruned causal LM, which stands in config.json as its architecture."""
+        return "Pruned" + self.classes.model.rpartition(":")[2]
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
         """Read the dense sizes off a configuration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.base import Family, Row, StockClasses, StockTarget
 from pyprune.families.llama import LAYER, divisible_or_why, output_bias_or_why, uniform_or_why
 from pyprune.plan import PrunePlan
 
@@ -43,6 +43,7 @@ _ROWS = (
 FAMILIES = (
     Family(
         model_type="gemma3_text",
+        classes=StockClasses.of_transformers("gemma3", "Gemma3", config="Gemma3TextConfig"),
         rows=_ROWS,
         layers_path="model.layers",
         attention_module="self_attn",

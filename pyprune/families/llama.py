@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyprune.families.base import Axis, Family, Row, StockTarget
+from pyprune.families.base import Axis, Family, Row, StockClasses, StockTarget
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -75,15 +77,29 @@ _UP_BIASES: tuple[tuple[str, Axis], ...] = (
 )
 
 
-def llama_bias_flags(config: PretrainedConfig) -> dict[str, Any]:
-    """LLaMA's switches for biases, each for all projections of a block, that hold those of a LLaMA-like source."""
-    qkv, output, up = _biases_of(config)
+def biased_target(
+    model_type: str, why_not: Callable[[PretrainedConfig, PrunePlan], str], *, qkv_biases: bool = False
+) -> StockTarget:
+    """A target with LLaMA's two switches for biases, ``attention_bias`` and ``mlp_bias``.
+
+    Each switch stands for all projections of a block, so biases that the source lacks become zeros.
+
+    Args:
+        model_type: of the target.
+        why_not: see :class:`StockTarget`.
+        qkv_biases: the source always has biases on q, k and v, whatever its configuration says (Qwen2).
+    """
+    flags, zeros = partial(_bias_flags, qkv_biases), partial(_zero_biases, qkv_biases)
+    return StockTarget(model_type, why_not, flags, zeros)
+
+
+def _bias_flags(always_qkv: bool, config: PretrainedConfig) -> dict[str, Any]:
+    qkv, output, up = _biases_of(always_qkv, config)
     return {"attention_bias": qkv or output, "mlp_bias": up or output}
 
 
-def llama_zero_biases(config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
-    """Biases that LLaMA's switches bring although the source lacks them."""
-    qkv, output, up = _biases_of(config)
+def _zero_biases(always_qkv: bool, config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
+    qkv, output, up = _biases_of(always_qkv, config)
     found = _QKV_BIASES if output and not qkv else ()
     found += _UP_BIASES if output and not up else ()
     # A source that has no more than q/k/v biases (Qwen2) leaves the output projection without.
@@ -92,9 +108,9 @@ def llama_zero_biases(config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
     return found
 
 
-def _biases_of(config: PretrainedConfig) -> tuple[bool, bool, bool]:
+def _biases_of(always_qkv: bool, config: PretrainedConfig) -> tuple[bool, bool, bool]:
     """Whether a LLaMA-like source has biases on (q, k and v; output projections by compensation; gate and up)."""
-    qkv = bool(getattr(config, "attention_bias", False)) or config.model_type == "qwen2"
+    qkv = always_qkv or bool(getattr(config, "attention_bias", False))
     return qkv, bool(getattr(config, "output_bias", False)), bool(getattr(config, "mlp_bias", False))
 
 
@@ -121,24 +137,28 @@ def _no_window(config: PretrainedConfig) -> dict[str, Any]:
 FAMILIES = (
     Family(
         model_type="llama",
+        classes=StockClasses.of_transformers("llama", "Llama"),
+        vllm="pyprune.serving.vllm_model:PrunedLlamaForCausalLM",
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         layers_path="model.layers",
         attention_module="self_attn",
         mlp_modules=("mlp",),
         stock_targets=(
-            StockTarget("llama", _why_not_llama, llama_bias_flags, llama_zero_biases),
+            biased_target("llama", _why_not_llama),
             StockTarget("mistral", _why_not_mistral, _no_window),
         ),
     ),
     Family(
         model_type="mistral",
+        classes=StockClasses.of_transformers("mistral", "Mistral"),
+        vllm="pyprune.serving.vllm_model:PrunedMistralForCausalLM",
         rows=decoder_rows(),
         layers_path="model.layers",
         attention_module="self_attn",
         mlp_modules=("mlp",),
         stock_targets=(
             StockTarget("mistral", _why_not_mistral),
-            StockTarget("llama", _why_mistral_is_not_llama, llama_bias_flags, llama_zero_biases),
+            biased_target("llama", _why_mistral_is_not_llama),
         ),
     ),
 )

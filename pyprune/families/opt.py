@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.base import Family, Row, StockClasses, StockTarget
 from pyprune.families.llama import uniform_or_why
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
 
 _DECODER = "model.decoder."
@@ -35,6 +36,25 @@ def _why_not_opt(config: PretrainedConfig, plan: PrunePlan) -> str:
     if heads != plan.dense.num_attention_heads:
         return "OPT's stock attention has no explicit head_dim"
     return uniform_or_why(plan)
+
+
+def _build_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
+    """Build a stock layer; its attention derives head_dim from the hidden size, so that is set afterwards."""
+    heads = config.num_attention_heads
+    config.num_attention_heads = 1  # always divides; the stock check knows no explicit head_dim
+    layer = layer_class(config, index)
+    _set_heads(layer.self_attn, config.hidden_size, heads, config.head_dim)
+    return layer
+
+
+def _set_heads(attention: Any, hidden_size: int, heads: int, head_dim: int) -> None:
+    from torch import nn
+
+    width, bias = heads * head_dim, attention.enable_bias
+    attention.num_heads, attention.head_dim, attention.scaling = heads, head_dim, head_dim**-0.5
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(attention, name, nn.Linear(hidden_size, width, bias=bias))
+    attention.out_proj = nn.Linear(width, hidden_size, bias=bias)
 
 
 _ROWS = (
@@ -64,6 +84,8 @@ _ROWS = (
 FAMILIES = (
     Family(
         model_type="opt",
+        classes=StockClasses.of_transformers("opt", "OPT"),
+        vllm="pyprune.serving.vllm_opt:PrunedOPTForCausalLM",
         rows=_ROWS,
         layers_path="model.decoder.layers",
         attention_module="self_attn",
@@ -73,6 +95,8 @@ FAMILIES = (
         intermediate_field="ffn_dim",
         has_head_dim_field=False,
         carries_output_bias=False,
+        hidden_fields=("hidden_size", "word_embed_proj_dim"),
+        build_layer=_build_layer,
         refuse=_refuse,
     ),
 )

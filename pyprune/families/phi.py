@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.base import Family, Row, StockClasses, StockTarget
 from pyprune.families.llama import LAYER, uniform_or_why
 from pyprune.plan import PrunePlan
 
@@ -49,6 +49,7 @@ _ROWS = (
 FAMILIES = (
     Family(
         model_type="phi",
+        classes=StockClasses.of_transformers("phi", "Phi"),
         rows=_ROWS,
         layers_path="model.layers",
         attention_module="self_attn",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.families.base import Family, Row, StockTarget
+from pyprune.families.base import Family, Row, StockClasses, StockTarget
 from pyprune.families.llama import (
     LAYER,
+    biased_target,
     decoder_rows,
     divisible_or_why,
-    llama_bias_flags,
-    llama_zero_biases,
     output_bias_or_why,
     uniform_or_why,
 )
@@ -45,17 +44,21 @@ _QK_NORMS = (
 FAMILIES = (
     Family(
         model_type="qwen2",
+        classes=StockClasses.of_transformers("qwen2", "Qwen2"),
+        vllm="pyprune.serving.vllm_model:PrunedQwen2ForCausalLM",
         rows=decoder_rows(attention_bias=True),
         layers_path="model.layers",
         attention_module="self_attn",
         mlp_modules=("mlp",),
         stock_targets=(
             StockTarget("qwen2", _why_not_qwen2),
-            StockTarget("llama", _why_not_llama, llama_bias_flags, llama_zero_biases),
+            biased_target("llama", _why_not_llama, qkv_biases=True),
         ),
     ),
     Family(
         model_type="qwen3",
+        classes=StockClasses.of_transformers("qwen3", "Qwen3"),
+        vllm="pyprune.serving.vllm_model:PrunedQwen3ForCausalLM",
         rows=decoder_rows(attention_bias=True) + _QK_NORMS,
         layers_path="model.layers",
         attention_module="self_attn",

@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+# Checkpoints and serving engines know the classes by name: PrunedLlamaConfig, PrunedLlamaForCausalLM and so on.
+globals().update({cls.__name__: cls for cls in (*PRUNED_CONFIGS.values(), *PRUNED_MODELS.values())})
+
+
 def _register() -> None:
     """Tell the Auto classes about every pruned architecture; calling it again changes nothing."""
     for config_class in PRUNED_CONFIGS.values():

@@ -2,8 +2,8 @@
 
 Per-layer sizes use Transformers' own ``per_layer_config`` notation (layer index -> overrides, ``skip`` for
 missing sub-blocks "attention" and "mlp"), so a checkpoint becomes stock by a change of model_type on the
-day Transformers' modelling reads that notation. The classes live at module level because serving engines
-pickle them to their worker processes.
+day Transformers' modelling reads that notation. The classes are made from the families' tables and
+live at module level because serving engines pickle them to their worker processes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,10 @@ import copy
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PhiConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
-from pyprune.families import Family, all_families
+from pyprune.families import Family, all_families, resolve
 
 PREFIX = "pruned_"
 
@@ -95,60 +86,19 @@ def _value(config: Any, name: str, *default: Any) -> Any:
     return config._getattr_without_heterogeneous_validation(name, *default)
 
 
-@strict
-class PrunedLlamaConfig(PrunedConfigMixin, LlamaConfig):
-    """LLaMA with per-layer sizes."""
-
-    model_type = "pruned_llama"
-
-
-@strict
-class PrunedMistralConfig(PrunedConfigMixin, MistralConfig):
-    """Mistral with per-layer sizes."""
-
-    model_type = "pruned_mistral"
+def _made(family: Family) -> Any:
+    """The pruned configuration class of one family."""
+    stock = resolve(family.classes.config)
+    facts = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} with per-layer sizes.",
+        "model_type": PREFIX + family.model_type,
+    }
+    return strict(type(family.pruned_config, (PrunedConfigMixin, stock), facts))
 
 
-@strict
-class PrunedQwen2Config(PrunedConfigMixin, Qwen2Config):
-    """Qwen2 with per-layer sizes."""
-
-    model_type = "pruned_qwen2"
-
-
-@strict
-class PrunedQwen3Config(PrunedConfigMixin, Qwen3Config):
-    """Qwen3 with per-layer sizes."""
-
-    model_type = "pruned_qwen3"
-
-
-@strict
-class PrunedGemma3TextConfig(PrunedConfigMixin, Gemma3TextConfig):
-    """Gemma 3 text with per-layer sizes."""
-
-    model_type = "pruned_gemma3_text"
-
-
-@strict
-class PrunedOPTConfig(PrunedConfigMixin, OPTConfig):
-    """OPT with per-layer sizes, a decoupled head_dim and a LayerNorm over a virtual size."""
-
-    model_type = "pruned_opt"
-
-
-@strict
-class PrunedPhiConfig(PrunedConfigMixin, PhiConfig):
-    """Phi with per-layer sizes."""
-
-    model_type = "pruned_phi"
-
-
-PRUNED_CONFIGS: dict[str, Any] = {
-    cls.model_type.removeprefix(PREFIX): cls
-    for cls in list(globals().values())
-    if isinstance(cls, type) and issubclass(cls, PrunedConfigMixin) and cls is not PrunedConfigMixin
-}
+PRUNED_CONFIGS: dict[str, Any] = {family.model_type: _made(family) for family in all_families().values()}
+globals().update({cls.__name__: cls for cls in PRUNED_CONFIGS.values()})
 
 
 def pruned_config_class(model_type: str) -> Any:

@@ -6,37 +6,11 @@ import copy
 from typing import Any, ClassVar, cast
 
 from torch import nn
-from transformers import (
-    Gemma3ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    OPTForCausalLM,
-    PhiForCausalLM,
-    PretrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoderLayer
-from transformers.models.phi.modeling_phi import PhiDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers import PretrainedConfig
 
-from pyprune.families import Family
+from pyprune.families import Family, all_families, resolve
 from pyprune.families.base import Block
-from pyprune.modeling.configuration import (
-    PREFIX,
-    PrunedConfigMixin,
-    PrunedGemma3TextConfig,
-    PrunedLlamaConfig,
-    PrunedMistralConfig,
-    PrunedOPTConfig,
-    PrunedPhiConfig,
-    PrunedQwen2Config,
-    PrunedQwen3Config,
-)
+from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
 
 
@@ -74,7 +48,7 @@ class PrunedModelMixin:
         model.post_init()
 
     def _build_layer(self, config: Any, index: int, family: Family) -> nn.Module:
-        layer = self.decoder_layer_class(config, index)
+        layer = family.build_layer(self.decoder_layer_class, config, index)
         for block in getattr(config, "skip", ()):
             _skip_block(layer, block, index, family)
         return layer
@@ -112,73 +86,17 @@ def _use_virtual_norms(model: nn.Module, size: int, norm_size: int) -> None:
                 setattr(parent, name, VirtualLayerNorm(size, norm_size, child.eps, **given))
 
 
-class PrunedLlamaForCausalLM(PrunedModelMixin, LlamaForCausalLM):
-    """LLaMA with per-layer sizes."""
-
-    config_class = PrunedLlamaConfig
-    decoder_layer_class = LlamaDecoderLayer
-
-
-class PrunedMistralForCausalLM(PrunedModelMixin, MistralForCausalLM):
-    """Mistral with per-layer sizes."""
-
-    config_class = PrunedMistralConfig
-    decoder_layer_class = MistralDecoderLayer
+def _made(family: Family) -> Any:
+    """The pruned causal LM of one family."""
+    stock = resolve(family.classes.model)
+    facts = {
+        "__module__": __name__,
+        "__doc__": f"{stock.__name__} with per-layer sizes.",
+        "config_class": PRUNED_CONFIGS[family.model_type],
+        "decoder_layer_class": resolve(family.classes.layer),
+    }
+    return type(family.pruned_model, (PrunedModelMixin, stock), facts)
 
 
-class PrunedQwen2ForCausalLM(PrunedModelMixin, Qwen2ForCausalLM):
-    """Qwen2 with per-layer sizes."""
-
-    config_class = PrunedQwen2Config
-    decoder_layer_class = Qwen2DecoderLayer
-
-
-class PrunedQwen3ForCausalLM(PrunedModelMixin, Qwen3ForCausalLM):
-    """Qwen3 with per-layer sizes."""
-
-    config_class = PrunedQwen3Config
-    decoder_layer_class = Qwen3DecoderLayer
-
-
-class PrunedGemma3ForCausalLM(PrunedModelMixin, Gemma3ForCausalLM):
-    """Gemma 3 text with per-layer sizes."""
-
-    config_class = PrunedGemma3TextConfig
-    decoder_layer_class = Gemma3DecoderLayer
-
-
-class PrunedPhiForCausalLM(PrunedModelMixin, PhiForCausalLM):
-    """Phi with per-layer sizes."""
-
-    config_class = PrunedPhiConfig
-    decoder_layer_class = PhiDecoderLayer
-
-
-class PrunedOPTForCausalLM(PrunedModelMixin, OPTForCausalLM):
-    """OPT with per-layer sizes; its stock attention derives head_dim, so that is set afterwards."""
-
-    config_class = PrunedOPTConfig
-    decoder_layer_class = OPTDecoderLayer
-
-    def _build_layer(self, config: Any, index: int, family: Family) -> nn.Module:
-        heads = config.num_attention_heads
-        config.num_attention_heads = 1  # always divides; the stock check knows no explicit head_dim
-        layer = super()._build_layer(config, index, family)
-        if isinstance(layer.self_attn, OPTAttention):
-            _set_opt_heads(layer.self_attn, config.hidden_size, heads, config.head_dim)
-        return layer
-
-
-def _set_opt_heads(attention: OPTAttention, hidden_size: int, heads: int, head_dim: int) -> None:
-    width, bias = heads * head_dim, attention.enable_bias
-    attention.num_heads, attention.head_dim, attention.scaling = heads, head_dim, head_dim**-0.5
-    for name in ("q_proj", "k_proj", "v_proj"):
-        setattr(attention, name, nn.Linear(hidden_size, width, bias=bias))
-    attention.out_proj = nn.Linear(width, hidden_size, bias=bias)
-
-
-PRUNED_MODELS: dict[str, Any] = {
-    cls.config_class.model_type.removeprefix(PREFIX): cls
-    for cls in list(globals().values())
-    if isinstance(cls, type) and issubclass(cls, PrunedModelMixin) and cls is not PrunedModelMixin
-}
+PRUNED_MODELS: dict[str, Any] = {family.model_type: _made(family) for family in all_families().values()}
+globals().update({cls.__name__: cls for cls in PRUNED_MODELS.values()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -11,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from pyprune.modeling import PRUNED_MODELS
-from pyprune.serving.plugin import ARCHITECTURES, MODULES, look_for_platform, register
+from pyprune.serving.plugin import ARCHITECTURES, look_for_platform, register
 
 
 class FakeRegistry:
@@ -33,13 +34,22 @@ def test_registration_is_lazy_and_can_be_repeated(monkeypatch: pytest.MonkeyPatc
     fake = ModuleType("vllm")
     fake.ModelRegistry = registry  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    for module in MODULES:
-        monkeypatch.delitem(sys.modules, f"pyprune.serving.{module}", raising=False)
+    for target in ARCHITECTURES.values():
+        monkeypatch.delitem(sys.modules, target.partition(":")[0], raising=False)
     register()
     register()
     assert registry.models == ARCHITECTURES
     assert not {target.partition(":")[0] for target in registry.models.values()} & set(sys.modules)
     assert AutoConfig.for_model("pruned_llama").model_type == "pruned_llama"
+
+
+def test_the_families_say_what_is_served() -> None:
+    served = {name.removeprefix("Pruned").removesuffix("ForCausalLM") for name in ARCHITECTURES}
+    assert served == {"Llama", "Mistral", "Qwen2", "Qwen3", "OPT"}
+    for name, target in ARCHITECTURES.items():
+        module, _, found = target.partition(":")
+        assert found == name
+        assert importlib.util.find_spec(module) is not None
 
 
 def test_registered_names_are_those_that_checkpoints_carry() -> None:

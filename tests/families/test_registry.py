@@ -1,0 +1,171 @@
+"""Where families come from: this package's folder, and packages that bring some by an entry point."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyprune.errors import UnsupportedModelError
+from pyprune.families import all_families, resolve
+from tests._support.paths import REPO
+
+CONFIGURATION = """
+from transformers import AutoConfig, LlamaConfig
+
+class ElsewhereConfig(LlamaConfig):
+    model_type = "elsewhere"
+
+AutoConfig.register("elsewhere", ElsewhereConfig, exist_ok=True)
+"""
+MODELLING = """
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from elsewhere.configuration import ElsewhereConfig
+
+class ElsewhereDecoderLayer(LlamaDecoderLayer):
+    pass
+
+class ElsewhereForCausalLM(LlamaForCausalLM):
+    config_class = ElsewhereConfig
+
+AutoModelForCausalLM.register(ElsewhereConfig, ElsewhereForCausalLM, exist_ok=True)
+"""
+FAMILY = """
+from pyprune.families import Family, StockClasses, StockTarget
+from pyprune.families.llama import decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
+
+def why_not(config, plan):
+    return output_bias_or_why(config, "Elsewhere") or uniform_or_why(plan) or divisible_or_why(plan)
+
+FAMILIES = (
+    Family(
+        model_type="elsewhere",
+        classes=StockClasses(
+            config="elsewhere.configuration:ElsewhereConfig",
+            model="elsewhere.modelling:ElsewhereForCausalLM",
+            layer="elsewhere.modelling:ElsewhereDecoderLayer",
+        ),
+        rows=decoder_rows(),
+        layers_path="model.layers",
+        attention_module="self_attn",
+        mlp_modules=("mlp",),
+        stock_targets=(StockTarget("elsewhere", why_not),),
+    ),
+)
+"""
+TINY = """
+from tests._support.models import TINY
+
+TINY["elsewhere"] = ("elsewhere", {"num_key_value_heads": 2})
+"""
+PICKLED = """
+import pickle, pyprune.modeling
+from pyprune.modeling import PrunedElsewhereConfig, PrunedElsewhereForCausalLM
+for cls in (PrunedElsewhereConfig, PrunedElsewhereForCausalLM):
+    assert pickle.loads(pickle.dumps(cls)) is cls
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path that stands for site-packages; the families are found again before and after."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    all_families.cache_clear()
+    yield tmp_path
+    all_families.cache_clear()
+
+
+def package(site: Path, name: str, family: str, **modules: str) -> None:
+    """Write a package with its metadata, as an installer leaves it."""
+    for module, text in {"__init__": "", "family": family, **modules}.items():
+        path = site / name / f"{module}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    metadata = site / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[pyprune.families]\n{name} = {name}.family\n")
+
+
+def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{REPO}", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+def test_a_family_from_outside_the_tree_passes_the_contract(tmp_path: Path) -> None:
+    """Masked equals compacted on every axis, also after save and load, stock or pruned, as every family here does."""
+    package(tmp_path, "elsewhere", FAMILY, configuration=CONFIGURATION, modelling=MODELLING, tiny_of_elsewhere=TINY)
+    options = ["-q", "-p", "elsewhere.tiny_of_elsewhere", "-p", "no:cacheprovider", "-k", "elsewhere"]
+    ran = python(tmp_path, "-m", "pytest", *options, "tests/families/test_contract.py", "tests/cut/test_compensate.py")
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    found = re.search(r"(\d+) passed", ran.stdout)
+    assert found is not None
+    assert int(found[1]) >= 22
+    pickled = python(tmp_path, "-c", PICKLED)
+    assert pickled.returncode == 0, pickled.stderr
+
+
+def test_two_families_of_one_model_type_are_refused(install: Path) -> None:
+    package(install, "twice", FAMILY.replace('model_type="elsewhere"', 'model_type="opt"'))
+    with pytest.raises(UnsupportedModelError, match=r"'opt': pyprune\.families\.opt and the entry point 'twice'"):
+        all_families()
+
+
+def test_two_families_with_one_pruned_class_are_refused(install: Path) -> None:
+    package(install, "same", FAMILY.replace("elsewhere.modelling:Elsewhere", "transformers:Llama"))
+    with pytest.raises(UnsupportedModelError, match=r"'PrunedLlamaForCausalLM': .*llama and the entry point 'same'"):
+        all_families()
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("FAMILIES = 3", "has FAMILIES = 3; it must be a tuple"),
+        ("FAMILIES = ('llama',)", "must be a tuple"),
+        ("import no_such_module_of_anybody", "cannot be loaded: .*no_such_module_of_anybody"),
+        ("1 / 0", "cannot be loaded: .*Repair or uninstall"),
+        ("", "cannot be loaded: .*FAMILIES"),
+    ],
+    ids=["number", "strings", "import", "raises", "nothing"],
+)
+def test_a_broken_package_is_named(install: Path, family: str, words: str, request: pytest.FixtureRequest) -> None:
+    name = f"broken_{request.node.callspec.id}"
+    package(install, name, family)
+    with pytest.raises(UnsupportedModelError, match=f"The entry point '{name}' .*{words}"):
+        all_families()
+
+
+@pytest.mark.parametrize("path", ["transformers:NoSuchConfig", "no_such_module_of_anybody:Config", "transformers", ":"])
+def test_a_class_that_does_not_exist_is_named(path: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"names '{path}', which cannot be imported"):
+        resolve(path)
+
+
+def test_families_are_found_without_torch() -> None:
+    code = "import sys; from pyprune.families import all_families; all_families(); assert 'torch' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_pruned_classes_exist_by_name_where_checkpoints_and_pickles_look() -> None:
+    import pyprune.modeling
+    from pyprune.modeling import PRUNED_CONFIGS, PRUNED_MODELS, configuration, models
+
+    for classes, module in ((PRUNED_CONFIGS, configuration), (PRUNED_MODELS, models)):
+        assert list(classes) == list(all_families())
+        for cls in classes.values():
+            assert getattr(pyprune.modeling, cls.__name__) is getattr(module, cls.__name__) is cls
+            assert pickle.loads(pickle.dumps(cls)) is cls
+    for name in ("PrunedLlamaConfig", "PrunedGemma3TextConfig", "PrunedOPTConfig"):
+        assert getattr(configuration, name).__name__ == name
+    for name in ("PrunedLlamaForCausalLM", "PrunedGemma3ForCausalLM", "PrunedOPTForCausalLM"):
+        assert getattr(models, name).__name__ == name
