@@ -15,6 +15,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.app import app
 from pyprune.cut.target import choose_target
 from pyprune.families import all_families, family_for
+from pyprune.methods.registry import method_modules
 from pyprune.plan import PrunePlan
 from pyprune.serving.plugin import ARCHITECTURES
 from tests._support.models import tiny_model
@@ -122,12 +123,21 @@ def test_the_support_matrix_is_true(family: str) -> None:
     assert claimed["sizes per layer in vLLM"] == ("yes" if f"Pruned{served}" in ARCHITECTURES else "no")
 
 
-@pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
-def test_links_and_named_files_exist(text: str) -> None:
+DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_named_files_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("https://") or (REPO / target).exists(), target
-    for name in re.findall(r"`((?:pyprune|serving|tests|bench|csrc)/[\w/.-]+\.(?:py|cpp|h))`", text):
+        assert target.startswith("https://") or (document.parent / target).exists(), target
+    for name in re.findall(r"`((?:pyprune|serving|tests|bench|csrc|examples)/[\w/.-]+\.(?:py|cpp|h))`", text):
         assert (REPO / name).exists(), name
+
+
+def test_every_method_is_in_the_page_of_methods() -> None:
+    text = (REPO / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert [name for name in method_modules() if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_tree_in_the_architecture_is_the_tree() -> None:
