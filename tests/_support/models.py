@@ -78,6 +78,26 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.5,
+}
+TINY |= {
+    "granite": ("granite", {"num_key_value_heads": 2, **_GRANITE_FACTORS}),
+    "granite-tied-bias": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **_GRANITE_FACTORS},
+    ),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "starcoder2-tied": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": 6}),
+    "starcoder2-no-bias": (
+        "starcoder2",
+        {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False},
+    ),
+}
+
 
 def tiny_model(name: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A randomised float32 model of :data:`TINY`, in eval mode; norms and biases are random as well."""

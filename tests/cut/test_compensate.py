@@ -26,7 +26,16 @@ from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
 SAMPLES = tiny_batch(batch=4, length=24)
-NATIVE = ("opt", "opt-untied", "phi", "phi-tied", "llama-mha-bias")
+NATIVE = (
+    "opt",
+    "opt-untied",
+    "phi",
+    "phi-tied",
+    "llama-mha-bias",
+    "granite-tied-bias",
+    "starcoder2",
+    "starcoder2-tied",
+)
 """These have biases on their output projections already."""
 
 
@@ -122,6 +131,9 @@ STOCK = {
     "qwen2": "LlamaForCausalLM",
     "opt": "OPTForCausalLM",
     "phi": "PhiForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "starcoder2-no-bias": "Starcoder2ForCausalLM",
     "qwen3": "PrunedQwen3ForCausalLM",
     "gemma3": "PrunedGemma3ForCausalLM",
     "mistral-window": "PrunedMistralForCausalLM",

@@ -121,13 +121,13 @@ def test_uniform_plans_become_stock_architectures(name: str, axis: str) -> None:
     plan = plan_of(model, axis)
     report = compact_(model, plan)
     opt_needs_pruned = name.startswith("opt") and axis in ("hidden", "heads")
-    tied_phi = name == "phi-tied" and axis == "hidden"
-    assert report.stock is not (opt_needs_pruned or tied_phi), report.reasons
+    tied_gauge = name in ("phi-tied", "starcoder2-tied") and axis == "hidden"
+    assert report.stock is not (opt_needs_pruned or tied_gauge), report.reasons
     assert report.stock or report.reasons
     assert report.stock is not report.architecture.startswith("Pruned")
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gemma3", "phi"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma3", "phi", "granite", "starcoder2"])
 def test_generation_with_a_skipped_first_attention(name: str) -> None:
     """A cache whose length is read from layer 0 must still count when layer 0 has no attention."""
     model = tiny_model(name)
@@ -182,7 +182,7 @@ def test_the_350m_layout_of_opt_is_refused() -> None:
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
     from transformers import GPT2Config
 
-    with pytest.raises(UnsupportedModelError, match="Available: gemma3_text, .*llama, mistral"):
+    with pytest.raises(UnsupportedModelError, match=r"Available: gemma3_text, .*llama, mistral"):
         family_for(GPT2Config())
 
 
@@ -226,6 +226,16 @@ def test_compaction_keeps_identity_dtype_mode_and_weights_order() -> None:
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
 
 
+def test_the_factors_of_granite_keep_their_dense_values() -> None:
+    model = tiny_model("granite")
+    names = [name for name in model.config.to_dict() if name.endswith(("_multiplier", "logits_scaling"))]
+    before = {name: getattr(model.config, name) for name in names}
+    assert len(set(before.values()) - {1.0}) == 4
+    compact_(model, plan_of(model, "everything"))
+    assert {name: getattr(model.config, name) for name in names} == before
+    assert model.model.layers[1].self_attn.scaling == before["attention_multiplier"]
+
+
 def test_a_plan_of_another_model_is_refused() -> None:
     model = tiny_model("llama")
     other = family_for(tiny_model("qwen2")).plan(tiny_model("qwen2").config)
@@ -255,7 +265,7 @@ def test_meta_models_are_counted_without_weights(name: str) -> None:
     assert parameters_after(family, parameter_shapes(empty), plan) == expected
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gemma3"])
+@pytest.mark.parametrize("name", ["opt", "llama", "gemma3", "granite", "starcoder2-tied"])
 def test_the_pruned_architecture_without_per_layer_sizes_equals_the_stock_one(name: str) -> None:
     from pyprune.modeling import PRUNED_MODELS, pruned_config_class
 

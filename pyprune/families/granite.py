@@ -1,0 +1,32 @@
+"""Granite 3: LLaMA's layout with constant factors on the embedding, attention scores, sub-block outputs and logits.
+
+None of the factors is derived from a size, so all of them keep their dense values whatever is cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyprune.families.base import Family, StockClasses
+from pyprune.families.llama import biased_target, decoder_rows, uniform_or_why
+from pyprune.plan import PrunePlan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _why_not_granite(config: PretrainedConfig, plan: PrunePlan) -> str:
+    return uniform_or_why(plan)
+
+
+FAMILIES = (
+    Family(
+        model_type="granite",
+        classes=StockClasses.of_transformers("granite", "Granite"),
+        rows=decoder_rows(attention_bias=True, mlp_bias=True),
+        layers_path="model.layers",
+        attention_module="self_attn",
+        mlp_modules=("mlp",),
+        stock_targets=(biased_target("granite", _why_not_granite),),
+    ),
+)
