@@ -52,6 +52,8 @@ class Case:
         says: what the message must hold.
         then: called with the folder after the run, and after all other checks.
         slow: run by ``make fuzz`` only.
+        seconds: after which it has hung.
+        growth: bytes by which the process may grow over what it is after its imports.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Case:
     says: str = ""
     then: Step | None = None
     slow: bool = False
+    seconds: float = 20.0
+    growth: int = 600 << 20
 
     @property
     def arguments(self) -> list[str]:

@@ -12,10 +12,6 @@ from tests.hostile._cases import Case
 from tests.hostile._server import Outcome, Run, Server
 
 MOST_CHARACTERS = 4_500
-MOST_GROWTH = 600 << 20
-"""Bytes by which a process may grow over what it is after its imports."""
-SECONDS = 20.0
-"""After which a case has hung."""
 
 _ESCAPE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PROGRESS = re.compile(r"^.+(: \d+ done|: +\d+%\|.*|: \d+it \[.*)$")
@@ -28,11 +24,11 @@ def check(server: Server, case: Case, folder: Path) -> Outcome:
     for step in case.steps:
         step(folder)
     before = snapshot(folder)
-    (outcome,) = server.run(Run(case.arguments, str(folder), seconds=SECONDS))
+    (outcome,) = server.run(Run(case.arguments, str(folder), seconds=case.seconds))
     said = outcome.stderr[-3000:]
     assert outcome.code in case.codes, f"exit code {outcome.code}: {said}"
     check_message(outcome, case)
-    assert outcome.growth < MOST_GROWTH, f"{outcome.growth / 1e6:.0f} MB: {said}"
+    assert outcome.growth < case.growth, f"{outcome.growth / 1e6:.0f} MB: {said}"
     if outcome.code:
         assert outcome.stdout == "", "a command that fails prints no figures"
         assert snapshot(folder) == before, said

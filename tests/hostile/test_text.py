@@ -6,12 +6,14 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.hostile._cases import (
     BRIEF,
     EVAL,
     READS,
     Case,
+    Step,
     case,
     folder_at,
     gzipped,
@@ -82,7 +84,6 @@ FILES: dict[str, tuple[str, bytes | str]] = {
     "instructions without output": ("t.jsonl", '{"instruction": "a", "output": "b"}\n{"instruction": "a"}\n'),
     "instructions of numbers": ("t.jsonl", '{"instruction": 5, "output": 6}\n'),
     "instructions of lone surrogates": ("t.jsonl", '{"instruction": "\\ud800", "output": "\\udfff"}\n' * 20),
-    "empty instructions": ("t.jsonl", '{"instruction": "", "output": ""}\n' * 20),
 }
 
 
@@ -112,7 +113,6 @@ def followed(data: bytes) -> bytes:
         case(f"{name}: {what}", f"{command} {file}", write(file, content), slow=slow)
         for number, (what, (file, content)) in enumerate(FILES.items())
         for name, command, slow in turns(READERS, number)
-        if not (name == "perplexity" and what == "empty instructions")  # their frame is text
     ),
     *(
         case(
@@ -215,16 +215,25 @@ def test_a_number_of_samples_or_tokens(case: Case, refused: Callable[[Case], Out
     refused(case)
 
 
-def long_line(folder: Path) -> None:
-    """Write 420 MB without a blank line, as sparse as letters can be."""
-    with (folder / "t.txt").open("wb") as stream:
-        for _ in range(420):
-            stream.write(b"word " * 200_000)
+LARGE: dict[str, Any] = {"seconds": 200.0, "growth": 5 << 29}
+"""Text is read whole: a few times its size, which is at most 2 GiB, and as long as that takes."""
+
+
+def one_block(megabytes: int) -> Step:
+    """Write so much text without a line's end."""
+
+    def step(folder: Path) -> None:
+        with (folder / "t.txt").open("wb") as stream:
+            for _ in range(megabytes):
+                stream.write(b"word " * 200_000)
+
+    return step
 
 
 @table(
-    case("text of 420 MB in one block, for calibration", f"{READS} t.txt", long_line, codes=(0, 2), slow=True),
-    case("text of 420 MB in one block, measured", f"{EVAL} t.txt", long_line, codes=(0, 2), slow=True),
+    case("calibration: 420 MB in one block", f"{READS} t.txt", one_block(420), codes=(0, 2), slow=True, **LARGE),
+    # The tiny tokenizer makes a token of every byte, and all tokens of a text that is measured are held.
+    case("perplexity: 50 MB in one block", f"{EVAL} t.txt", one_block(50), codes=(0, 2), slow=True, **LARGE),
     case(
         "a gzip that grows a thousandfold",
         f"{EVAL} t.txt.gz",
@@ -236,6 +245,7 @@ def long_line(folder: Path) -> None:
         f"{EVAL} t.txt.gz",
         lambda folder: (folder / "t.txt.gz").write_bytes(gzip.compress(b"a" * 4_000_000, 9) * 700),
         slow=True,
+        **LARGE,
     ),
 )
 def test_text_beyond_all_bounds(case: Case, refused: Callable[[Case], Outcome]) -> None:
