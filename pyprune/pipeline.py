@@ -78,7 +78,7 @@ class PruneResult:
     out: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data, without the plan (a checkpoint's record holds that beside it)."""
+        """Plain JSON data, without the plan (a checkpoint's record holds that separately)."""
         return {
             "compact": vars(self.compact) if self.compact is not None else None,
             "notes": self.notes,
@@ -103,7 +103,7 @@ def prune(
 ) -> PruneResult:
     """Prune a model from a folder or hub id and write a checkpoint folder.
 
-    An interrupted run keeps its plan and training checkpoints in a hidden folder beside ``out``; ``resume``
+    An interrupted run keeps its plan and training checkpoints in a hidden folder next to ``out``; ``resume``
     continues from there to the same result. For distillation the dense model is read again from ``model_id`` after
     the cut, in the training dtype, and dropped when the stage ends: a copy held from the start would cost the memory
     of the dense weights during scoring and regularisation as well.
@@ -168,7 +168,7 @@ def prune(
 
 
 def _stored_dtype(model_id: str | Path, gguf_file: str | None, revision: str | None, remote: bool) -> str | None:
-    """The dtype to write when none is asked for; GGUF weights are quantised and keep the working dtype."""
+    """The dtype to write when none was chosen; GGUF weights are quantised and keep the working dtype."""
     return None if gguf_file else stored_dtype(model_id, revision=revision, trust_remote_code=remote)
 
 
@@ -188,7 +188,7 @@ def prune_(
             when a saved plan is only applied.
         config: every option.
         work: where an interrupted run is kept; None keeps nothing.
-        teacher: for distillation, the dense model once more (or what makes it): ``model`` itself is cut in place.
+        teacher: for distillation, the dense model again (or what makes it): ``model`` itself is cut in place.
 
     Raises:
         ConfigError: distillation without a teacher, or instruction records where every token has to count.
@@ -256,7 +256,7 @@ def _perplexity(model: PreTrainedModel, samples: Tensor) -> float:
 
 
 def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: PruneConfig) -> PrunePlan:
-    """Decide what goes, without changing the model.
+    """Decide what is removed, without changing the model.
 
     Args:
         model: a dense model of a known family.
@@ -294,7 +294,7 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
 
 
 def teacher_dtype(config: RecoverConfig) -> str:
-    """The dtype that the teacher's weights are loaded in: as asked for, else the training dtype."""
+    """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
     return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
 
 
@@ -314,7 +314,7 @@ def recover_checkpoint(
 
     The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
     joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
-    training checkpoints in a hidden folder beside ``out``.
+    training checkpoints in a hidden folder next to ``out``.
 
     Args:
         pruned: checkpoint folder (or hub id) of the model to recover.
@@ -477,7 +477,7 @@ def _lost_compensation(config: PruneConfig) -> list[str]:
         return []
     return [
         f"The bias compensation of {folder} is not replayed: the plan says what stays, not the biases. Turn on "
-        "score.compensate to make them anew from this run's calibration text."
+        "score.compensate to compute them again from this run's calibration text."
     ]
 
 

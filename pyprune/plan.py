@@ -156,13 +156,13 @@ class PrunePlan:
 
     @property
     def removed_layers(self) -> tuple[int, ...]:
-        """Dense indices of the layers that go."""
+        """Dense indices of the layers that are removed."""
         kept = set(self.kept_layers)
         return tuple(i for i in range(self.dense.num_layers) if i not in kept)
 
     @property
     def removed_hidden(self) -> tuple[int, ...]:
-        """Dense indices of the hidden channels that go."""
+        """Dense indices of the hidden channels that are removed."""
         kept = set(self.hidden)
         return tuple(i for i in range(self.dense.hidden_size) if i not in kept)
 
@@ -174,7 +174,7 @@ class PrunePlan:
 
     @property
     def is_identity(self) -> bool:
-        """True when nothing goes."""
+        """True when nothing is removed."""
         return self == PrunePlan.identity(self.model_type, self.dense)
 
     def validate(self) -> None:

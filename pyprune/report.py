@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars with their values beside them.
+    """Horizontal bars with their values next to them.
 
     Attributes:
         title: what is compared.

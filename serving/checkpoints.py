@@ -57,7 +57,7 @@ def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
         verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
 
     Raises:
-        CheckpointError: no such folder or id, no config.json, no safetensors, an adapter beside them, a damaged file,
+        CheckpointError: no such folder or id, no config.json, no safetensors, an adapter next to them, a damaged file,
             or (with ``verify``) one that is not as it was written.
     """
     from pyprune.checkpoint.plausible import refuse_adapter
@@ -77,7 +77,7 @@ def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
 
 
 def verify_checkpoint(source: str | Path) -> None:
-    """Compare a local checkpoint with its pruning.json: every file it lists, and none beside them that is loaded.
+    """Compare a local checkpoint with its pruning.json: every file it lists, and no other that would be loaded.
 
     A folder without pruning.json (another program wrote it) and a hub id have nothing to be compared with.
 

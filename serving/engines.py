@@ -38,7 +38,7 @@ def choose_engine(engine: str) -> tuple[EngineName, str | None]:
 
     Raises:
         ConfigError: another name.
-        MissingDependencyError: vllm was asked for by name and is not installed.
+        MissingDependencyError: vllm was named and is not installed.
     """
     if engine not in ("auto", "vllm", "transformers"):
         raise ConfigError(did_you_mean(engine, ("auto", "vllm", "transformers"), "engine"))
@@ -91,7 +91,7 @@ class Engine:
             env=engine_environment(),
             start_new_session=True,
         )
-        # Popen types its pipes as optional; both were asked for.
+        # Popen types its pipes as optional; both were requested.
         self._stdin = cast(IO[str], self._process.stdin)
         self._stdout = cast(IO[str], self._process.stdout)
         try:
@@ -108,12 +108,12 @@ class Engine:
             new_tokens: tokens to generate for each of them.
 
         Raises:
-            EngineError: the engine died, or generated another number of tokens than asked for.
+            EngineError: the engine died, or generated another number of tokens than requested.
         """
         reply = self._ask(COMMAND_TIMEOUT_S, op="generate", prompts=prompts, new_tokens=new_tokens)
         expected = len(prompts) * new_tokens
         if reply["tokens"] != expected:
-            raise self._error(f"generated {reply['tokens']} tokens where {expected} were asked for")
+            raise self._error(f"generated {reply['tokens']} tokens where {expected} were requested")
         return float(reply["seconds"]), int(reply["tokens"])
 
     def cpu_seconds(self) -> float:

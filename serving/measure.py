@@ -1,4 +1,4 @@
-"""How fast a pruned model is beside its dense one: interleaved turns, warmed up, every sample kept.
+"""How fast a pruned model is compared with its dense one: interleaved turns, warmed up, every sample kept.
 
 Two columns, as in the papers (after Song et al., 2024): token generation (a batch of prompts, a fixed number of new
 tokens each, in tokens/s) and prompt processing (one long prompt, one new token, latency in ms).
@@ -181,11 +181,11 @@ class SpeedReport:
         return self.latency_ms(self.baseline).median / self.latency_ms(model).median
 
     def pruning_ratio(self, model: str) -> float:
-        """Share of the baseline's parameters that is gone, in [0, 1)."""
+        """Share of the baseline's parameters that was removed, in [0, 1)."""
         return 1 - self.models[model].parameters / self.models[self.baseline].parameters
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything, with the summaries beside the samples."""
+        """Return plain JSON data: everything, with the summaries and the samples."""
         return {
             **asdict(self),
             "summary": {
@@ -416,7 +416,7 @@ def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
 
 
 PROCESS_BYTES = 3 * 2**30
-"""What an engine's processes take beside weights and cache (measured for vLLM on the CPU, rounded up)."""
+"""What an engine's processes take in addition to weights and cache (measured for vLLM on the CPU, rounded up)."""
 
 
 def _fits(run: _Run) -> bool:

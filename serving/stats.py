@@ -30,7 +30,7 @@ def median(values: Sequence[float]) -> float:
         ConfigError: there is no value.
     """
     if not values:
-        raise ConfigError("The median of no samples was asked for; take at least one sample.")
+        raise ConfigError("There are no samples to take the median of; take at least one sample.")
     return statistics.median(values)
 
 

@@ -47,7 +47,7 @@ def speed_table(
     Args:
         report: what :func:`pyprune.serving.measure.measure` returned.
         perplexity: model name -> perplexity; models without one show "-".
-        ratios: model name -> text for PR, such as "7/30 layers"; default: the share of parameters that is gone.
+        ratios: model name -> text for PR, such as "7/30 layers"; default: the share of parameters that was removed.
     """
     extra = _unusual_options(report.workload)
     rows = [

@@ -129,7 +129,7 @@ def main() -> None:
 
 def _timed(replies: TextIO, runner: Runner | None, command: Mapping[str, Any]) -> None:
     if runner is None:
-        raise RuntimeError("generate was asked for before load")
+        raise RuntimeError("generate was requested before load")
     start = time.perf_counter()
     tokens = runner.generate(command["prompts"], command["new_tokens"])
     _reply(replies, seconds=time.perf_counter() - start, tokens=tokens)

@@ -90,15 +90,15 @@ def load_model(
         device: cpu, cuda, cuda:N, or auto (cuda when there is one, else cpu).
         gguf_file: name of a GGUF file inside the folder or repository; it is dequantised to ``dtype``.
         revision: hub revision.
-        trust_remote_code: run the repository's own Python code. Off unless asked for by name.
+        trust_remote_code: run the repository's own Python code. Off unless it is turned on.
         verify: check the SHA-256 of every file of a pyprune checkpoint first.
 
     Returns:
         (model in eval mode, tokenizer or None when the folder has none).
 
     Raises:
-        CheckpointError: missing, truncated or tampered files, files that the record does not list, an adapter beside
-            the weights, quantised weights, weights that do not fill the model or are not finite.
+        CheckpointError: missing, truncated or tampered files, files that the record does not list, an adapter next
+            to the weights, quantised weights, weights that do not fill the model or are not finite.
         UnsupportedModelError: a model type that Transformers or pyprune does not know.
         ConfigError: an unknown dtype, or a device that this machine does not have.
         MissingDependencyError: ``gguf_file`` without the package gguf.
@@ -242,7 +242,7 @@ def weights_identity(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """What tells one set of weights from another, for a run that goes on with them later.
+    """What tells one set of weights from another, for a run that continues with them later.
 
     Args:
         path_or_id: folder or hub id.
@@ -273,7 +273,7 @@ def weights_identity(
             return commit
         known = read_pruning_json(folder).files if has_record(folder) else {}
         if gguf_file is None:
-            _checked_values(source, {})  # before hours may go into reading weights that nobody can use
+            _checked_values(source, {})  # before hours are spent reading weights that nobody can use
         files = [folder / gguf_file] if gguf_file else [folder / CONFIG, *weight_files(folder, pickled=True)]
         digests = {path.name: known.get(path.name) or file_digest(path) for path in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
@@ -441,8 +441,8 @@ def _actionable(source: str) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise CheckpointError(
-            f"{named} asks for a package that is not installed: {_reason(error)}. Quantised checkpoints are not read "
-            "(give the original weights); other attention than the usual one is asked for by an entry in config.json, "
+            f"{named} needs a package that is not installed: {_reason(error)}. Quantised checkpoints are not read "
+            "(give the original weights); other attention than the usual one is chosen by an entry in config.json, "
             "which can be removed."
         ) from error
     except MemoryError as error:

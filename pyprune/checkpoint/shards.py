@@ -109,7 +109,7 @@ class TensorFiles:
         return self._places[name].entry.dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from the file: its pages come and go with it."""
+        """The tensor, mapped from the file: its pages are released with it."""
         place = self._places[name]
         entry = place.entry
         if entry.nbytes == 0:
@@ -122,7 +122,7 @@ class TensorFiles:
 
 
 def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
-    """The weight files of a checkpoint folder that are loaded; the same weights in other layouts may lie beside them.
+    """The weight files of a checkpoint folder that are loaded; the same weights may be there in other layouts too.
 
     Args:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
@@ -261,7 +261,7 @@ def write_shards(
         folder: where to.
         entries: what will come, in this order.
         tensors: (name, values) in the same order; the values come in pieces, split along the first dimension. A piece
-            may be overwritten as soon as the next but one is asked for, so that two buffers are enough.
+            may be overwritten as soon as the next but one is requested, so that two buffers are enough.
         max_shard_bytes: size at which a new file is begun (a larger tensor has a file of its own).
 
     Returns:
@@ -353,12 +353,12 @@ class _Behind:
     def put(self, data: memoryview) -> None:
         """Begin with a piece; the one before is done when this returns."""
         self._settle()
-        # Both let go of the interpreter, so they overlap with each other and with the making of the next piece.
+        # Both release the interpreter's lock, so they overlap with each other and with the making of the next piece.
         self.pending = (self.pool.submit(self.digest.update, data), self.pool.submit(self._write, data))
         self._flush(len(data))
 
     def _flush(self, written: int) -> None:
-        """Send what the file holds to the disk beside the work, so that the last flush finds little left."""
+        """Send what the file holds to the disk during the work, so that the last flush finds little left."""
         self.unflushed += written
         if self.unflushed >= FLUSH_BYTES and (self.flushing is None or self.flushing.done()):
             # Asked of every flush: the system reports a failed write once, and the next flush may succeed.

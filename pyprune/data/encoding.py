@@ -62,7 +62,7 @@ def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool =
 
 
 def groups(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Texts (or what holds one) that go to a tokenizer in one call; a long one is alone."""
+    """Texts (or what holds one) that a tokenizer gets in one call; a long one is alone."""
     group: list[T] = []
     size = 0
     for item in items:

@@ -141,7 +141,7 @@ def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
 
 
 def _check_room(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> None:
-    """Refuse what cannot fit before anything is made for it: a billion samples are easily asked for."""
+    """Refuse what cannot fit before memory is allocated for it: a billion samples are easily typed."""
     if sum(c.samples * c.sequence_length for c in configs) > int(free.sum()):
         raise DataError(_too_small(stream, free, configs))
 
@@ -216,7 +216,7 @@ def split_disjoint(
 
     Raises:
         ConfigError: invalid options, all of them together.
-        DataError: a source cannot be read, or is too small for what is asked of it.
+        DataError: a source cannot be read, or is too small for the samples wanted.
     """
     problems = [f"{name}: {p}" for name, config in configs.items() for p in config.problems()]
     if problems:

@@ -27,7 +27,7 @@ from pyprune.runtime.limits import brief, foreign_errors
 
 PARAGRAPH = "\n\n"
 C4_WINDOWS = 256
-"""C4 is evaluated on at most this many windows (METHODS.md, "Evaluation protocols")."""
+"""C4 is evaluated on at most this many windows (docs/methods.md, "Evaluation")."""
 TEXT_BYTES = 2 << 30
 """A local file may have this many bytes, once it is unpacked."""
 RECORD_CHARACTERS = 64 << 20

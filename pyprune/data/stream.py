@@ -20,7 +20,7 @@ from pyprune.runtime.limits import foreign_errors
 from pyprune.runtime.progress import track
 
 STREAM_TOKENS = 2**24
-"""A stream stops after this many tokens unless more are asked for: 8,000 samples of 2,048 fit."""
+"""A stream stops after this many tokens unless more are requested: 8,000 samples of 2,048 fit."""
 _PROGRESS_CHARACTERS = 4_000_000
 
 
@@ -81,7 +81,7 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
 
     Raises:
-        DataError: see :func:`pyprune.data.sources.read_corpus`; a chat template is asked for and there is none
+        DataError: see :func:`pyprune.data.sources.read_corpus`; a chat template is to be used and there is none
             that works; or the tokenizer fails.
     """
     corpus = read_corpus(config.source, config.split, config.field)

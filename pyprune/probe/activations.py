@@ -1,6 +1,6 @@
 """What the modules of a model read and write on calibration text, one number a channel.
 
-Forward hooks reduce every activation as soon as it exists and let it go: beside the model, what is held is the
+Forward hooks reduce every activation as soon as it exists and drop it: in addition to the model, what is held is the
 statistics (three numbers a channel) and, of a micro batch, the activations of the layer that is running. No graph is
 recorded, and the logits are not made unless the head itself is listened to.
 """

@@ -1,8 +1,8 @@
-"""What regularisation did: weights, activations and layers before against after, and a loud warning when nothing.
+"""What regularisation did: weights, activations and layers before against after, and a warning when it did nothing.
 
-DReSS figures 5 and 6 are the ratios of sums of absolute values after to before, over the channels that go (R)
+DReSS figures 5 and 6 are the ratios of sums of absolute values after to before, over the removed channels (R)
 and over those that stay, per matrix and for the activations. ELDeR figures 7 and 8 are the cosine between a
-layer's input and output, for the layers that go and the others. Snapshots hold sums, never copies of weights.
+layer's input and output, for the removed layers and the others. Snapshots hold sums, never copies of weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNCHANGED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of absolute values (float64) over the part that goes and the part that stays."""
+    """Sums of absolute values (float64) over the part that is removed and the part that stays."""
 
     removed: float
     kept: float
@@ -38,8 +38,8 @@ class EffectSnapshot:
     """One model's state, as sums.
 
     Attributes:
-        removed_hidden: number of hidden channels that go.
-        removed_layers: dense indices of the layers that go.
+        removed_hidden: number of hidden channels that are removed.
+        removed_layers: dense indices of the layers that are removed.
         weights: parameter name -> sums over its hidden axis (1 + w for unit-offset norms); empty when no channel
             goes.
         activations: per layer, sums over the layer's output on the probe.
@@ -58,14 +58,14 @@ class EffectReport:
     """Before against after. JSON-able through :meth:`to_dict`.
 
     Attributes:
-        preserved_ratio: sum |W after| / sum |W before| over R, all tensors together; None when no channel goes.
+        preserved_ratio: sum |W after| / sum |W before| over R, all tensors together; None when no channel is removed.
         kept_ratio: the same over the channels that stay.
         weight_ratios: parameter name -> (ratio over R, ratio over the kept part); DReSS figures 5 and 6.
         matrix_ratios: the same, summed over the layers: "self_attn.q_proj.weight" and so on.
         activation_ratios: per layer (ratio over R, ratio over the kept part).
         cosines_before: per layer; ELDeR figures 7 and 8.
         cosines_after: per layer.
-        removed_layers: layers that go; the others are figure 8's.
+        removed_layers: the layers to remove; the others are figure 8's.
         warnings: what did not work.
     """
 
@@ -89,7 +89,7 @@ class EffectReport:
 def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
     """Parameter name -> sums of |W| over the hidden channels that the plan removes and keeps.
 
-    Tied parameters appear once; unit-offset norms (Gemma) count |1 + w|. Empty when no channel goes.
+    Tied parameters appear once; unit-offset norms (Gemma) count |1 + w|. Empty when no channel is removed.
     """
     if not plan.removed_hidden:
         return {}
@@ -179,7 +179,7 @@ def compare(
 
 
 def preserved_ratio(before: Mapping[str, Sums], after: Mapping[str, Sums]) -> float | None:
-    """Sum |W after| / sum |W before| over the channels that go, all tensors together; None when none goes."""
+    """Sum |W after| / sum |W before| over the removed channels, all tensors together; None when there are none."""
     return _ratio(_total(before).removed, _total(after).removed) if before else None
 
 
@@ -187,13 +187,13 @@ def preserved_warnings(ratio: float, target: float | None) -> list[str]:
     """What to say about a preserved ratio (empty when the target is reached)."""
     if ratio > 1 - UNCHANGED_SHARE:
         return [
-            f"THE REGULARISER HAD NO EFFECT: {ratio:.1%} of |W| in the channels that go is still there. An Adam step "
+            f"The regulariser had no effect: {ratio:.1%} of |W| in the channels to remove is still there. An Adam step "
             "moves a weight by about the learning rate whatever the strength is: use more steps, a larger "
             "learning rate or prox_step, or schedule 'anneal'."
         ]
     if target is not None and ratio > target:
         return [
-            f"The regulariser missed its target: {ratio:.1%} of |W| in the channels that go is still there, above "
+            f"The regulariser missed its target: {ratio:.1%} of |W| in the channels to remove is still there, above "
             f"{target:.1%}. Use more steps, a larger learning rate or prox_step, or schedule 'anneal'."
         ]
     return []
@@ -206,7 +206,7 @@ def _cosine_warnings(before: EffectSnapshot, after: EffectSnapshot) -> list[str]
     if 1 - new <= (1 - UNCHANGED_SHARE) * (1 - old) or old > 1 - 1e-6:
         return []
     return [
-        f"THE REGULARISER HAD NO EFFECT on the layers that go {list(gone)}: the mean cosine of their input and "
+        f"The regulariser had no effect on the layers to remove {list(gone)}: the mean cosine of their input and "
         f"output went from {old:.4f} to {new:.4f}. Use more steps, a larger strength or learning rate, or "
         "schedule 'anneal'."
     ]

@@ -20,7 +20,7 @@ class Evaluation:
     """What was measured. JSON-able through :meth:`to_dict`.
 
     Attributes:
-        perplexity: one result for each text, in the order asked for.
+        perplexity: one result for each text, in the order of the sources.
         tasks: task -> metric -> value.
     """
 

@@ -26,7 +26,7 @@ from pyprune.train.loss import token_losses
 
 Protocol = Literal["ppl-2048", "ppl-128"]
 WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
-"""Tokens in a window of each protocol (METHODS.md, "Evaluation protocols")."""
+"""Tokens in a window of each protocol (docs/methods.md, "Evaluation")."""
 _FORWARD_TOKENS = 2048
 
 

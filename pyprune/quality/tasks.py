@@ -49,7 +49,7 @@ def evaluate_tasks(
     Raises:
         MissingDependencyError: lm-eval is not installed.
         ConfigError: no task, an unknown one, or an option out of range.
-        DataError: a task cannot be loaded or run: its file, its data, or the chat template it is asked with.
+        DataError: a task cannot be loaded or run: its file, its data, or the chat template of its prompts.
     """
     _check_task_options(tasks, limit, batch_size, num_fewshot)
     try:

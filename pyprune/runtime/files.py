@@ -423,7 +423,7 @@ def _take(descriptor: int, folder: Path, out: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
-        # A file system without locks: going on is no worse than what every other program does there.
+        # A file system without locks: continuing is no worse than what every other program does there.
 
 
 def _mark(folder: Path) -> None:

@@ -37,7 +37,7 @@ def bounded_call(call: Callable[[], T], *, seconds: float, extra_bytes: int) -> 
 
     Raises:
         TimeoutError: it took longer.
-        MemoryError: it asked for more.
+        MemoryError: it needed more.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()

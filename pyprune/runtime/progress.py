@@ -61,7 +61,7 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
     Args:
         items: what to iterate over.
-        description: what is going on, in a few words.
+        description: what is being done, in a few words.
         total: number of items, when ``items`` has no length.
     """
     out = console()

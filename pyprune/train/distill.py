@@ -104,7 +104,7 @@ class Distillation:
         self.teacher.train(self.was_training)
 
     def _hear_student(self, index: int, before: Tensor, after: Tensor) -> None:
-        # Gradient checkpointing runs the hook once more in the backward pass, and no operation may differ there.
+        # Gradient checkpointing runs the hook again in the backward pass, and no operation may differ there.
         if self.listening:
             self.student_stream[index] = after
 

@@ -103,7 +103,7 @@ def train(
     Raises:
         ConfigError: options that contradict each other or the model.
         DataError: samples that the model cannot be trained on.
-        TrainingError: a loss or gradient that is not finite. The weights go back to the last ones that gave a
+        TrainingError: a loss or gradient that is not finite. The weights are put back to the last ones that gave a
             finite loss and gradient, and with ``checkpoint_dir`` they are also written there.
         CheckpointError: a damaged checkpoint, or one of another run.
         OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.

@@ -1,4 +1,4 @@
-"""Next-token losses that never hold more than some megabytes beside the logits.
+"""Next-token losses that never hold more than some megabytes in addition to the logits.
 
 A vocabulary of 50,000 to 250,000 tokens makes the logits the largest tensor of a step by far. Taken in one piece, their
 loss needs a copy without the last position, the log-softmax, and the gradients of all of these, each as large again.

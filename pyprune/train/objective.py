@@ -24,7 +24,7 @@ class LossTerms:
         lm: scalar, mean of -log p over the micro batch's predicted tokens, nats.
         penalty: scalar mean over the micro batch's tokens without padding of an activation penalty (already times
             its strength), or None. It is weighted by the number of these tokens.
-        total: scalar mean over the predicted tokens that is minimised in place of ``lm``, which is then only
+        total: scalar mean over the predicted tokens that is minimised instead of ``lm``, which is then only
             reported; None = ``lm`` itself.
         parts: what ``total`` is made of, for the report: name -> scalar mean over the predicted tokens.
     """
@@ -36,7 +36,7 @@ class LossTerms:
 
     @property
     def minimised(self) -> Tensor:
-        """The scalar mean over the predicted tokens that is minimised beside the penalty."""
+        """The scalar mean over the predicted tokens that is minimised together with the penalty."""
         return self.lm if self.total is None else self.total
 
 
@@ -85,7 +85,7 @@ class Objective:
         return [g for g in groups if g.parameters]
 
     def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """Weight penalties that the optimiser handles in its own pass; asked for with ``fused_adamw`` only.
+        """Weight penalties that the optimiser handles in its own pass; used with ``fused_adamw`` only.
 
         What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too. The loop
         clips gradients before such a penalty joins them.

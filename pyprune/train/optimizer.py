@@ -145,7 +145,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; while stepping in backward also begin the step anew, after a ``backward()`` that failed.
+        """Drop all gradients; while stepping in backward also start the step again, after a ``backward()`` that failed.
 
         Weights that a failed ``backward()`` has already stepped keep that step.
 
@@ -204,7 +204,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     @property
     def _options(self) -> dict[str, int | bool]:
-        """What a resumed run must have in common with the one that saved, beside the parameter groups."""
+        """What a resumed run must have in common with the one that saved, in addition to the parameter groups."""
         return {"moment_bits": 8 if self.quantised else 32, "stochastic": self.stochastic, "seed": self.seed}
 
     @override
@@ -246,7 +246,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
             saved = state_dict.get(name, own)
             if saved != own:
                 raise ConfigError(
-                    f"The saved optimiser has {name}={saved}, this one {name}={own}: the run would not go on as it "
+                    f"The saved optimiser has {name}={saved}, this one {name}={own}: the run would not continue as it "
                     f"was. Make the optimiser with {name}={saved}."
                 )
         for position, (parameter, state) in enumerate(self._saved_states(state_dict)):
@@ -351,7 +351,7 @@ def _clip_scale(gradient: Tensor | None, max_grad_norm: float | None) -> float:
 
 
 def uses_own_optimiser(config: TrainConfig, device: torch.device) -> bool:
-    """Whether "fused_adamw" was asked for and has kernels on this device.
+    """Whether "fused_adamw" was chosen and has kernels on this device.
 
     Without them torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
     """

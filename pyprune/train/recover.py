@@ -72,8 +72,8 @@ def recover(
         model: a causal LM, dense or pruned. Base weights under adapters may be half precision.
         samples: token ids, int64 [N, T], or :class:`Batch` with labels (instruction records).
         config: what is trained, on which loss, and the training options.
-        teacher: the dense model, for distillation; it comes back as it was. Beside the student's, it takes its own
-            weights' memory and the activations of one forward pass.
+        teacher: the dense model, for distillation; it comes back as it was. It takes its own weights'
+            memory and the activations of one forward pass, in addition to the student's.
         plan: what stayed of the teacher in ``model``; needed where hidden states are compared. None = nothing was cut.
         validation: for early stopping, like ``samples``.
         checkpoint_dir: where resumable checkpoints go.
@@ -133,7 +133,7 @@ def finetune(
     checkpoint_dir: Path | None = None,
     resume: bool = False,
 ) -> TrainReport:
-    """Fine-tune all weights of ``model`` in place: the control beside every method. Arguments as in :func:`train`."""
+    """Fine-tune all weights of ``model`` in place: the control for every method. Arguments as in :func:`train`."""
     return train(
         model,
         samples,

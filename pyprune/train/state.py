@@ -29,7 +29,7 @@ _STEP = re.compile(r"step-(\d{6,})\Z")
 
 @dataclass
 class TrainState:
-    """Everything that a run needs to go on exactly where it stopped.
+    """Everything that a run needs to continue exactly where it stopped.
 
     Attributes:
         step: optimiser steps done.
@@ -135,7 +135,7 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
 def _damaged(path: Path, why: str) -> str:
     return (
         f"The training checkpoint {path} is damaged: {why}. It cannot be resumed; delete this folder to start "
-        "the run anew."
+        "the run again."
     )
 
 

@@ -32,8 +32,8 @@ def layer_norm_virtual(
 ) -> torch.Tensor:
     """What a LayerNorm over ``d`` channels gives in its first d' ones when the other d - d' are zero.
 
-    mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: METHODS, "exact compaction of the hidden
-    axis", LayerNorm, way (i).
+    mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: "LayerNorm, virtual size" in
+    docs/methods.md.
 
     Args:
         x: ``[..., d']``, floating point.
