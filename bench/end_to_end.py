@@ -31,7 +31,7 @@ from pyprune.config.regularise import GateConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.errors import PypruneError
-from pyprune.methods.regularise.presets import preset
+from pyprune.methods.registry import preset
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
 from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
 from pyprune.runtime.progress import console
@@ -77,7 +77,7 @@ class Settings:
     sequence_length: int = 256
     ratio: float = 0.25
     gates: GateConfig = field(
-        default_factory=lambda: replace(preset("elder-recommended").elder.gates, first_round_steps=30, round_steps=6)
+        default_factory=lambda: replace(preset("elder").elder.gates, first_round_steps=30, round_steps=6)
     )
     gate_sequence_length: int = 128
     protocol: str = "ppl-2048"
@@ -311,7 +311,7 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
 
 def recommended(settings: Settings) -> PruneConfig:
     """The package's default, with the demo's share of the layers and its dtype."""
-    base = preset("elder-recommended")
+    base = preset("elder")
     training = replace(base.elder.train, dtype=settings.dtype)
     return replace(base, ratio=settings.ratio, elder=replace(base.elder, train=training))
 
@@ -332,7 +332,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         micro_batch_size=settings.batch_size,
     )
     default = replace(base, elder=replace(base.elder, layers=layers, train=training), finetune=training)
-    papers = preset("elder").elder
+    papers = preset("elder-paper").elder
     published = replace(default.elder, schedule=papers.schedule, strength=papers.strength, norm=papers.norm)
     share = f"{base.elder.anneal_share:.0%}"
     arms = (

@@ -3,8 +3,9 @@
 Later sources win: preset, then the recovery that a recipe names, then the recipe itself, then a recovery that is asked
 for beside it, then options by name, then ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
 :class:`pyprune.config.run.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
-Without a recipe and without a preset, the method's own default preset is the start; a recipe without one starts from
-the plain defaults. `pyprune recover` reads :class:`pyprune.config.run.RecoverRunConfig` in the same way.
+Where no preset is named, the one of the method is the start, wherever that was named: a recipe with ``method: dress``
+and ``--method dress`` give the same options. `pyprune recover` reads :class:`pyprune.config.run.RecoverRunConfig` in
+the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing_extensions import override
 
 from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
-from pyprune.methods.registry import check_run, get_method
+from pyprune.methods.registry import check_name, check_run, method_preset
+from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
 
 RECIPE_BYTES = 1_000_000
@@ -147,10 +149,12 @@ def build_config(
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
+    if isinstance(method := data.get("method"), str) and method != "none":
+        check_name(method)  # a mistake in the recipe, also where --method wins over it
     if preset is not None or named is not None:
         start = preset_options(str(named) if preset is None else preset)
     else:
-        start = {} if recipe is not None else default_options(chosen)
+        start = default_options(merge(data, chosen))
     if preset is not None:
         _refuse_other_method(preset, start, data, chosen)
     if recovers is not None:
@@ -221,23 +225,26 @@ def preset_options(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is no preset of this name.
     """
-    from pyprune.methods.regularise.presets import preset as find
-
-    return find(name).to_dict()
+    return find_preset(name).to_dict()
 
 
-def default_options(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run starts from when neither a preset nor a recipe was named.
+def default_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run starts from when no preset was named.
 
-    A plan without a method is applied as it is, without training; a method starts from its default preset.
+    A plan without a method is applied as it is, without training; a method starts from its own preset.
+
+    Args:
+        given: what the recipe, the options and the settings say.
 
     Raises:
-        ConfigError: there is no method of the chosen name.
+        ConfigError: there is no method of the given name.
     """
-    method = chosen.get("method", "none" if "plan" in chosen else PruneConfig.method)
+    method = given.get("method", PruneConfig.method if given.get("plan") is None else "none")
+    if not isinstance(method, str):
+        return {}  # refused with its value when the options are read
     if method == "none":
         return {"method": "none", "stages": {"before": []}}
-    return preset_options(get_method(str(method)).default_preset)
+    return method_preset(method).to_dict()
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:

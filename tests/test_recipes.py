@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import pytest
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import get_method
-from pyprune.methods.regularise.presets import PRESETS, describe, preset
+from pyprune.methods.registry import RENAMED, describe, get_method, method_modules, preset, presets
 from pyprune.recipe import build_config
 from tests._support.paths import REPO
 
@@ -53,19 +53,17 @@ def test_the_two_elder_recipes_differ_in_the_regulariser_only() -> None:
     assert (ours.elder.schedule, papers.elder.schedule) == ("anneal", "published")
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", list(presets()))
 def test_a_preset_is_valid_described_and_names_a_method(name: str) -> None:
     config = preset(name)
     config.validate()
     assert PruneConfig.from_dict(config.to_dict()) == config
     assert describe(name)
-    method = get_method(config.method)
-    assert method.default_preset in PRESETS
-    assert preset(method.default_preset).method == method.name
+    assert name.startswith(config.method)
 
 
 def test_the_presets_carry_the_papers_constants() -> None:
-    dress, opt, elder = preset("dress"), preset("dress-opt"), preset("elder")
+    dress, opt, elder = preset("dress-paper"), preset("dress-paper-opt"), preset("elder-paper")
     assert (dress.dress.strength, opt.dress.strength) == (1e-3, 5e-3)
     assert (dress.data.samples, dress.recovery_data and dress.recovery_data.samples) == (750, 250)
     assert (dress.recover.rank, dress.recover.alpha) == (32, 10.0)
@@ -74,15 +72,57 @@ def test_the_presets_carry_the_papers_constants() -> None:
     for training in (dress.dress.train, dress.recover.train, elder.elder.train):
         assert (training.learning_rate, training.batch_size) == (2e-5, 64)
         assert (training.early_stop_patience, training.early_stop_min_delta) == (5, 1e-4)
-    assert preset("trsp").elder == elder.elder
-    assert preset("elder-literal").elder.gates.placement == "output"
+    assert preset("trsp-paper").elder == elder.elder
+    assert preset("elder-paper-literal").elder.gates.placement == "output"
 
 
 def test_an_unknown_preset_suggests_one() -> None:
-    with pytest.raises(ConfigError, match="elder-recommended"):
-        preset("elder-recomended")
+    with pytest.raises(ConfigError, match="Did you mean 'elder-paper-literal'"):
+        preset("elder-paper-litteral")
+
+
+@pytest.mark.parametrize("old", list(RENAMED))
+def test_an_old_name_says_what_the_preset_is_called_now(old: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{old}' is called '{RENAMED[old]}' now"):
+        preset(old)
+    assert RENAMED[old] in presets()
+
+
+@pytest.mark.parametrize("method", list(method_modules()))
+def test_a_method_named_in_three_ways_gives_one_configuration(method: str, tmp_path: Path) -> None:
+    """As --method, as --preset, and as a recipe's method: one word, one meaning."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"method: {method}\n")
+    found = build_config(options={"method": method})
+    assert found == build_config(preset=method) == build_config(recipe=recipe) == preset(method)
+    assert get_method(method).default_preset == found.method == method
+
+
+@pytest.mark.parametrize("method", list(method_modules()))
+def test_a_method_has_the_papers_constants_as_a_preset_too(method: str) -> None:
+    if method in ("magnitude", "random"):
+        assert f"{method}-paper" not in presets()
+        return
+    paper = preset(f"{method}-paper")
+    assert paper.method == method
+    assert (paper == preset(method)) == (method not in ("dress", "elder", "trsp"))
+
+
+def test_a_recipe_starts_from_the_method_that_will_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("ratio: 0.3\n")
+    assert build_config(recipe=recipe) == replace(preset("elder"), ratio=0.3)
+    assert build_config(recipe=recipe, options={"method": "dress"}) == replace(preset("dress"), ratio=0.3)
+    recipe.write_text("plan: plan.json\n")
+    assert build_config(recipe=recipe) == build_config(options={"plan": "plan.json"})
+    recipe.write_text("method: 3\n")
+    with pytest.raises(ConfigError, match="method is 3"):
+        build_config(recipe=recipe)
+    recipe.write_text("method: dres\n")
+    with pytest.raises(ConfigError, match=r"Unknown method 'dres'\. Did you mean 'dress'"):
+        build_config(recipe=recipe, options={"method": "elder"})
 
 
 def test_presets_load_without_torch() -> None:
-    code = "import sys, pyprune.methods.regularise.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys; from pyprune.methods.registry import preset; preset('elder'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

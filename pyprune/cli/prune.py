@@ -8,12 +8,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyprune.cli.base import Debug, GgufFile, Overwrite, RemoteCode, Revision, guarded
+from pyprune.methods.registry import method_modules, presets
+from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
     from pyprune.pipeline import PruneResult
     from pyprune.report import Cell
     from pyprune.train.objective import TrainReport
+
+REMOVES = {
+    "layers": "remove layers",
+    "hidden": "remove hidden channels",
+    "parameters": "remove the heads and FFN channels of the smallest score",
+}
+"""Unit of a method's ratio -> what the method does, in the help of --method."""
+
+
+def _methods() -> str:
+    by_unit: dict[str, list[str]] = {unit: [] for unit in REMOVES}
+    for name in method_modules():
+        by_unit[str(find_preset(name).ratio_of)].append(name)
+    return ", ".join(f"{', '.join(names)} ({REMOVES[unit]})" for unit, names in by_unit.items())
+
+
+def _presets() -> str:
+    methods = list(method_modules())
+    papers = [name for name in presets() if name.endswith("-paper")]
+    others = [name for name in presets() if name not in (*methods, *papers)]
+    return (
+        f"Named set of options: {', '.join(methods)} (what the method of that name starts from); the papers' "
+        f"constants: {', '.join(papers)}; also {', '.join(others)}."
+    )
 
 
 @guarded
@@ -24,11 +50,7 @@ def prune(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            help="elder or trsp (remove layers), dress (remove hidden channels), moreau, moreau_gs, smoothgrad, "
-            "taylor, loraprune, wanda, flap, magnitude or random (remove the heads and FFN channels of the smallest "
-            "score), none (only apply --plan). Default: elder, or none with --plan alone."
-        ),
+        typer.Option(help=f"{_methods()}, none (only apply --plan). Default: elder, or none with --plan alone."),
     ] = None,
     ratio: Annotated[
         float | None,
@@ -46,9 +68,7 @@ def prune(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Named set of options: elder-recommended, trsp-recommended, dress-recommended (the default of "
-            "each method), or the papers' constants: elder, trsp, dress, dress-opt, elder-literal, moreau, moreau_gs, "
-            "smoothgrad, taylor, loraprune, wanda, flap; also magnitude, random, moreau-converged.",
+            help=_presets(),
         ),
     ] = None,
     set_: Annotated[

@@ -9,6 +9,7 @@ import typer
 
 from pyprune.cli.base import Debug, GgufFile, JsonFile, RemoteCode, Revision, comma_separated, guarded, output
 from pyprune.errors import CheckpointError, ConfigError, OutputError, shown
+from pyprune.methods.score.presets import SCORE_PRESETS
 from pyprune.runtime.progress import say
 
 LONGEST_NUMBER = 20
@@ -24,8 +25,8 @@ def robustness(
         str,
         typer.Option(
             metavar="A,B",
-            help="Presets of scoring methods, comma-separated; also moreau_gs, magnitude and random. smoothgrad gets "
-            "the noise draws of moreau.",
+            help=f"Presets of scoring methods, comma-separated: {', '.join(SCORE_PRESETS)}. smoothgrad gets the noise "
+            "draws of moreau.",
         ),
     ] = "taylor,smoothgrad,moreau,moreau-converged",
     ratios: Annotated[

@@ -2,11 +2,15 @@
 
 A method file defines ``METHOD`` whose ``name`` is the file's name. Nothing is registered by import, and no
 list is kept by hand; two files of one name are an error.
+
+Presets are found in ``presets.py`` of both folders, which import no torch. The preset named like a method is what a
+run of that method starts from, however it was named: --method, --preset or a recipe's ``method``.
 """
 
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +24,15 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score")
 _NOT_METHODS = ("base", "presets")
+
+RENAMED = {
+    "dress-opt": "dress-paper-opt",
+    "dress-recommended": "dress",
+    "elder-literal": "elder-paper-literal",
+    "elder-recommended": "elder",
+    "trsp-recommended": "trsp",
+}
+"""Name that a preset had -> the one it has."""
 
 
 @cache
@@ -80,14 +93,67 @@ def _method_problems(config: PruneConfig) -> list[str]:
     return []
 
 
-def get_method(name: str) -> Method:
-    """The method of this name.
+def check_name(name: str) -> None:
+    """Refuse a method that does not exist, without importing any.
 
     Raises:
         ConfigError: unknown name, with the closest one and all that exist.
     """
-    modules = method_modules()
-    if name not in modules:
-        raise ConfigError(did_you_mean(name, modules, "method"))
-    method: Method = import_module(modules[name]).METHOD
+    if name not in method_modules():
+        raise ConfigError(did_you_mean(name, method_modules(), "method"))
+
+
+def get_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        ConfigError: as :func:`check_name`.
+    """
+    check_name(name)
+    method: Method = import_module(method_modules()[name]).METHOD
     return method
+
+
+@cache
+def presets() -> dict[str, Callable[[], PruneConfig]]:
+    """Preset name -> function that builds its options (whose docstring describes it); imports no torch."""
+    found: dict[str, Callable[[], PruneConfig]] = {}
+    for package in _PACKAGES:
+        found |= import_module(f"{package}.presets").PRESETS
+    return found
+
+
+def preset(name: str) -> PruneConfig:
+    """The options of a preset.
+
+    Raises:
+        ConfigError: there is no preset of this name; the message lists them, or says what it is called now.
+    """
+    return _maker(name)()
+
+
+def describe(name: str) -> str:
+    """One line about a preset.
+
+    Raises:
+        ConfigError: as :func:`preset`.
+    """
+    return (_maker(name).__doc__ or "").splitlines()[0]
+
+
+def _maker(name: str) -> Callable[[], PruneConfig]:
+    if name in RENAMED:
+        raise ConfigError(f"The preset {name!r} is called {RENAMED[name]!r} now; write that.")
+    if name not in presets():
+        raise ConfigError(did_you_mean(name, presets(), "preset"))
+    return presets()[name]
+
+
+def method_preset(method: str) -> PruneConfig:
+    """What a run of a method starts from: the preset of the same name.
+
+    Raises:
+        ConfigError: as :func:`check_name`.
+    """
+    check_name(method)
+    return preset(method)

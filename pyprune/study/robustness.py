@@ -46,7 +46,7 @@ from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method
 from pyprune.methods.score.base import ScoreMethod, Scoring, ranking_of, score_spread
-from pyprune.methods.score.presets import SCORE_PRESETS
+from pyprune.methods.score.presets import PRESETS
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.recipe import build_config, dotted_names, parse_setting
@@ -105,7 +105,7 @@ class RobustnessConfig(Config):
     @override
     def problems(self) -> list[str]:
         found = [f"ratio is {r}; it must be strictly between 0 and 1." for r in self.ratios if not 0 < r < 1]
-        for what, known in (("method", SCORE_PRESETS), ("variant", VARIANTS)):
+        for what, known in (("method", PRESETS), ("variant", VARIANTS)):
             found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
         if self.protocol not in WINDOWS:
             found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
@@ -144,7 +144,7 @@ class RobustnessConfig(Config):
                 "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "
                 "score.heads, score.ffn and score.hidden out."
             )
-        if method == "smoothgrad":
+        if found.method == "smoothgrad":
             noise = self.of("moreau").moreau
             draws = noise.draws * (noise.steps if noise.redraw else 1)
             found = replace(found, moreau=replace(found.moreau, draws=draws, sigma=noise.sigma, seed=noise.seed))
@@ -609,8 +609,8 @@ class _Bench:
         }
         if compensated := [name for name, method in methods.items() if method.compensates]:
             found["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
-        if "smoothgrad" in methods:
-            of = methods["smoothgrad"].moreau
+        if noisy := [method for method in methods.values() if method.method == "smoothgrad"]:
+            of = noisy[0].moreau
             found["smoothgrad"] = (
                 f"{of.draws} draws, numbered and seeded as moreau's (sigma {of.sigma}, seed {of.seed})"
             )

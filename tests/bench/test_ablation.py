@@ -22,7 +22,7 @@ RECIPE = f"""
 method: elder
 ratio: 0.5
 data: {{source: SOURCE, samples: 6, sequence_length: 64}}
-elder: {{gates: {{first_round_steps: 3, round_steps: 2, batch_size: 2}}, train: {TRAIN}}}
+elder: {{schedule: published, gates: {{first_round_steps: 3, round_steps: 2, batch_size: 2}}, train: {TRAIN}}}
 dress: {{train: {TRAIN}}}
 """
 

@@ -26,8 +26,7 @@ from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, OutputError
-from pyprune.methods.registry import method_modules
-from pyprune.methods.regularise.presets import PRESETS
+from pyprune.methods.registry import RENAMED, method_modules, preset, presets
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
 from tests._support.models import tiny_model
@@ -137,7 +136,7 @@ def test_help_names_units_defaults_and_allowed_values(command: str, phrases: lis
 
 def test_help_names_every_preset() -> None:
     output = run("prune", "--help").output
-    assert [name for name in PRESETS if name not in output] == []
+    assert [name for name in presets() if name not in output] == []
     for command in ("prune", "recover"):
         output = run(command, "--help").output
         assert [name for name in RECOVERIES if name not in output] == []
@@ -173,6 +172,10 @@ def test_unknown_unit_and_preset(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "layers" in refused("prune", checkpoint, "--ratio-of", "layer", "--out", out)
     assert "Did you mean 'elder'" in refused("prune", checkpoint, "--preset", "elde", "--out", out)
+    for old, new in RENAMED.items():
+        message = f"The preset {old!r} is called {new!r} now"
+        assert message in refused("prune", checkpoint, "--preset", old, "--out", out)
+    assert not out.exists()
 
 
 def test_every_wrong_setting_is_named_at_once(checkpoint: Path, tmp_path: Path) -> None:
@@ -555,10 +558,10 @@ def test_serve_hands_options_to_vllm(pruned: Path, monkeypatch: pytest.MonkeyPat
 
 def test_settings_win_over_options_recipe_and_preset(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("preset: elder\nratio: 0.3\nelder: {strength: 0.5, gates: {batch_size: 7}}\n")
+    path.write_text("preset: elder-paper\nratio: 0.3\nelder: {strength: 0.5, gates: {batch_size: 7}}\n")
     config = build_config(recipe=path, options={"ratio": 0.4, "method": None}, settings=["elder.strength=2e-3"])
     assert (config.ratio, config.elder.strength, config.elder.gates.batch_size) == (0.4, 2e-3, 7)
-    assert config.elder.train == PRESETS["elder"]().elder.train
+    assert config.elder.train == preset("elder-paper").elder.train
 
 
 @pytest.mark.parametrize("stages", ["", "stages: {before: [], after: []}\n"])
@@ -582,8 +585,8 @@ def test_a_preset_of_another_method_than_the_recipes_is_refused(tmp_path: Path) 
 
 
 def test_without_anything_the_recommended_preset_is_used() -> None:
-    assert build_config() == PRESETS["elder-recommended"]()
-    assert build_config(options={"method": "dress"}) == PRESETS["dress-recommended"]()
+    assert build_config() == preset("elder")
+    assert build_config(options={"method": "dress"}) == preset("dress")
 
 
 def test_a_plan_alone_is_applied_without_training() -> None:
@@ -597,7 +600,7 @@ def test_a_recipe_is_complete_by_itself(tmp_path: Path) -> None:
     path.write_text(json.dumps(PruneConfig(ratio=0.5).to_dict()))
     assert build_config(recipe=path) == PruneConfig(ratio=0.5)
     path.write_text("")
-    assert build_config(recipe=path) == PruneConfig()
+    assert build_config(recipe=path) == preset("elder")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_without_new_noise_smoothgrad_repeats_the_same_draws_too() -> None:
     fixed = RobustnessConfig(settings=("moreau.redraw=false", "moreau.steps=9"))
     assert fixed.of("smoothgrad").moreau.draws == 1
     assert RobustnessConfig().of("smoothgrad").moreau.draws == 10
+    assert RobustnessConfig().of("smoothgrad-paper") == RobustnessConfig().of("smoothgrad")
     assert RobustnessConfig().of("moreau-converged").moreau.tolerance == 0.05
     assert RobustnessConfig().of("moreau").moreau.tolerance is None
 

@@ -468,5 +468,5 @@ METHOD = Method(
     summary="Learn which layers matter least, make them the identity during training, drop them (ELDeR).",
     decide=_decide,
     regularise=_regularise,
-    default_preset="elder-recommended",
+    default_preset="elder",
 )

@@ -1,9 +1,7 @@
-"""Presets: complete options by name. Plain data; importing this file imports no torch.
+"""Presets of the regularising methods: complete options by name. Plain data; importing this file imports no torch.
 
-Those of the scoring methods are in ``pyprune/methods/score/presets.py`` and belong to the same list.
-
-The papers name neither optimiser nor number of steps nor epochs; those constants are ours and marked so. Every
-other constant of dress, dress-opt, elder and trsp is the papers'.
+``<method>`` is what we recommend, ``<method>-paper`` has the papers' constants. The papers name neither optimiser nor
+number of steps nor epochs; those constants are ours and marked so.
 """
 
 from __future__ import annotations
@@ -15,25 +13,6 @@ from pyprune.config.data import DataConfig
 from pyprune.config.regularise import DressConfig, ElderConfig, GateConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import RecoverConfig, TrainConfig
-from pyprune.errors import ConfigError, did_you_mean
-from pyprune.methods.score.presets import SCORE_PRESETS
-
-
-def preset(name: str) -> PruneConfig:
-    """The options of a preset.
-
-    Raises:
-        ConfigError: there is no preset of this name; the message lists them.
-    """
-    if name not in PRESETS:
-        raise ConfigError(did_you_mean(name, PRESETS, "preset"))
-    return PRESETS[name]()
-
-
-def describe(name: str) -> str:
-    """One line about a preset."""
-    preset(name)
-    return (PRESETS[name].__doc__ or "").splitlines()[0]
 
 
 def published_training(steps: int, validation_interval: int) -> TrainConfig:
@@ -71,7 +50,7 @@ def short_training() -> TrainConfig:
     )
 
 
-def _dress() -> PruneConfig:
+def _dress_paper() -> PruneConfig:
     """DReSS with the paper's constants: l2, lambda 1e-3, last 25 %, 750 + 250 samples of 2048, LoRA recovery."""
     return PruneConfig(
         method="dress",
@@ -96,13 +75,13 @@ def _dress() -> PruneConfig:
     )
 
 
-def _dress_opt() -> PruneConfig:
+def _dress_paper_opt() -> PruneConfig:
     """DReSS with the paper's constants for OPT-2.7B: lambda 5e-3."""
-    base = _dress()
+    base = _dress_paper()
     return replace(base, dress=replace(base.dress, strength=5e-3))
 
 
-def _dress_recommended() -> PruneConfig:
+def _dress() -> PruneConfig:
     """DReSS, recommended: channels of the smallest norm are annealed to exactly zero while the rest is trained."""
     return PruneConfig(
         method="dress",
@@ -123,7 +102,7 @@ def _dress_recommended() -> PruneConfig:
     )
 
 
-def _elder() -> PruneConfig:
+def _elder_paper() -> PruneConfig:
     """ELDeR with the papers' constants: lambda1 5e-3, lambda2 1e-3, 128 samples of 2048, no recovery."""
     return PruneConfig(
         method="elder",
@@ -152,19 +131,19 @@ def _elder() -> PruneConfig:
     )
 
 
-def _elder_literal() -> PruneConfig:
+def _elder_paper_literal() -> PruneConfig:
     """ELDeR with the gate exactly as printed (scaling the whole stream), which drives the last layers out first."""
-    base = _elder()
+    base = _elder_paper()
     gates = replace(base.elder.gates, placement="output")
     return replace(base, elder=replace(base.elder, gates=gates))
 
 
-def _trsp() -> PruneConfig:
+def _trsp_paper() -> PruneConfig:
     """TRSP with its paper's constants; ELDeR under its first name."""
-    return replace(_elder(), method="trsp")
+    return replace(_elder_paper(), method="trsp")
 
 
-def _elder_recommended() -> PruneConfig:
+def _elder() -> PruneConfig:
     """ELDeR, recommended: well-trained residual gates, then the chosen layers are faded out during training."""
     return PruneConfig(
         method="elder",
@@ -192,20 +171,19 @@ def _elder_recommended() -> PruneConfig:
     )
 
 
-def _trsp_recommended() -> PruneConfig:
-    """TRSP, recommended: the same as elder-recommended."""
-    return replace(_elder_recommended(), method="trsp")
+def _trsp() -> PruneConfig:
+    """TRSP, recommended: the same as elder."""
+    return replace(_elder(), method="trsp")
 
 
 PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "dress": _dress,
-    "dress-opt": _dress_opt,
-    "dress-recommended": _dress_recommended,
+    "dress-paper": _dress_paper,
+    "dress-paper-opt": _dress_paper_opt,
     "elder": _elder,
-    "elder-literal": _elder_literal,
-    "elder-recommended": _elder_recommended,
+    "elder-paper": _elder_paper,
+    "elder-paper-literal": _elder_paper_literal,
     "trsp": _trsp,
-    "trsp-recommended": _trsp_recommended,
-    **SCORE_PRESETS,
+    "trsp-paper": _trsp_paper,
 }
 """Preset name -> function that builds its options (whose docstring describes it)."""

@@ -10,5 +10,5 @@ METHOD = replace(
     ELDER,
     name="trsp",
     summary="Learn which layers matter least, make them the identity during training, drop them (TRSP = ELDeR).",
-    default_preset="trsp-recommended",
+    default_preset="trsp",
 )

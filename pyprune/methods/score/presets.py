@@ -1,8 +1,8 @@
 """Presets of the scoring methods. Plain data; importing this file imports no torch.
 
 Calibration is MoreauPruner's 10 samples of 128 tokens where a preset says nothing else. The calibration source, the
-global ranking and the ratio are ours; the other constants are the papers'. Recipes hold the papers' protocols for
-their models.
+global ranking and the ratio are ours; the other constants are the papers', and nothing better is known, so that
+``<method>`` and ``<method>-paper`` give the same options. Recipes hold the papers' protocols for their models.
 """
 
 from __future__ import annotations
@@ -96,4 +96,13 @@ SCORE_PRESETS: dict[str, Callable[[], PruneConfig]] = {
     "moreau_gs": _moreau_gs,
     "smoothgrad": _smoothgrad,
 }
-"""Preset name -> function that builds its options (whose docstring describes it)."""
+"""Scorer -> function that builds its options (whose docstring describes it); each of them is different."""
+
+NO_PAPER = ("magnitude", "random", "moreau-converged")
+"""Scorers that are no method with a paper's own constants."""
+
+PRESETS: dict[str, Callable[[], PruneConfig]] = {
+    **SCORE_PRESETS,
+    **{f"{name}-paper": make for name, make in SCORE_PRESETS.items() if name not in NO_PAPER},
+}
+"""Preset name -> function that builds its options."""

@@ -321,6 +321,7 @@ def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
         method = get_method(name)
         assert (method.name, method.axis, method.regularise) == (name, "structures", None)
         assert method.summary.endswith(".")
+        assert method.default_preset == name
 
 
 @pytest.mark.parametrize("method", list(SCORERS))
