@@ -3,9 +3,9 @@
 ``tensor_cut`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
 ``compact_checkpoint`` to a checkpoint on disk, one tensor at a time. The hidden axis is exact because the
 residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the embedding times
-s, norms of the stream times 1/s, the final norm once more times 1/s when the head is tied to the scaled
-embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over d channels whose removed ones are
-zero.
+s, norms of the stream times 1/s (readers, where no norm stands before them), the final norm once more times 1/s
+when the head is tied to the scaled embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over
+d channels whose removed ones are zero.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
     kept = [kept_indices(axis, layer, plan) for axis in row.axes]
     rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
     offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
-    return TensorCut(name, rows, columns, stream_factor(row, family, plan, tied=tied), offset)
+    factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
+    return TensorCut(name, rows, columns, factor, offset)
 
 
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
@@ -180,12 +181,29 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
             return 1.0 if family.scaled_embedding else s
         case "writer":
             return s
+        case "reader":
+            return 1 / s if family.reads_raw_stream else 1.0
         case "pre_norm":
             return 1.0 if row.is_bias else 1 / s
         case "final_norm":
             return (1.0 if row.is_bias else 1 / s) / head_scale
         case _:
             return 1.0
+
+
+def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
+    """The factor that removing heads puts on a projection that is normalised over its whole width, and on that norm.
+
+    Over n' of n channels the root mean square grows by sqrt(n/n'). The projection times t = sqrt(n'/n) takes that back,
+    exactly, whatever the epsilon; the norm's weight times 1/t then leaves what comes out as it was.
+    """
+    kept = kept_indices(row.axes[0], layer, plan) if row.width_norm else None
+    if not kept:
+        return 1.0
+    dense = plan.dense
+    heads = dense.num_attention_heads if row.axes[0] == "heads" else dense.num_key_value_heads
+    t = math.sqrt(len(kept) / (heads * dense.head_dim))
+    return t if row.width_norm == "input" else 1 / t
 
 
 def stream_scale(family: Family, plan: PrunePlan, *, tied: bool) -> float:

@@ -25,7 +25,7 @@ Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head
 Block = Literal["attention", "mlp"]
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
-    "reader",  # reads the (normalised) stream
+    "reader",  # reads the stream, normalised where the family has pre-norms
     "writer",  # adds to the stream
     "pre_norm",  # normalises the stream before a sub-block
     "post_norm",  # normalises a sub-block's output before it joins the stream
@@ -44,12 +44,15 @@ class Row:
         axes: the name of every dimension, in order.
         role: what the parameter does to the residual stream.
         block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
+        width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
+            when the parameter makes what is normalised, weight when it is that norm's weight.
     """
 
     pattern: str
     axes: tuple[Axis, ...]
     role: Role
     block: Block | None = None
+    width_norm: Literal["", "input", "weight"] = ""
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -184,6 +187,11 @@ class Family:
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
     vllm: str = ""
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
+
+    @cached_property
+    def reads_raw_stream(self) -> bool:
+        """True when the readers read the residual stream itself: no norm stands before a sub-block (OLMo 2)."""
+        return not any(row.role == "pre_norm" for row in self.rows)
 
     @property
     def pruned_config(self) -> str:

@@ -134,6 +134,7 @@ STOCK = {
     "granite": "GraniteForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "starcoder2-no-bias": "Starcoder2ForCausalLM",
+    "olmo2": "PrunedOlmo2ForCausalLM",
     "qwen3": "PrunedQwen3ForCausalLM",
     "gemma3": "PrunedGemma3ForCausalLM",
     "mistral-window": "PrunedMistralForCausalLM",

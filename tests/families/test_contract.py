@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_uniform_plans_become_stock_architectures(name: str, axis: str) -> None:
     assert report.stock is not report.architecture.startswith("Pruned")
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gemma3", "phi", "granite", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma3", "phi", "granite", "starcoder2", "olmo2"])
 def test_generation_with_a_skipped_first_attention(name: str) -> None:
     """A cache whose length is read from layer 0 must still count when layer 0 has no attention."""
     model = tiny_model(name)
@@ -224,6 +225,17 @@ def test_compaction_keeps_identity_dtype_mode_and_weights_order() -> None:
     assert torch.equal(model.model.layers[2].mlp.up_proj.weight, kept)
     assert model.config.num_hidden_layers == 3
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("axis", ["hidden", "heads", "everything"])
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 0.5}, {"attention_bias": True}], ids=str)
+def test_norms_over_the_whole_projection_are_cut_whatever_their_epsilon(change: dict[str, Any], axis: str) -> None:
+    model = tiny_model("olmo2", **change)
+    plan = plan_of(model, axis)
+    reference = copy.deepcopy(model)
+    mask_(reference, plan)
+    compact_(model, plan)
+    assert_same_logits(logits(model, tiny_batch()), logits(reference, tiny_batch()))
 
 
 def test_the_factors_of_granite_keep_their_dense_values() -> None:
