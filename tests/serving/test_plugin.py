@@ -6,13 +6,21 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pyprune.cut.compact import compact_
+from pyprune.errors import CheckpointError, ConfigError
+from pyprune.families import family_for
 from pyprune.modeling import PRUNED_MODELS
+from pyprune.serving.export import export, serve_command
 from pyprune.serving.plugin import ARCHITECTURES, look_for_platform, register
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.plans import axis_plans
 
 
 class FakeRegistry:
@@ -50,6 +58,38 @@ def test_the_families_say_what_is_served() -> None:
         module, _, found = target.partition(":")
         assert found == name
         assert importlib.util.find_spec(module) is not None
+
+
+NOT_SERVED_PER_LAYER = ("granite", "starcoder2", "olmo2")
+
+
+@pytest.mark.parametrize("name", NOT_SERVED_PER_LAYER)
+def test_equal_sizes_are_exported_to_the_class_that_vllm_has_itself(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    plan = axis_plans(family_for(model).plan(model.config))["heads"]
+    dense = type(model).__name__
+    compact_(model, plan)
+    written = export(model, tmp_path / "out", plan=plan)
+    assert (written.architecture, written.stock, written.reasons) == (dense, True, ())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tiny_batch()).logits, model(tiny_batch()).logits)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED_PER_LAYER)
+def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    model = tiny_model(name)
+    plan = axis_plans(family_for(model).plan(model.config))["unequal"]
+    compact_(model, plan)
+    with pytest.raises(ConfigError, match="widths differ between layers"):
+        export(model, tmp_path / "stock", plan=plan, target="stock")
+    written = export(model, tmp_path / "out", plan=plan)
+    assert any("the vLLM plugin serves PrunedLlama" in warning for warning in written.warnings)
+    with pytest.raises(CheckpointError, match=f"{written.architecture}, which the vLLM plugin does not serve"):
+        serve_command(tmp_path / "out")
 
 
 def test_registered_names_are_those_that_checkpoints_carry() -> None:
