@@ -579,7 +579,7 @@ def _tokens(samples: TokenSamples | Tensor) -> Batch:
 
 
 def _shapes_the_result(config: PruneConfig) -> bool:
-    """Whether text does: it trains the model, a method reads it to decide, or biases hold its means."""
+    """Whether text shapes the result: it trains the model, a method reads it to decide, or biases hold its means."""
     decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
     return bool(config.stages.before or config.stages.after) or decides or config.compensates
 

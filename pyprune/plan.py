@@ -1,7 +1,7 @@
 """PrunePlan: which layers, hidden channels, heads and FFN channels stay. Data, not code; no torch here.
 
 Every method produces one; :func:`pyprune.cut.compact.compact_` is the only code that cuts, and it reads
-nothing else. A plan can be saved, diffed, edited by hand and replayed, and it is embedded in every checkpoint.
+nothing else. A plan can be saved, compared, edited by hand and replayed, and it is embedded in every checkpoint.
 Index sets are written as range text ("0-431,440"), so that a plan of a 7B model stays readable.
 """
 

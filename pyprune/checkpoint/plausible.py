@@ -1,6 +1,6 @@
 """What a checkpoint claims of itself, compared with what its files can hold, before memory is allocated.
 
-Transformers builds whatever config.json asks for: a billion layers, labels or channels fill the memory of the machine
+Transformers builds whatever config.json says: a billion layers, labels or channels fill the memory of the machine
 long before a missing weight is noticed. It also follows what else a folder says: another file with the weights, an
 adapter on top of them, a kernel of the hub to run.
 """
@@ -46,7 +46,7 @@ def one_line(text: str, most: int = 600) -> str:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder with a PEFT adapter, which Transformers would put on top of the weights without a word.
+    """Refuse a folder with a PEFT adapter, which Transformers would put on top of the weights silently.
 
     Raises:
         CheckpointError: the message names the file.

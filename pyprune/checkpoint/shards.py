@@ -45,7 +45,7 @@ HEADER_LIMIT_BYTES = 100_000_000
 MAX_DIMENSIONS = 16
 
 FLUSH_BYTES = 64 << 20
-"""Bytes after which the disk is given work; a smaller checkpoint is flushed once, when it is complete."""
+"""Bytes after which writing to the disk begins; a smaller checkpoint is flushed once, when it is complete."""
 
 _FLUSH = os.fdatasync if hasattr(os, "fdatasync") else os.fsync  # macOS has only the second
 
@@ -328,7 +328,7 @@ def _write_tensor(behind: _Behind, entry: Entry, name: str, pieces: Iterable[Ten
 
 
 class _Behind:
-    """Writes and hashes one piece while the next one is made, and has the disk begin early."""
+    """Writes and hashes one piece while the next one is made, and starts writing to the disk early."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -361,7 +361,7 @@ class _Behind:
         """Send what the file holds to the disk during the work, so that the last flush finds little left."""
         self.unflushed += written
         if self.unflushed >= FLUSH_BYTES and (self.flushing is None or self.flushing.done()):
-            # Asked of every flush: the system reports a failed write once, and the next flush may succeed.
+            # Checked at every flush: the system reports a failed write once, and the next flush may succeed.
             self._flushed()
             self.flushing, self.unflushed = self.pool.submit(_FLUSH, self.stream.fileno()), 0
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and polite kills: when they may come, and what they mean."""
+"""Ctrl-C and SIGTERM: when they may come, and what they mean."""
 
 from __future__ import annotations
 
