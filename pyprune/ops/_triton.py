@@ -31,17 +31,40 @@ def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any
 
 
 @triton.jit
+def to_float32(value):
+    """Storage as float32, exactly.
+
+    bfloat16 is the upper half of float32, and is widened on the bits: Triton's interpreter converts subnormals wrongly,
+    in either direction. A GPU's own conversions are exact.
+    """
+    if value.dtype == tl.bfloat16:
+        return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def load_float32(pointer, inside):
+    """Elements of a tensor in float32, 0 outside."""
+    return to_float32(tl.load(pointer, mask=inside, other=0.0))
+
+
+@triton.jit
+def upper_half(bits):
+    """The bfloat16 values in the upper halves of float32's bits, uint32."""
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def to_storage(value, dtype: tl.constexpr):
     """Round float32 to ``dtype``, to nearest with ties to even.
 
-    For bfloat16 the rounding is done on the bits, because Triton's interpreter truncates; the conversion that follows
-    is then exact everywhere.
+    For bfloat16 the rounding is done on the bits: Triton's interpreter truncates, and gets subnormals wrong.
     """
     if dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        rounded = tl.where(value == value, rounded, bits | 0x400000)
-        return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        return upper_half(tl.where(value == value, rounded, bits | 0x400000))
     else:
         return value.to(dtype)
 
@@ -145,7 +168,7 @@ def over_groups(tile, BY_ROW: tl.constexpr):
 @triton.jit
 def load_weights(w, at, inside, offset):
     """``w + offset`` in float32, 0 outside."""
-    value = tl.load(w + at, mask=inside, other=0.0).to(tl.float32) + offset
+    value = load_float32(w + at, inside) + offset
     return tl.where(inside, value, 0.0)
 
 

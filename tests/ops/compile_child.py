@@ -1,4 +1,5 @@
-"""Compile every Triton kernel for a GPU that need not be there, and print which, with their approximate instructions.
+"""Compile every Triton kernel for a GPU that need not be there, and print which, with some of their instructions: those
+that approximate, and those that flush subnormal numbers to zero (ftz).
 
 A process of its own with TRITON_INTERPRET=0 (read when triton is imported) and PYPRUNE_BACKEND=triton.
 """
@@ -85,7 +86,8 @@ def main() -> None:
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         kernel = run(self, *arguments, grid=grid, warmup=True, **constants)
-        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].update(re.findall(r"\w+\.approx", kernel.asm["ptx"]))
+        inexact = re.findall(r"\b\w+(?:\.\w+)*\.(?:approx|ftz)\b(?:\.\w+)*", kernel.asm["ptx"])
+        compiled[f"{self.fn.__module__}.{self.fn.__name__}"].update(inexact)
 
     JITFunction.run = compile_only
     for dtype, axis in product(DTYPES, (0, 1)):

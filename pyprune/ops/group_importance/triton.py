@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_weights, over_groups
+from pyprune.ops._triton import launch, load_float32, load_weights, over_groups
 
 GROUPS = {True: 1, False: 64}
 STEP = {True: 2048, False: 32}
@@ -31,7 +31,7 @@ def _importance(score, w, partial, groups, length, group_stride, along_stride, o
         else:
             at = group[None, :] * group_stride + along[:, None] * along_stride
             inside = (group < groups)[None, :] & (along < length)[:, None]
-        product = tl.load(score + at, mask=inside, other=0.0).to(tl.float32).to(tl.float64)
+        product = load_float32(score + at, inside).to(tl.float64)
         product *= load_weights(w, at, inside, offset).to(tl.float64)
         total += product if SIGNED else tl.abs(product)
     sums = over_groups(total, BY_ROW)

@@ -10,7 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import group_sizes, group_tile, launch, load_weights, of_groups, over_groups, to_storage
+from pyprune.ops._triton import (
+    group_sizes,
+    group_tile,
+    launch,
+    load_float32,
+    load_weights,
+    of_groups,
+    over_groups,
+    to_storage,
+)
 from pyprune.ops.group_penalty.reference import slope_scales
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -19,7 +28,7 @@ COLUMN_STEPS = 8
 
 @triton.jit
 def _add(grad, at, inside, slope):
-    total = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) + slope
+    total = load_float32(grad + at, inside) + slope
     tl.store(grad + at, to_storage(total, grad.dtype.element_ty), mask=inside)
 
 

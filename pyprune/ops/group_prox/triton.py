@@ -26,7 +26,7 @@ def _soft_threshold(w, index, groups, length, cols, threshold, offset, BY_ROW: t
     at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
     value = load_weights(w, at, inside, offset)
     # The comparison is false for NaN, which stays.
-    shorter = tl.where(tl.abs(value) <= threshold, 0.0, value - tl.where(value < 0, -threshold, threshold))
+    shorter = tl.where(tl.abs(value) <= threshold, 0.0, value - tl.where(value < 0, -1.0, 1.0) * threshold)
     tl.store(w + at, to_storage(shorter - offset, w.dtype.element_ty), mask=inside)
 
 

@@ -14,6 +14,7 @@ from pyprune.ops._triton import (
     column_grid,
     column_tile,
     launch,
+    load_float32,
     own_columns,
     shrink_scale,
     shrink_scales,
@@ -32,12 +33,12 @@ def _rows(x, out, cols, threshold, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float64)
+        value = load_float32(x + start + begin + lanes, inside).to(tl.float64)
         sums += value * value
     scale = shrink_scale(tl.sum(sums, axis=0), threshold).to(tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+        value = load_float32(x + start + begin + lanes, inside)
         result = tl.where(scale == 0.0, 0.0, value * scale)
         tl.store(out + start + begin + lanes, to_storage(result, out.dtype.element_ty), mask=inside)
 
@@ -47,7 +48,7 @@ def _column_squares(x, partial, rows, cols, CHUNK: tl.constexpr, STEP: tl.conste
     total = tl.zeros((STEP, BLOCK), dtype=tl.float64)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
+        value = load_float32(x + at, inside).to(tl.float64)
         total += value * value
     store_column_sums(partial, total, cols, BLOCK)
 
@@ -58,7 +59,7 @@ def _scale_columns(x, out, scales, rows, cols, CHUNK: tl.constexpr, STEP: tl.con
     scale = tl.load(scales + column, mask=column < cols, other=0.0)[None, :]
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = load_float32(x + at, inside)
         result = tl.where(scale == 0.0, 0.0, value * scale)
         tl.store(out + at, to_storage(result, out.dtype.element_ty), mask=inside)
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, to_storage
+from pyprune.ops._triton import launch, load_float32, to_storage
 
 BLOCK = 2048
 COLUMNS = 64
@@ -23,13 +23,13 @@ def _forward(x, weight, bias, out, means, rstds, cols, d, eps, HAS_BIAS: tl.cons
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        sums += tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+        sums += load_float32(x + start + begin + lanes, inside)
     size = (d + tl.zeros((), tl.int32)).to(tl.float32)
     mean = tl.sum(sums, axis=0) / size
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        centred = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32) - mean
+        centred = load_float32(x + start + begin + lanes, inside) - mean
         squares += tl.where(inside, centred * centred, 0.0)
     variance = (tl.sum(squares, axis=0) + (d - cols + tl.zeros((), tl.int32)).to(tl.float32) * mean * mean) / size
     rstd = 1.0 / tl.sqrt(variance + eps)
@@ -37,11 +37,11 @@ def _forward(x, weight, bias, out, means, rstds, cols, d, eps, HAS_BIAS: tl.cons
     tl.store(rstds + row, rstd)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(weight + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+        value = load_float32(x + start + begin + lanes, inside)
+        scale = load_float32(weight + begin + lanes, inside)
         result = (value - mean) * rstd * scale
         if HAS_BIAS:
-            result += tl.load(bias + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+            result += load_float32(bias + begin + lanes, inside)
         tl.store(out + start + begin + lanes, to_storage(result, out.dtype.element_ty), mask=inside)
 
 
@@ -55,18 +55,18 @@ def _backward(grad, x, weight, means, rstds, grad_x, cols, d, BLOCK: tl.constexp
     products = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        slope = tl.load(grad + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        slope *= tl.load(weight + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        normal = (tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        slope = load_float32(grad + start + begin + lanes, inside)
+        slope *= load_float32(weight + begin + lanes, inside)
+        normal = (load_float32(x + start + begin + lanes, inside) - mean) * rstd
         sums += slope
         products += slope * normal
     size = (d + tl.zeros((), tl.int32)).to(tl.float32)
     shift, tilt = tl.sum(sums, axis=0) / size, tl.sum(products, axis=0) / size
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        slope = tl.load(grad + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        slope *= tl.load(weight + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        normal = (tl.load(x + start + begin + lanes, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        slope = load_float32(grad + start + begin + lanes, inside)
+        slope *= load_float32(weight + begin + lanes, inside)
+        normal = (load_float32(x + start + begin + lanes, inside) - mean) * rstd
         result = rstd * (slope - shift - normal * tilt)
         tl.store(grad_x + start + begin + lanes, to_storage(result, grad_x.dtype.element_ty), mask=inside)
 
@@ -86,10 +86,10 @@ def _parameters(grad, x, means, rstds, weights, biases, rows, cols, group_rows, 
         present = row < end
         inside = present[:, None] & (column < cols)[None, :]
         at = row[:, None] * cols + column[None, :]
-        slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        slope = load_float32(grad + at, inside)
         mean = tl.load(means + row, mask=present, other=0.0)[:, None]
         rstd = tl.load(rstds + row, mask=present, other=0.0)[:, None]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = load_float32(x + at, inside)
         weight += tl.where(inside, slope * ((value - mean) * rstd), 0.0)
         bias += slope
     at = tl.program_id(1).to(tl.int64) * cols + column

@@ -14,6 +14,7 @@ from pyprune.ops._triton import (
     column_grid,
     column_tile,
     launch,
+    load_float32,
     own_columns,
     shrink_scale,
     shrink_scales,
@@ -26,8 +27,8 @@ ROW_BLOCK = 2048
 
 @triton.jit
 def _stepped(delta, grad, offset, inside, decay, gamma):
-    before = tl.load(delta + offset, mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    before = load_float32(delta + offset, inside)
+    slope = load_float32(grad + offset, inside)
     return before * decay - slope * gamma
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, to_storage
+from pyprune.ops._triton import launch, load_float32, to_storage
 from pyprune.ops.perturb.reference import CHUNK
 
 COUNTERS = 256
@@ -54,8 +54,8 @@ def _turn(word):
 def _write(w0, delta, out, z, number, offset, count, sigma):
     element = number - offset
     inside = (element >= 0) & (element < count)
-    w = tl.load(w0 + element, mask=inside, other=0.0).to(tl.float32)
-    w += tl.load(delta + element, mask=inside, other=0.0).to(tl.float32)
+    w = load_float32(w0 + element, inside)
+    w += load_float32(delta + element, inside)
     value = w + tl.abs(w) * sigma * z
     tl.store(out + element, to_storage(value, out.dtype.element_ty), mask=inside)
 

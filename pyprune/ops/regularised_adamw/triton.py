@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, shrink_scales, to_storage
+from pyprune.ops._triton import launch, load_float32, shrink_scales, to_storage, upper_half
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.group_penalty.triton import group_sums
 from pyprune.ops.regularised_adamw.reference import (
@@ -54,8 +54,7 @@ def _bits(block, lane, part, purpose, step, stream, key0, key1):
 def _to_weight(value, bits, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         raw = value.to(tl.uint32, bitcast=True)
-        rounded = tl.where(value == value, raw + bits, raw | 0x400000) & 0xFFFF0000
-        return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        return upper_half(tl.where(value == value, raw + bits, raw | 0x400000))
     else:
         return to_storage(value, dtype)
 
@@ -113,8 +112,8 @@ def _update(
     i = block * 128 + part * 16 + lane
     inside = i < count
     has_block = block * 128 < count
-    w = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * gradient_scale
+    w = load_float32(weight + i, inside)
+    g = load_float32(gradient + i, inside) * gradient_scale
     if KIND != 0:
         group = i // cols if BY_ROW else i % cols
         coefficient = tl.load(coefficients + group, mask=inside, other=0.0)
@@ -177,7 +176,7 @@ def _scale(weight, index, scales, groups, length, group_stride, inner_stride, of
     along = tl.program_id(1).to(tl.int64) * STEP + tl.arange(0, STEP)
     inside = present[:, None] & (along < length)[None, :]
     at = start[:, None] + along[None, :] * inner_stride
-    product = (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + offset) * scale
+    product = (load_float32(weight + at, inside) + offset) * scale
     value = tl.where(scale == 0.0, 0.0, product) - offset
     bits = tl.zeros((1, 1), tl.uint32)
     if STOCHASTIC:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, to_storage
+from pyprune.ops._triton import launch, load_float32, to_storage
 
 BLOCK = 2048
 
@@ -19,8 +19,8 @@ def _norms(x_in, x_out, norms, cols, L1: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        before = tl.load(x_in + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        after = tl.load(x_out + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+        before = load_float32(x_in + start + begin + lanes, inside)
+        after = load_float32(x_out + start + begin + lanes, inside)
         value = (after - before).to(tl.float64)
         total += tl.abs(value) if L1 else value * value
     result = tl.sum(total, axis=0)
@@ -38,8 +38,8 @@ def _gradient(x_in, x_out, norms, scale, grad_in, grad_out, cols, L1: tl.constex
         factor = tl.where(norm == 0.0, 0.0, factor / tl.where(norm == 0.0, 1.0, norm))
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        before = tl.load(x_in + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
-        after = tl.load(x_out + start + begin + lanes, mask=inside, other=0.0).to(tl.float32)
+        before = load_float32(x_in + start + begin + lanes, inside)
+        after = load_float32(x_out + start + begin + lanes, inside)
         value = after - before
         if L1:
             value = tl.where(value > 0, factor, tl.where(value < 0, -factor, 0.0))

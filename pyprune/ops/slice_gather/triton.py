@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, to_storage
+from pyprune.ops._triton import launch, to_float32, to_storage
 
 ROWS = 16
 COLUMNS = 256
@@ -22,7 +22,7 @@ def _gather(w, out, rows, columns, row_count, col_count, row_stride, scale, offs
     inside = (i < row_count)[:, None] & (j < col_count)[None, :]
     value = tl.load(w + source_row[:, None] * row_stride + source_column[None, :], mask=inside, other=0)
     if SCALED:
-        value = to_storage((value.to(tl.float32) + offset) * scale - offset, out.dtype.element_ty)
+        value = to_storage((to_float32(value) + offset) * scale - offset, out.dtype.element_ty)
     tl.store(out + i[:, None] * col_count + j[None, :], value, mask=inside)
 
 
