@@ -1,6 +1,6 @@
 # make demo     set up if needed, then the whole story on a real model: prune, export, serve, measure
 # make test     set up if needed, then lint, types and the whole test suite
-# make fuzz     hostile input and interruptions at random, longer than the suite
+# make fuzz     hostile input, interruptions and property tests at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
 # make lint     ruff, mypy, and which folder may import which
@@ -33,7 +33,8 @@ test: setup lint
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest $(TEST_ARGS)
 
 fuzz: setup
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest -m fuzz $(TEST_ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYPRUNE_HYPOTHESIS=fuzz \
+	  $(PY) -m pytest -m "fuzz or hypothesis" --timeout 1800 $(TEST_ARGS)
 
 # A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ beside it, because
 # exceptions are intercepted. Leaks are not looked for: Python and torch never free all that they hold. Every tensor is

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests._support import sanitized
 
@@ -20,6 +21,14 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with Ctrl-C ignored; the tests of Ctrl-C need it, here and in their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Property tests draw the same examples at every run of `make test`, and others at each of `make fuzz`. An example that
+# fails there becomes an explicit case. A kernel's first call may be slow, and choosing a backend once for all examples
+# is what the op tests want: neither says anything about a property.
+COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile("suite", COMMON, derandomize=True, database=None)
+settings.register_profile("fuzz", COMMON, derandomize=False, print_blob=True, max_examples=2000)
+settings.load_profile(os.environ.get("PYPRUNE_HYPOTHESIS", "suite"))
 
 # Each of these fills memory or both cores by itself, so all of them run on the same xdist worker, in turn.
 HEAVY = ("serving", "real_model")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, available_isas, group_importance
+from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
@@ -140,7 +141,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert_equal_for_every_isa_and_thread_count(use_backend, run)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     groups=st.integers(1, 20),
     group_size=st.integers(1, 9),

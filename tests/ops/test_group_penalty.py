@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas, group_penalty
 from pyprune.ops.group_penalty.reference import group_penalty as by_autograd
+from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
@@ -274,7 +275,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert_equal_for_every_isa_and_thread_count(use_backend, run)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 200),

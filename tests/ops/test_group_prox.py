@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import (
@@ -18,6 +18,7 @@ from pyprune.ops import (
     group_soft_threshold,
 )
 from pyprune.ops.group_prox import reference
+from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
 from tests.ops.test_group_penalty import DTYPES, KINDS, SHAPES, some_of, weights
 
@@ -148,7 +149,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert_equal_for_every_isa_and_thread_count(use_backend, lambda: [group_prox(w.clone(), index, axis, kind, 2.0)])
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 200),

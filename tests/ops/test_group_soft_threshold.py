@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, available_isas, group_soft_threshold
 from pyprune.ops.group_soft_threshold import reference
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -174,7 +175,7 @@ def test_cpp_rounds_every_storage_value_as_torch_does(dtype: torch.dtype, use_ba
         assert torch.equal(group_soft_threshold(every, small, 0)[finite], expected[finite])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 200),

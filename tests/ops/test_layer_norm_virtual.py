@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from pyprune.ops import BackendError, OpError, _dispatch, available_isas, layer_norm_virtual
 from pyprune.ops.layer_norm_virtual.reference import layer_norm_virtual as by_autograd
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
@@ -102,7 +103,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert all(torch.equal(a, b) for result in found for a, b in zip(result, found[0], strict=True))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15)
 @given(
     rows=st.integers(1, 40),
     cols=st.integers(8, 200),

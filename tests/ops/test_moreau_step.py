@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import OpError, available_isas, group_soft_threshold, moreau_step
 from pyprune.ops.moreau_step import reference
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,7 +107,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 200),

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import OpError, _dispatch, available_isas, perturb
 from pyprune.ops.perturb import reference
 from pyprune.ops.perturb.reference import normals, philox
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -101,7 +102,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(
     count=st.integers(1, 700),
     split=st.floats(0, 1),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, philox, regularised_adamw
 from pyprune.ops.regularised_adamw.reference import Randomness, Scalars, read_moments, step_tensor, write_moments
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
@@ -185,7 +186,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(
     rows=st.integers(1, 40),
     cols=st.integers(1, 300),

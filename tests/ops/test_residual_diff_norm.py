@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import OpError, _dispatch, available_isas, residual_diff_norm
 from pyprune.ops.residual_diff_norm.reference import residual_diff_norm as by_autograd
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
@@ -129,7 +130,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(
     rows=st.integers(1, 12),
     cols=st.integers(1, 300),

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pyprune.ops import OpError, _dispatch, available_isas, shrink
+from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count
 from tests.ops.test_group_penalty import DTYPES, some_of, weights
 
@@ -75,7 +76,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(
     rows=st.integers(1, 70),
     cols=st.integers(1, 200),
@@ -85,6 +86,8 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     share=st.floats(0, 1),
     seed=st.integers(0, 2**16),
 )
+# A subnormal result, which Triton's interpreter got wrong as long as it converted to bfloat16 itself.
+@example(rows=1, cols=2, axis=0, dtype=torch.bfloat16, factor=1.1754943508222875e-38, share=1.0, seed=0)
 def test_any_shape_and_index(
     backend: str, rows: int, cols: int, axis: int, dtype: torch.dtype, factor: float, share: float, seed: int
 ) -> None:

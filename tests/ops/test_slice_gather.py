@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, available_isas, slice_gather
+from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -72,7 +73,7 @@ def test_every_backend_gives_the_same_bits(dtype: torch.dtype, use_backend: Call
     assert all(torch.equal(result, results[i % 2]) for i, result in enumerate(results))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 @given(data=st.data(), rows=st.integers(1, 40), cols=st.integers(1, 300), dtype=st.sampled_from(ANY))
 def test_any_positions(backend: str, data: st.DataObject, rows: int, cols: int, dtype: torch.dtype) -> None:
     w = matrix(rows, cols, torch.float32).mul(50).to(dtype)
