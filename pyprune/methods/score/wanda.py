@@ -49,7 +49,8 @@ def score(run: Scoring) -> None:
 
 
 def _add(run: Scoring, param: NamedParam, module: nn.Module, moments: Moments) -> None:
-    if param.row.is_bias:
+    if param.row.is_bias or param.row.role == "inner":
+        # A bias is multiplied with 1 at every token, and so, on average of the squares, is the weight of a q/k norm.
         run.add(param, torch.full_like(param.parameter, math.sqrt(moments.count), dtype=_wide(param.parameter)))
     elif isinstance(module, nn.Linear):
         norms = moments.norm().to(_wide(param.parameter))

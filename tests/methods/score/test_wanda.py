@@ -161,3 +161,16 @@ def test_no_text_and_unknown_forms_are_refused() -> None:
         scored(tiny_model("llama"), options(), torch.empty(0, 0, dtype=torch.int64))
     with pytest.raises(ConfigError, match="Did you mean 'output'"):
         PruneConfig.from_dict({"method": "wanda", "stages": {"before": []}, "score": {"wanda": "outputs"}})
+
+
+def test_norms_of_queries_and_keys_count_with_their_heads() -> None:
+    """OLMo 2 has a weight for every query and key channel; what it multiplies is normalised, as 1 is for a bias."""
+    model = tiny_model("olmo2")
+    config = options(axes=("heads", "ffn"))
+    with torch.no_grad():
+        before = scored(model, config).scores.group_scores(0, "heads").clone()
+        norm = dict(model.named_parameters())["model.layers.0.self_attn.q_norm.weight"]
+        norm[:8] += 100.0
+        after = scored(model, config).scores.group_scores(0, "heads")
+    assert after[0] > before[0] + 1000, "the first query head's group"
+    assert get_method("wanda").decide(model, SAMPLES, config).plan.removed_layers == ()
