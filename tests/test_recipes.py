@@ -13,7 +13,7 @@ import pytest
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import RENAMED, describe, get_method, method_modules, preset, presets
+from pyprune.methods.registry import RENAMED, describe, get_method, own_methods, preset, presets
 from pyprune.recipe import build_config
 from tests._support.paths import REPO
 
@@ -88,7 +88,7 @@ def test_an_old_name_says_what_the_preset_is_called_now(old: str) -> None:
     assert RENAMED[old] in presets()
 
 
-@pytest.mark.parametrize("method", list(method_modules()))
+@pytest.mark.parametrize("method", list(own_methods()))
 def test_a_method_named_in_three_ways_gives_one_configuration(method: str, tmp_path: Path) -> None:
     """As --method, as --preset, and as a recipe's method: one word, one meaning."""
     recipe = tmp_path / "recipe.yaml"
@@ -98,7 +98,7 @@ def test_a_method_named_in_three_ways_gives_one_configuration(method: str, tmp_p
     assert get_method(method).default_preset == found.method == method
 
 
-@pytest.mark.parametrize("method", list(method_modules()))
+@pytest.mark.parametrize("method", list(own_methods()))
 def test_a_method_has_the_papers_constants_as_a_preset_too(method: str) -> None:
     if method in ("magnitude", "random"):
         assert f"{method}-paper" not in presets()

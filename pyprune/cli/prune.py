@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyprune.cli.base import Debug, GgufFile, Overwrite, RemoteCode, Revision, guarded
-from pyprune.methods.registry import method_modules, presets
+from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
@@ -24,16 +24,21 @@ REMOVES = {
 }
 """Unit of a method's ratio -> what the method does, in the help of --method."""
 
+INSTALLED = installed_names()  # once: it reads the metadata of every package
+
 
 def _methods() -> str:
     by_unit: dict[str, list[str]] = {unit: [] for unit in REMOVES}
-    for name in method_modules():
+    for name in own_methods():
         by_unit[str(find_preset(name).ratio_of)].append(name)
-    return ", ".join(f"{', '.join(names)} ({REMOVES[unit]})" for unit, names in by_unit.items())
+    found = [f"{', '.join(names)} ({REMOVES[unit]})" for unit, names in by_unit.items()]
+    if INSTALLED:
+        found.append(f"{', '.join(INSTALLED)} (of other packages)")
+    return ", ".join(found)
 
 
 def _presets() -> str:
-    methods = list(method_modules())
+    methods = [*own_methods(), *INSTALLED]
     papers = [name for name in presets() if name.endswith("-paper")]
     others = [name for name in presets() if name not in (*methods, *papers)]
     return (

@@ -1,7 +1,9 @@
 """Methods, found by looking: one file a method under regularise/ and score/, imported only when asked for.
 
 A method file defines ``METHOD`` whose ``name`` is the file's name. Nothing is registered by import, and no
-list is kept by hand; two files of one name are an error.
+list is kept by hand; two files of one name are an error. Installed packages bring methods by entry points of the group
+``pyprune.methods``: the method's name -> a module with ``METHOD`` (and ``PRESETS``, there or in its submodule
+``presets``), or the method itself. None of them is imported before it is asked for.
 
 Presets are found in ``presets.py`` of both folders, which import no torch. The preset named like a method is what a
 run of that method starts from, however it was named: --method, --preset or a recipe's ``method``.
@@ -13,16 +15,19 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyprune.errors import ConfigError, did_you_mean
+from pyprune.errors import ConfigError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from pyprune.config.run import PruneConfig
     from pyprune.methods.base import Method
 
 _PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score")
+GROUP = "pyprune.methods"
+"""Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base", "presets")
 
 RENAMED = {
@@ -36,8 +41,8 @@ RENAMED = {
 
 
 @cache
-def method_modules() -> dict[str, str]:
-    """Method name -> module path, without importing any of them.
+def own_methods() -> dict[str, str]:
+    """Method name -> module path of pyprune's own methods, without importing any of them.
 
     Raises:
         ConfigError: two files define the same method name.
@@ -57,13 +62,59 @@ def method_modules() -> dict[str, str]:
     return found
 
 
+def installed_methods() -> dict[str, EntryPoint]:
+    """Method name -> entry point of an installed package, without importing any of them.
+
+    Raises:
+        ConfigError: a name that is no word, is "none", or that two packages (or pyprune and a package) give a method.
+    """
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        if not entry.name.isidentifier() or entry.name == "none":
+            raise ConfigError(
+                f"{_source(entry)} has no name for a method; it must be letters, digits and underscores, and not none."
+            )
+        other = own_methods().get(entry.name) or (found[entry.name].value if entry.name in found else None)
+        if other:
+            raise ConfigError(
+                f"The method name {entry.name!r} is defined twice: {other} and {entry.value} (entry point of {GROUP}). "
+                "Uninstall one of the packages."
+            )
+        found[entry.name] = entry
+    return found
+
+
+def installed_names() -> list[str]:
+    """Names of the methods that installed packages bring, also where they clash: what a list can show."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)} - own_methods().keys())
+
+
+def method_modules() -> dict[str, str]:
+    """Method name -> where it is defined, without importing any of them.
+
+    Raises:
+        ConfigError: as :func:`own_methods` and :func:`installed_methods`.
+    """
+    return own_methods() | {name: entry.value for name, entry in installed_methods().items()}
+
+
+def _source(entry: EntryPoint) -> str:
+    return f"The entry point {shown(entry.name)} ({entry.value}) of {GROUP}"
+
+
 def is_scoring(name: str) -> bool:
-    """Whether a known method scores structures (it lies under score/ and has no regulariser)."""
-    return method_modules()[name].startswith("pyprune.methods.score.")
+    """Whether a known method scores structures (of our own: it lies under score/) and has no regulariser.
+
+    Raises:
+        ConfigError: the method of another package cannot be loaded.
+    """
+    if name in own_methods():
+        return own_methods()[name].startswith("pyprune.methods.score.")
+    return get_method(name).regularise is None
 
 
 def check_run(config: PruneConfig) -> None:
-    """Validate a configuration, together with what its method says of it; nothing is imported for that.
+    """Validate a configuration, together with what its method says of it; of ours nothing is imported for that.
 
     Raises:
         ConfigError: every problem, also an unknown method and options that it would not read.
@@ -107,16 +158,40 @@ def get_method(name: str) -> Method:
     """The method of this name.
 
     Raises:
-        ConfigError: as :func:`check_name`.
+        ConfigError: as :func:`check_name`, or the package that brings it is broken.
     """
     check_name(name)
-    method: Method = import_module(method_modules()[name]).METHOD
+    if name not in own_methods():
+        return _installed_method(installed_methods()[name])
+    method: Method = import_module(own_methods()[name]).METHOD
     return method
+
+
+def _installed_method(entry: EntryPoint) -> Method:
+    from pyprune.methods.base import Method
+
+    found = _load(entry)
+    method = getattr(found, "METHOD", found)
+    if not isinstance(method, Method) or method.name != entry.name:
+        raise ConfigError(
+            f"{_source(entry)} is {shown(method)}; it must be a module with METHOD, or a pyprune.methods.base.Method, "
+            f"whose name is {entry.name!r}."
+        )
+    return method
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:  # another package's code: it can raise anything
+        raise ConfigError(
+            f"{_source(entry)} cannot be loaded: {shown(error)}. Repair or uninstall the package that brings it."
+        ) from error
 
 
 @cache
 def presets() -> dict[str, Callable[[], PruneConfig]]:
-    """Preset name -> function that builds its options (whose docstring describes it); imports no torch."""
+    """Preset name -> function that builds it (its docstring describes it), of our own methods; imports no torch."""
     found: dict[str, Callable[[], PruneConfig]] = {}
     for package in _PACKAGES:
         found |= import_module(f"{package}.presets").PRESETS
@@ -138,15 +213,43 @@ def describe(name: str) -> str:
     Raises:
         ConfigError: as :func:`preset`.
     """
-    return (_maker(name).__doc__ or "").splitlines()[0]
+    return (_maker(name).__doc__ or name).splitlines()[0]
 
 
 def _maker(name: str) -> Callable[[], PruneConfig]:
     if name in RENAMED:
         raise ConfigError(f"The preset {name!r} is called {RENAMED[name]!r} now; write that.")
-    if name not in presets():
-        raise ConfigError(did_you_mean(name, presets(), "preset"))
-    return presets()[name]
+    known = presets()
+    installed = installed_methods() if name not in known else {}
+    method = name.partition("-")[0]
+    if method in installed:
+        known = known | _installed_presets(installed[method])
+    if name not in known:
+        raise ConfigError(did_you_mean(name, {*known, *installed}, "preset"))
+    return known[name]
+
+
+def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]]:
+    """What a package brings in ``PRESETS``; the preset of the method's name is the plain options where it has none."""
+    method = _installed_method(entry)
+    module = import_module(entry.module)
+    if not hasattr(module, "PRESETS") and hasattr(module, "__path__") and find_spec(f"{entry.module}.presets"):
+        module = _load(EntryPoint(entry.name, f"{entry.module}.presets", GROUP))
+    brought: dict[str, Callable[[], PruneConfig]] = getattr(module, "PRESETS", {})
+    wrong = [name for name in brought if name.partition("-")[0] != method.name]
+    if wrong:
+        raise ConfigError(
+            f"{_source(entry)} brings the preset {shown(wrong[0])}; its presets must be called {method.name!r} or "
+            f"'{method.name}-...'."
+        )
+    return {method.name: lambda: _plain(method)} | brought
+
+
+def _plain(method: Method) -> PruneConfig:
+    from pyprune.config.run import PruneConfig
+    from pyprune.methods.score.presets import scoring
+
+    return scoring(method.name) if method.regularise is None else PruneConfig(method=method.name)
 
 
 def method_preset(method: str) -> PruneConfig:
