@@ -173,6 +173,8 @@ def _run_all(runs: Sequence[Run], scratch: Path) -> list[Outcome]:
 
 def _start(run: Run, place: Path) -> _Child:
     place.mkdir(exist_ok=True)
+    for name in ("out", "err"):
+        (place / name).write_bytes(b"")  # a child that is killed at once would leave what the last one printed
     sys.stdout.flush()
     sys.stderr.flush()
     began = time.monotonic()

@@ -77,7 +77,7 @@ def assert_goes_on(server: Server, folder: Path, command: str, before: dict[str,
         ("prune", signal.SIGKILL, 0.3),
         ("recover", signal.SIGTERM, 0.4),
         *(
-            pytest.param(name, number, random.Random(f"{name} {number} {i}").uniform(0.0, 0.8), marks=pytest.mark.fuzz)
+            pytest.param(name, number, random.Random(f"{name} {number} {i}").uniform(0.03, 0.8), marks=pytest.mark.fuzz)
             for name in COMMANDS
             for number in KILLS
             for i in range(15)
