@@ -77,7 +77,7 @@ STRENGTH = 1e-3
 # So small that the weights stay where they are while implementations take turns on them.
 RATE = 1e-9
 STEP_CEILINGS = {2: 1.19, 8: 1.08}
-"""Batch of 256 tokens -> what a step could gain at most on two cores, by the design."""
+"""Batch of 256 tokens -> what a step could gain at most on two cores, by the bytes that it moves."""
 
 
 def the_model(folder: str | None) -> tuple[str, PreTrainedModel, Any]:

@@ -18,7 +18,7 @@ ScoreAxis = Literal["heads", "ffn", "hidden"]
 class ScoreConfig(Config):
     """What every scoring method shares: which structures are open, how scores become a plan.
 
-    The goal is ``ratio`` (share of ALL parameters to remove), or the counts ``heads``, ``ffn`` and ``hidden``, which
+    The goal is ``ratio`` (share of all parameters to remove), or the counts ``heads``, ``ffn`` and ``hidden``, which
     win over it.
 
     Attributes:

@@ -171,7 +171,7 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
     """The factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
 
-    See METHODS "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
+    See docs/methods.md "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
     """
     s = stream_scale(family, plan, tied=tied)
     # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.

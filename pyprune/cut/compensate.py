@@ -50,7 +50,7 @@ class CompensationReport:
     def notes(self) -> list[str]:
         """Sentences for the report."""
         if not self.blocks:
-            return ["THE BIAS COMPENSATION HAD NO EFFECT: no block that stays loses heads or FFN channels."]
+            return ["The bias compensation had no effect: no block that stays loses heads or FFN channels."]
         found = [
             f"Bias compensation: the output projections of {self.blocks} blocks carry the mean of what they lose "
             f"({self.tokens:,} calibration tokens; {self.added_parameters:,} new bias parameters, which lower the "
