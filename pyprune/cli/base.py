@@ -148,7 +148,7 @@ def add_to_record(folder: str, **measured: Any) -> None:
     from pyprune.checkpoint.record import annotate_checkpoint
 
     annotate_checkpoint(folder, **measured)
-    say(f"Added to the model card of {folder}.", "dim")
+    say(f"Added to the record of {folder}, and to its model card unless somebody edited that.", "dim")
 
 
 def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:

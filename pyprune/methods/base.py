@@ -53,7 +53,7 @@ class RunOptions:
 def nothing_to_do(unit: str) -> str:
     """Say that a replayed plan leaves a regulariser without work."""
     return (
-        f"THE REGULARISER HAD NO EFFECT: the plan removes no {unit}, so nothing was penalised and the language model "
+        f"The regulariser had no effect: the plan removes no {unit}, so nothing was penalised and the language model "
         "alone was trained. Choose the method that fits the plan, or 'finetune' as the stage."
     )
 
@@ -106,7 +106,6 @@ class Method:
         regularise: (model, samples [N, T], plan, config, run) -> report; None for a method that only scores. The
             plan is of the dense model; on a model that was already cut to it nothing is left to penalise and the stage
             trains the language model alone, with the same options.
-        default_preset: the preset that ``pyprune prune --method`` starts from.
         reads_text: whether ``decide`` looks at the samples.
     """
 
@@ -115,5 +114,4 @@ class Method:
     summary: str
     decide: Decide
     regularise: Regularise | None
-    default_preset: str
     reads_text: bool = True

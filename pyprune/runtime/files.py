@@ -193,7 +193,7 @@ def write_text(path: Path, text: str) -> None:
         else:
             _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
-        raise OutputError(f"Cannot write {path}: {_reason(error, path)}. {path} is as it was.") from error
+        raise OutputError(f"Cannot write {path}: {reason(error, path)}. {path} is as it was.") from error
 
 
 def _in_place(path: Path) -> bool:
@@ -516,10 +516,10 @@ def disk_errors(out: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"Writing {out} failed: {_reason(error, Path(out))}. {out} is as it was.") from error
+        raise OutputError(f"Writing {out} failed: {reason(error, Path(out))}. {out} is as it was.") from error
 
 
-def _reason(error: Exception, path: Path) -> str:
+def reason(error: Exception, path: Path) -> str:
     """What went wrong, in words; safetensors gives the system's error number as text only."""
     found = re.search(r"os error (\d+)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else None)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
-from pyprune.runtime.files import file_digest, read_json, seal, sync, unseal
+from pyprune.runtime.files import file_digest, read_json, reason, seal, sync, unseal
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -60,8 +60,8 @@ def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> P
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputError(
-            f"The training checkpoint {final} could not be written: {error}. "
-            "Free some space or choose another checkpoint folder; earlier checkpoints are intact."
+            f"The training checkpoint {final} could not be written: {reason(error, final)}. Earlier checkpoints are "
+            "intact."
         ) from error
     if name is None:
         _remove_older(folder, final)

@@ -340,7 +340,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pyprune.train.state.save_file", full)
-    with pytest.raises(OutputError, match="No space left"):
+    with pytest.raises(OutputError, match="no room on the disk"):
         train(tiny_model(), samples(), CONFIG, checkpoint_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 

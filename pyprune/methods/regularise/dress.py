@@ -449,5 +449,4 @@ METHOD = Method(
     summary="Shrink a set of hidden channels during training, then slice it off (DReSS).",
     decide=_decide,
     regularise=_regularise,
-    default_preset="dress",
 )

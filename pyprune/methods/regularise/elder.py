@@ -277,7 +277,7 @@ def _gate_warnings(objective: GateObjective) -> list[str]:
     if spread >= UNMOVED_STEPS * objective.config.learning_rate:
         return []
     return [
-        f"THE LAYER GATES HARDLY MOVED: when the first layer was chosen they spread by {spread:.4f} only, so the "
+        f"The layer gates hardly moved: when the first layer was chosen they spread by {spread:.4f} only, so the "
         "choice is close to noise. Use more first_round_steps or a larger gate learning rate."
     ]
 
@@ -425,7 +425,7 @@ def _penalty_warnings(report: TrainReport) -> list[str]:
     if last <= (1 - UNCHANGED_SHARE) * first:
         return []
     return [
-        f"THE REGULARISER HAD NO EFFECT: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "
+        f"The regulariser had no effect: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "
         "Use more steps, a larger strength or learning rate, or schedule 'anneal'."
     ]
 
@@ -468,5 +468,4 @@ METHOD = Method(
     summary="Learn which layers matter least, make them the identity during training, drop them (ELDeR).",
     decide=_decide,
     regularise=_regularise,
-    default_preset="elder",
 )

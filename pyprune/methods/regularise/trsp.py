@@ -10,5 +10,4 @@ METHOD = replace(
     ELDER,
     name="trsp",
     summary="Learn which layers matter least, make them the identity during training, drop them (TRSP = ELDeR).",
-    default_preset="trsp",
 )

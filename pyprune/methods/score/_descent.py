@@ -162,7 +162,7 @@ def score_by_descent(run: Scoring) -> None:
     run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
     if config.tolerance is not None and not descent.converged:
         run.warn(
-            f"THE DISPLACEMENT DID NOT CONVERGE: after {config.steps} steps the optimality condition is still off by "
+            f"The displacement did not converge: after {config.steps} steps the optimality condition is still off by "
             f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). {_advice(descent)}"
         )
 

@@ -151,16 +151,13 @@ class ScoreMethod(Method):
     scorer: Scorer
 
 
-def score_method(
-    name: str, summary: str, scorer: Scorer, *, preset: str | None = None, text: bool = True
-) -> ScoreMethod:
+def score_method(name: str, summary: str, scorer: Scorer, *, text: bool = True) -> ScoreMethod:
     """The registry's entry of a scoring method.
 
     Args:
         name: the file's name.
         summary: one line for people.
         scorer: adds the scores.
-        preset: default preset; None = the one of the same name.
         text: whether the scorer reads calibration text.
     """
 
@@ -179,7 +176,6 @@ def score_method(
         scorer=scorer,
         decide=decide,
         regularise=None,
-        default_preset=preset or name,
         reads_text=text,
     )
 
@@ -252,8 +248,8 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     if "heads" in config.score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     return [
-        f"ONLY {share:.2%} OF THE PARAMETERS GO, {config.ratio:.2%} were asked for: {why}. What may come closer: "
-        f"{'; '.join(closer)}."
+        f"Only {share:.2%} of the parameters are removed, {config.ratio:.2%} were asked for: {why}. What may come "
+        f"closer: {'; '.join(closer)}."
     ]
 
 
@@ -279,7 +275,7 @@ def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
     if not reasons:
         return []
     return [
-        f"NO STOCK ARCHITECTURE FITS although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
+        f"No stock architecture fits although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
         "beside vLLM or Transformers; score.axes=[ffn] keeps the heads, which is what most architectures want."
     ]
 
@@ -319,7 +315,7 @@ def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[st
         values = torch.cat([ranking.remaining(run.scores, before, *place) for place in places])
         zeros = float((values == 0).double().mean())
         if values.numel() > 1 and bool((values == values[0]).all()):
-            found.append(f"THE SCORES SAY NOTHING: every unit of {axis} has the score {float(values[0]):.4g}.")
+            found.append(f"The scores say nothing: every unit of {axis} has the score {float(values[0]):.4g}.")
         elif run.config.score.aggregation != "prod" and zeros > MANY_ZEROS:
             found.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import named_axes
-from pyprune.methods.registry import get_method, method_modules
+from pyprune.methods.registry import get_method, method_modules, method_preset
 from pyprune.methods.score import flap, loraprune, magnitude, moreau, moreau_gs, smoothgrad, taylor, wanda
 from pyprune.methods.score import random as random_scores
 from pyprune.methods.score._descent import Descent, Noise
@@ -199,7 +199,7 @@ def test_a_converged_run_is_at_the_proximal_point() -> None:
 def test_a_run_that_does_not_converge_says_so() -> None:
     run = scored(tiny_model("llama"), options("moreau", {"steps": 2, "tolerance": 1e-3}))
     assert len(run.warnings) == 1
-    assert "DID NOT CONVERGE" in run.warnings[0]
+    assert "did not converge" in run.warnings[0]
     assert "redraw to false" in run.warnings[0]
 
 
@@ -321,7 +321,7 @@ def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
         method = get_method(name)
         assert (method.name, method.axis, method.regularise) == (name, "structures", None)
         assert method.summary.endswith(".")
-        assert method.default_preset == name
+        assert method_preset(name).method == name
 
 
 @pytest.mark.parametrize("method", list(SCORERS))

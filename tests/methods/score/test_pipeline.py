@@ -117,7 +117,7 @@ def test_dry_run_warns_as_the_cut_would(text: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "Warning: ONLY" in said
+    assert "Warning: Only" in said
     assert "The plan holds no biases" in said
     assert json.loads(result.stdout)["model_type"] == "llama"
 

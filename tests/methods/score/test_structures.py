@@ -231,7 +231,7 @@ def test_a_scorer_that_says_nothing_is_reported() -> None:
             run.add(param, torch.zeros_like(param.parameter))
 
     decision = decide_by_scores(flat, tiny_model("llama"), tiny_batch(), options("magnitude"))
-    assert any("SCORES SAY NOTHING" in w for w in decision.warnings)
+    assert any("scores say nothing" in w for w in decision.warnings)
 
 
 def test_the_scope_lists_the_open_parameters() -> None:
