@@ -98,7 +98,7 @@ def _resolve(source: str | Path) -> Path:
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
-    from pyprune.checkpoint.plausible import one_line
+    from pyprune.runtime.limits import one_line
 
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED)))

@@ -40,7 +40,6 @@ from pyprune.checkpoint.plausible import (
     check_config,
     check_layers,
     check_parameters,
-    one_line,
     read_config,
     refuse_adapter,
     stored_elements,
@@ -60,6 +59,7 @@ from pyprune.families import all_families, parameter_shapes
 from pyprune.plan import MAX_INDEX
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest, read_json
+from pyprune.runtime.limits import one_line
 from pyprune.runtime.progress import quiet
 
 TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -38,13 +38,6 @@ CONFIG_SLACK, SMALL_MODEL = 4, 1 << 26
 """A model may have this many times the parameters of its files (missing ones are named later), or this many at all."""
 
 
-def one_line(text: str, most: int = 600) -> str:
-    """Text of another program for a message: one line of printable characters, cut off at ``most`` of them."""
-    line = " ".join(text[: 4 * most].split())
-    shown_line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    return shown_line if len(shown_line) <= most else f"{shown_line[:most]} ..."
-
-
 def refuse_adapter(folder: Path) -> None:
     """Refuse a folder with a PEFT adapter, which Transformers would put on top of the weights silently.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,10 +18,9 @@ from pyprune.cli.base import (
     guarded,
     output,
 )
-from pyprune.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from pyprune.quality.perplexity import PerplexityResult
+    pass
 
 
 @guarded
@@ -70,35 +69,27 @@ def evaluate(
         raise typer.BadParameter("names no task; for example piqa,arc_easy", param_hint="--tasks")
     if not ppl and not names:
         raise typer.BadParameter("give --ppl SOURCE, --tasks A,B, or both", param_hint="--ppl / --tasks")
-    from dataclasses import asdict
-
-    from pyprune.checkpoint.load import load_model
     from pyprune.checkpoint.record import check_annotatable
-    from pyprune.data.sources import check_source
-    from pyprune.quality.tasks import evaluate_tasks
+    from pyprune.quality.measure import evaluate as measure
     from pyprune.report import Table
-    from pyprune.runtime.device import warn_of_slow_dtype
 
     if annotate:
         check_annotatable(model)
-    for source in ppl or ():
-        check_source(source)
-    loaded, tokenizer = load_model(
+    found = measure(
         model,
+        ppl=ppl or (),
+        protocol=protocol,
+        max_tokens=max_tokens,
+        tasks=names,
+        limit=limit,
+        batch_size=batch_size,
         dtype=dtype,
         device=device,
         gguf_file=gguf_file,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
-    if tokenizer is None:
-        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
-    warn_of_slow_dtype(dtype, loaded.device)
-    measured = [
-        measured_perplexity(model, loaded, tokenizer, source, protocol=protocol, max_tokens=max_tokens)
-        for source in ppl or ()
-    ]
-    scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
+    measured, scores = found.perplexity, found.tasks
     tables = []
     if measured:
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
@@ -106,34 +97,20 @@ def evaluate(
     if scores:
         flat = tuple((t, metric, v) for t, values in scores.items() for metric, v in values.items())
         tables.append(Table("Tasks", ("task", "metric", "value"), flat))
-    data = {"model": model, "perplexity": [asdict(r) for r in measured], "tasks": scores}
-    output(data, json_file, *tables)  # first: figures that were measured must not be lost to a full disk
+    output(
+        {"model": model, **found.to_dict()}, json_file, *tables
+    )  # first: figures that were measured must not be lost to a full disk
     if annotate:
         quality = {f"{r.protocol} {r.source}": round(r.perplexity, 4) for r in measured}
         quality |= {f"{t} {metric}": v for t, values in scores.items() for metric, v in values.items()}
         add_to_record(model, quality=quality)
 
 
-def measured_perplexity(
-    name: str, model: Any, tokenizer: Any, source: str, *, protocol: str, max_tokens: int | None = None
-) -> PerplexityResult:
-    """Measure one text, unless the checkpoint was trained on it."""
-    from pyprune.checkpoint.trained_on import assert_not_trained_on
-    from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
+def loaded_perplexity(path: str, source: str, protocol: str) -> float:
+    """Load a checkpoint, measure one text with it, and give its memory back."""
+    from pyprune.quality.measure import evaluate as measure
 
-    text = evaluation_text(tokenizer, source)
-    assert_not_trained_on(name, text.token_ids, source)
-    return evaluate_perplexity(model, tokenizer, text, protocol=protocol, max_tokens=max_tokens)
-
-
-def _loaded_perplexity(path: str, source: str, protocol: str) -> float:
-    from pyprune.checkpoint.load import load_model
-
-    model, tokenizer = load_model(path, device="auto")
-    if tokenizer is None:
-        raise CheckpointError(f"{path} has no tokenizer files, which text needs; add its tokenizer.json.")
-    perplexity = measured_perplexity(path, model, tokenizer, source, protocol=protocol).perplexity
-    del model
+    perplexity = measure(path, ppl=source, protocol=protocol).perplexity[0].perplexity
     _release_device_memory()  # the engine that follows wants nearly all of it
     return perplexity
 

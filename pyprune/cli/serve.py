@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pyprune.cli.base import Annotate, Debug, GgufFile, JsonFile, Overwrite, add_to_record, guarded, output
-from pyprune.cli.evaluate import _loaded_perplexity
+from pyprune.cli.evaluate import loaded_perplexity
 from pyprune.runtime.progress import warn
 
 
@@ -117,7 +117,7 @@ def bench(
     models = {"dense": against, "pruned": pruned}
     if ppl:
         check_source(ppl)
-    perplexity = {name: _loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
+    perplexity = {name: loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
     report = measure(
         models,
         engine=engine,

@@ -13,6 +13,7 @@ from pyprune.data.sources import check_source
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text
 from pyprune.quality.tasks import evaluate_tasks
+from pyprune.runtime.device import warn_of_slow_dtype
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def evaluate(
     )
     if tokenizer is None:
         raise CheckpointError(f"{model_id} has no tokenizer files, which text needs; add its tokenizer.json.")
+    warn_of_slow_dtype(dtype, model.device)
     measured = []
     for source in sources:
         text = evaluation_text(tokenizer, source)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TypeVar
 
 from pyprune.errors import PypruneError
+from pyprune.runtime.progress import printable
 
 T = TypeVar("T")
 
@@ -101,6 +102,10 @@ def foreign_errors(kind: type[PypruneError], what: str, advice: str) -> Iterator
 
 def brief(error: BaseException) -> str:
     """Kind and words of an error on one line of bounded length."""
-    words = " ".join(str(error)[: 4 * _LONGEST].split())
-    words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} ..."
-    return f"{type(error).__name__}: {words}".removesuffix(": ").rstrip(".")
+    return f"{type(error).__name__}: {one_line(str(error), _LONGEST)}".removesuffix(": ").rstrip(".")
+
+
+def one_line(text: str, most: int = 600) -> str:
+    """Text of another program for a message: one line of printable characters, cut off at ``most`` of them."""
+    line = printable(" ".join(text[: 4 * most].split()))
+    return line if len(line) <= most else f"{line[:most]} ..."

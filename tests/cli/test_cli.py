@@ -388,8 +388,8 @@ def test_figures_that_cannot_be_kept_are_not_measured(
     def measured(*_: Any, **__: Any) -> None:
         raise AssertionError("it was measured before the options were checked")
 
-    monkeypatch.setattr("pyprune.cli.evaluate.measured_perplexity", measured)
-    monkeypatch.setattr("pyprune.cli.evaluate._loaded_perplexity", measured)
+    monkeypatch.setattr("pyprune.quality.measure.evaluate_perplexity", measured)
+    monkeypatch.setattr("pyprune.cli.evaluate.loaded_perplexity", measured)
     bare = tmp_path / "bare"
     tiny_model("llama").save_pretrained(bare)
     assert "has no pruning.json" in refused("eval", bare, "--ppl", text, "--annotate")
