@@ -5,7 +5,7 @@
 # make setup    virtual environment, pinned packages, C++ build
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
-# make bench-optimizer  optimiser, hook-mode memory and streamed compaction on SmolLM2-135M
+# make bench-optimizer  optimizer, hook-mode memory and streamed compaction on SmolLM2-135M
 # make lock     rewrite requirements.lock from the current environment
 # make clean    remove build products (the virtual environment stays)
 

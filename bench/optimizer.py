@@ -1,10 +1,10 @@
-"""Optimiser, penalty, memory and streamed compaction on the shapes of a real model.
+"""Optimizer, penalty, memory and streamed compaction on the shapes of a real model.
 
     python bench/optimizer.py [--model DIR] [--parts PART ...] [--repeats 5] [--batches 2 8]
 
 The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Parts:
 
-* penalty: the l2 penalty of a quarter of the hidden channels and the optimiser's step, without a forward pass. Beside
+* penalty: the l2 penalty of a quarter of the hidden channels and the optimizer's step, without a forward pass. Beside
   it the penalty by autograd with torch's AdamW, and with torch's fused AdamW.
 * step: a whole training step (bfloat16 autocast, as the presets train) with each of them.
 * memory: peak of a step that frees each gradient as soon as it is used. Peaks come from the allocation events of
@@ -108,7 +108,7 @@ class Contest:
         self.ours = RegularisedAdamW(parameters, lr=RATE, weight_decay=0.01, penalties=penalties_of(self.targets))
 
     def penalised(self, optimizer: torch.optim.Optimizer) -> None:
-        """The penalty by autograd, then the optimiser."""
+        """The penalty by autograd, then the optimizer."""
         norms = []
         for target in self.targets:
             weight = target.param.parameter
@@ -139,7 +139,7 @@ class Contest:
 
 
 def penalties_of(targets: Sequence[Any]) -> dict[nn.Parameter, Penalty]:
-    """Every target's penalty for the optimiser's pass."""
+    """Every target's penalty for the optimizer's pass."""
     return {t.param.parameter: Penalty(t.index, t.dim, "l2", STRENGTH) for t in targets}
 
 
@@ -161,8 +161,8 @@ def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 
 def penalty_part(model: PreTrainedModel, options: argparse.Namespace) -> tuple[list[Case], list[Target]]:
-    """Optimiser and penalty alone."""
-    op, contest = "penalty and optimiser", Contest(model)
+    """Optimizer and penalty alone."""
+    op, contest = "penalty and optimizer", Contest(model)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     cases = [Case(op, "float32", "", name, call) for name, call in contest.ways().items()]
@@ -217,7 +217,7 @@ class Peak:
 
     Attributes:
         weights: of all parameters.
-        moments: of the optimiser.
+        moments: of the optimizer.
         activations: most that forward and backward held beside weights and gradients (see the module's docstring).
         gradient: the largest single gradient.
         measured: the peak of a step in backward, weights and moments included.
@@ -395,7 +395,7 @@ PARTS = ("penalty", "step", "memory", "size", "compaction")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure the parts, report."""
-    parser = argparse.ArgumentParser(description="Time pyprune's optimiser and streamed compaction.")
+    parser = argparse.ArgumentParser(description="Time pyprune's optimizer and streamed compaction.")
     parser.add_argument("--model", help="folder of a checkpoint (default: SmolLM2-135M, or its shapes)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
     parser.add_argument("--repeats", type=int, default=5, help="samples per implementation")

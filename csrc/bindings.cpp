@@ -187,7 +187,7 @@ struct BoundAdamTensor {
 // root_correction, eps, gradient_scale.
 BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, const std::vector<Tensor>& state,
                                  const std::vector<float>& scalars, std::uint32_t step, std::uint32_t stream,
-                                 const std::string& penalty, const Tensor& index, bool by_row, double strength,
+                                 const std::string& penalty, const Tensor& index, bool by_row, double penalty_weight,
                                  float offset) {
   check_same(weight, "weight", gradient, "gradient");
   if ((state.size() != 2 && state.size() != 4) || scalars.size() != 8) {
@@ -211,8 +211,8 @@ BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, c
   t.penalty = parse_penalty(penalty);
   t.by_row = by_row;
   t.index = positions(index, "index", by_row ? rows : cols, &t.index_count);
-  check_threshold(strength);
-  t.strength = strength;
+  check_threshold(penalty_weight);
+  t.penalty_weight = penalty_weight;
   t.offset = offset;
   float* targets[8] = {&t.decay,     &t.rate1, &t.beta2,          &t.rate2,
                        &t.step_size, &t.root_correction, &t.eps, &t.gradient_scale};
@@ -366,7 +366,7 @@ Selection selection(const Tensor& w, const Tensor& index, int axis, float offset
 }
 
 double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l1, const std::optional<Tensor>& grad,
-                          double strength, float offset, int threads) {
+                          double penalty_weight, float offset, int threads) {
   const Selection selected = selection(w, index, axis, offset, threads);
   void* gradient = nullptr;
   if (grad) {
@@ -377,7 +377,7 @@ double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l
     gradient = reinterpret_cast<void*>(grad->address);
   }
   const py::gil_scoped_release released;
-  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, strength, l1, selected);
+  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, penalty_weight, l1, selected);
 }
 
 void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, float offset,
@@ -480,7 +480,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("perturb", &bind_perturb, py::arg("w0"), py::arg("delta"), py::arg("out"), py::arg("sigma"),
              py::arg("seed"), py::arg("offset"), py::arg("threads"));
   module.def("group_penalty", &bind_group_penalty, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
-             py::arg("grad"), py::arg("strength"), py::arg("offset"), py::arg("threads"));
+             py::arg("grad"), py::arg("penalty_weight"), py::arg("offset"), py::arg("threads"));
   module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
              py::arg("threshold"), py::arg("offset"), py::arg("threads"));
   module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
@@ -490,7 +490,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<BoundAdamTensor>(module, "AdamTensor", "One weight of regularised_adamw with everything that it needs.")
       .def(py::init(&bind_adam_tensor), py::arg("weight"), py::arg("gradient"), py::arg("state"), py::arg("scalars"),
            py::arg("step"), py::arg("stream"), py::arg("penalty"), py::arg("index"), py::arg("by_row"),
-           py::arg("strength"), py::arg("offset"));
+           py::arg("penalty_weight"), py::arg("offset"));
   module.def("regularised_adamw", &bind_regularised_adamw, py::arg("tensors"), py::arg("seed"),
              py::arg("stochastic"), py::arg("threads"));
   module.def("residual_diff_norm", &bind_diff_norm, py::arg("x_in"), py::arg("x_out"), py::arg("norms"),

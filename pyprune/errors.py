@@ -57,7 +57,7 @@ class TrainingError(PypruneError):
 
     Args:
         message: what happened and what to do.
-        step: the optimiser step (counted from 1) at which it happened.
+        step: the optimizer step (counted from 1) at which it happened.
     """
 
     def __init__(self, message: str, step: int) -> None:

@@ -269,7 +269,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """Read "elder.gates.strength=0.05" as {"elder": {"gates": {"strength": 0.05}}}.
+    """Read "elder.gates.penalty_weight=0.05" as {"elder": {"gates": {"penalty_weight": 0.05}}}.
 
     Raises:
         ConfigError: there is no "=" or no name before it, it has more than :data:`DEEPEST` parts, or the value cannot
@@ -278,7 +278,9 @@ def parse_setting(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     parts = name.split(".")
     if not equals or not all(part.strip() for part in parts) or len(parts) > DEEPEST:
-        raise ConfigError(f"--set got {shown(text)}; expected key.path=value, for example elder.gates.strength=0.05.")
+        raise ConfigError(
+            f"--set got {shown(text)}; expected key.path=value, for example elder.gates.penalty_weight=0.05."
+        )
     return nested(name.strip(), read_yaml(value, f"--set {_named(name)}: the value {shown(value)}"))
 
 

@@ -64,10 +64,10 @@ def test_a_preset_is_valid_described_and_names_a_method(name: str) -> None:
 
 def test_the_presets_carry_the_papers_constants() -> None:
     dress, opt, elder = preset("dress-paper"), preset("dress-paper-opt"), preset("elder-paper")
-    assert (dress.dress.strength, opt.dress.strength) == (1e-3, 5e-3)
+    assert (dress.dress.penalty_weight, opt.dress.penalty_weight) == (1e-3, 5e-3)
     assert (dress.data.samples, dress.recovery_data and dress.recovery_data.samples) == (750, 250)
     assert (dress.recover.rank, dress.recover.alpha) == (32, 10.0)
-    assert (elder.elder.gates.strength, elder.elder.strength) == (5e-3, 1e-3)
+    assert (elder.elder.gates.penalty_weight, elder.elder.penalty_weight) == (5e-3, 1e-3)
     assert elder.data.samples == 128
     for training in (dress.dress.train, dress.recover.train, elder.elder.train):
         assert (training.learning_rate, training.batch_size) == (2e-5, 64)

@@ -88,20 +88,20 @@ std::vector<float> coefficients_of(const AdamTensor& t, const AdamOptions& optio
   if (l2) sums = group_squares(t.weight, selection_of(t, options));
   for (std::int64_t i = 0; i < t.index_count; ++i) {
     coefficients[static_cast<std::size_t>(t.index[i])] =
-        l2 ? slope_scale(sums[static_cast<std::size_t>(i)], t.strength) : static_cast<float>(t.strength);
+        l2 ? slope_scale(sums[static_cast<std::size_t>(i)], t.penalty_weight) : static_cast<float>(t.penalty_weight);
   }
   return coefficients;
 }
 
 void l2_prox(const AdamTensor& t, const AdamKernels& kernels, const AdamOptions& options) {
-  if (!options.stochastic) return group_prox(t.weight, t.strength, false, selection_of(t, options));
+  if (!options.stochastic) return group_prox(t.weight, t.penalty_weight, false, selection_of(t, options));
   const std::vector<GroupPiece> pieces = pieces_of(t);
   const std::vector<double> sums = group_squares(t.weight, selection_of(t, options));
   std::vector<float> scales;
   scales.reserve(sums.size());
   for (double sum : sums) {
     const double norm = std::sqrt(sum);
-    scales.push_back(norm <= t.strength ? 0.0f : static_cast<float>(1.0 - t.strength / norm));
+    scales.push_back(norm <= t.penalty_weight ? 0.0f : static_cast<float>(1.0 - t.penalty_weight / norm));
   }
   parallel_for(static_cast<std::int64_t>(pieces.size()), 1, options.threads,
                [&](std::int64_t begin, std::int64_t end) {

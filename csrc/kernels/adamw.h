@@ -27,7 +27,7 @@ struct AdamTensor {
   bool by_row;                // a group is a row, else a column
   const std::int64_t* index;  // the selected groups
   std::int64_t index_count;
-  double strength;  // lambda, or the threshold of a proximal map
+  double penalty_weight;  // lambda, or the threshold of a proximal map
   float offset;
   float decay;
   float rate1;

@@ -175,7 +175,7 @@ void reduce_and_update(Terms terms, Update update, const Piece& piece, ScaleOf s
 }
 
 template <class T>
-void penalty_body(const T* w, T* grad, double strength, bool l1, const Piece& piece) {
+void penalty_body(const T* w, T* grad, double penalty_weight, bool l1, const Piece& piece) {
   const Squares<Weights<T>> squares{{w, piece.offset}};
   const Magnitudes<T> magnitudes{w, piece.offset};
   if (grad == nullptr) {
@@ -184,10 +184,10 @@ void penalty_body(const T* w, T* grad, double strength, bool l1, const Piece& pi
   }
   if (l1) {
     const AddSigns<T> signs{w, grad, piece.offset};
-    return reduce_and_update_all(magnitudes, signs, piece, static_cast<float>(strength));
+    return reduce_and_update_all(magnitudes, signs, piece, static_cast<float>(penalty_weight));
   }
   reduce_and_update(squares, AddScaled<T>{w, grad, piece.offset}, piece,
-                    [=](double sum) { return slope_scale(sum, strength); });
+                    [=](double sum) { return slope_scale(sum, penalty_weight); });
 }
 
 template <class T>

@@ -17,7 +17,7 @@ namespace {
 
 template <class T>
 struct IndexSetKernels {
-  void (*penalty)(const T* w, T* grad, double strength, bool l1, const Piece& piece);
+  void (*penalty)(const T* w, T* grad, double penalty_weight, bool l1, const Piece& piece);
   void (*prox)(T* w, double threshold, bool l1, const Piece& piece);
   void (*shrink)(T* w, float factor, const Piece& piece);
   void (*importance)(const T* score, const T* w, bool is_signed, const Piece& piece);
@@ -117,13 +117,13 @@ std::vector<double> over_selection(const Selection& given, const Call& call) {
 namespace {
 
 // The sum of each selected group: of absolute values, or of squares; beside adding to the gradient, if there is one.
-std::vector<double> penalty_sums(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
+std::vector<double> penalty_sums(const void* w, void* grad, double penalty_weight, bool l1, const Selection& selection) {
   std::vector<double> sums;
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernels<T>().penalty;
     sums = over_selection(selection, [&](const Piece& piece) {
-      kernel(static_cast<const T*>(w), static_cast<T*>(grad), strength, l1, piece);
+      kernel(static_cast<const T*>(w), static_cast<T*>(grad), penalty_weight, l1, piece);
     });
   });
   return sums;
@@ -131,11 +131,11 @@ std::vector<double> penalty_sums(const void* w, void* grad, double strength, boo
 
 }  // namespace
 
-float slope_scale(double sum, double strength) {
+float slope_scale(double sum, double penalty_weight) {
   constexpr float kLargest = std::numeric_limits<float>::max();
   if (sum == 0) return 0.0f;
-  const double scale = strength / std::sqrt(sum);
-  if (std::fabs(scale) > kLargest && std::isfinite(strength)) return scale < 0 ? -kLargest : kLargest;
+  const double scale = penalty_weight / std::sqrt(sum);
+  if (std::fabs(scale) > kLargest && std::isfinite(penalty_weight)) return scale < 0 ? -kLargest : kLargest;
   return static_cast<float>(scale);
 }
 
@@ -143,10 +143,10 @@ std::vector<double> group_squares(const void* w, const Selection& selection) {
   return penalty_sums(w, nullptr, 0, false, selection);
 }
 
-double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection) {
+double group_penalty(const void* w, void* grad, double penalty_weight, bool l1, const Selection& selection) {
   // Any NaN stands for every NaN; the one that bfloat16 can hold survives its rounding.
-  if (std::isnan(strength)) strength = std::numeric_limits<double>::quiet_NaN();
-  const std::vector<double> sums = penalty_sums(w, grad, strength, l1, selection);
+  if (std::isnan(penalty_weight)) penalty_weight = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<double> sums = penalty_sums(w, grad, penalty_weight, l1, selection);
   // In the order of the index, whatever the number of threads was.
   double value = 0;
   for (const double sum : sums) value += l1 ? sum : __builtin_sqrt(sum);

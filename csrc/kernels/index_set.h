@@ -24,8 +24,8 @@ struct Selection {
 };
 
 // Returns the sum over the selected groups of their l2 norm, or with l1 of their absolute values. If grad is not null,
-// adds strength times the gradient of that to it. w and grad: disjoint, of one shape and dtype.
-double group_penalty(const void* w, void* grad, double strength, bool l1, const Selection& selection);
+// adds penalty_weight times the gradient of that to it. w and grad: disjoint, of one shape and dtype.
+double group_penalty(const void* w, void* grad, double penalty_weight, bool l1, const Selection& selection);
 
 // The sum of squares of each selected group.
 std::vector<double> group_squares(const void* w, const Selection& selection);
@@ -33,10 +33,10 @@ std::vector<double> group_squares(const void* w, const Selection& selection);
 // The proximal step of threshold times the same sum, in place.
 void group_prox(void* w, double threshold, bool l1, const Selection& selection);
 
-// The factor of a group in the gradient of strength times its l2 norm, of its sum of squares. A zero group has gradient
+// The factor of a group in the gradient of penalty_weight times its l2 norm, of its sum of squares. A zero group has gradient
 // zero; a NaN norm fails the comparisons and spreads over its group; a norm so small that the quotient has no float32
 // takes the largest one.
-float slope_scale(double sum, double strength);
+float slope_scale(double sum, double penalty_weight);
 
 // w *= factor on the selection; a factor of 0 writes +0.
 void shrink(void* w, float factor, const Selection& selection);

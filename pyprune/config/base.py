@@ -25,7 +25,7 @@ LARGEST_SEED = 2**32 - 1
 LARGEST_INDEX = 10_000_000
 """Of a layer or channel, and the number of them; far beyond every model."""
 LARGEST_WEIGHT = 1_000_000
-"""Of a rate or a strength: float32 cannot overflow by it alone."""
+"""Of a rate or the weight of a penalty: float32 cannot overflow by it alone."""
 T = TypeVar("T")
 
 

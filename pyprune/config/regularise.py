@@ -25,7 +25,7 @@ class DressConfig(Config):
         penalise: removed penalises R; all penalises every hidden channel while R still goes (the paper's
             full-parameter-regularisation ablation).
         norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
-        strength: the papers' lambda, in units of loss per unit of norm.
+        penalty_weight: the papers' lambda, in units of loss per unit of norm.
         solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
         prox_step: step size of the proximal map; None = the learning rate (l1 in the Adam metric).
         schedule: published, or anneal (the channels of R shrink to exactly zero).
@@ -39,7 +39,7 @@ class DressConfig(Config):
     segments: int = option(5, at_least=1, at_most=LARGEST_INDEX)
     penalise: Literal["removed", "all"] = "removed"
     norm: Norm = "l2"
-    strength: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    penalty_weight: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
     solver: Solver = "subgradient"
     prox_step: float | None = option(None, above=0, at_most=LARGEST_WEIGHT, otherwise=", or null for the learning rate")
     schedule: Schedule = "published"
@@ -57,7 +57,7 @@ class DressConfig(Config):
             found,
         )
         in_adam_metric = (
-            self.solver == "prox" and self.norm == "l1" and self.prox_step is None and self.train.optimiser != "sgd"
+            self.solver == "prox" and self.norm == "l1" and self.prox_step is None and self.train.optimizer != "sgd"
         )
         _require(
             not (self.penalise == "all" and in_adam_metric),
@@ -83,7 +83,7 @@ class GateConfig(Config):
         placement: residual scales the branch, h + S (layer(h) - h); output scales the whole stream
             (the papers' literal text, which always drives the last layers out).
         search: greedy (one layer a round) or one_shot.
-        strength: the papers' lambda1.
+        penalty_weight: the papers' lambda1.
         learning_rate: of the gates (Adam).
         first_round_steps: Adam steps of the first round.
         round_steps: Adam steps of each later round, warm-started.
@@ -92,7 +92,7 @@ class GateConfig(Config):
 
     placement: Literal["residual", "output"] = "residual"
     search: Literal["greedy", "one_shot"] = "greedy"
-    strength: float = option(5e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    penalty_weight: float = option(5e-3, at_least=0, at_most=LARGEST_WEIGHT)
     learning_rate: float = option(1e-2, above=0, at_most=LARGEST_WEIGHT)
     first_round_steps: int = option(40, at_least=1, at_most=100_000)
     round_steps: int = option(10, at_least=1, at_most=100_000)
@@ -107,7 +107,7 @@ class ElderConfig(Config):
         gates: stage 1.
         layers: explicit layers to remove (skips stage 1); dense indices.
         norm: of the input-output difference of a layer in P, mean over tokens of the per-token norm.
-        strength: the papers' lambda2.
+        penalty_weight: the papers' lambda2.
         schedule: published (the norm penalty) or anneal (gates of P go from 1 to exactly 0).
         anneal_share: share of the steps after which the annealed gate is zero, in (0, 1].
         train: stage 2's training options.
@@ -116,7 +116,7 @@ class ElderConfig(Config):
     gates: GateConfig = field(default_factory=GateConfig)
     layers: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
     norm: Norm = "l2"
-    strength: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    penalty_weight: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
     schedule: Schedule = "published"
     anneal_share: float = option(0.5, above=0, at_most=1)
     train: TrainConfig = field(default_factory=TrainConfig)

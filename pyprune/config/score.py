@@ -150,7 +150,7 @@ class MoreauConfig(Config):
 
     Attributes:
         steps: T, gradient steps on the Moreau envelope; with a tolerance, the most steps. SmoothGrad has none.
-        rho: strength of the proximal term.
+        rho: weight of the proximal term.
         gamma: step size.
         eta: weight of the group norm; 0 for moreau, > 0 for moreau_gs.
         sigma: standard deviation of the noise, relative to each weight.

@@ -27,12 +27,12 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimiser: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
+        optimizer: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
             with DReSS's penalty and the clipping in its pass), adam (no decay), or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
-        steps: optimiser steps, at most.
-        batch_size: sequences per optimiser step.
+        steps: optimizer steps, at most.
+        batch_size: sequences per optimizer step.
         micro_batch_size: sequences per forward pass, at most: the largest divisor of batch_size that is not above it is
             used, and batch_size is reached by gradient accumulation.
         warmup_steps: linear warm-up, steps.
@@ -47,7 +47,7 @@ class TrainConfig(Config):
         seed: of the order of samples and of dropout.
     """
 
-    optimiser: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
     learning_rate: float = option(2e-5, above=0, at_most=LARGEST_WEIGHT)
     weight_decay: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
     steps: int = option(100, at_least=1, at_most=LONGEST_RUN)
@@ -73,8 +73,8 @@ class TrainConfig(Config):
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(
-            self.optimiser != "adam" or not self.weight_decay,
-            f"weight_decay is {shown(self.weight_decay)} with optimiser 'adam', which has none; use 'adamw'.",
+            self.optimizer != "adam" or not self.weight_decay,
+            f"weight_decay is {shown(self.weight_decay)} with optimizer 'adam', which has none; use 'adamw'.",
             found,
         )
         return found

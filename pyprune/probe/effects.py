@@ -188,7 +188,7 @@ def preserved_warnings(ratio: float, target: float | None) -> list[str]:
     if ratio > 1 - UNCHANGED_SHARE:
         return [
             f"The regulariser had no effect: {ratio:.1%} of |W| in the channels to remove is still there. An Adam step "
-            "moves a weight by about the learning rate whatever the strength is: use more steps, a larger "
+            "moves a weight by about the learning rate whatever the penalty_weight is: use more steps, a larger "
             "learning rate or prox_step, or schedule 'anneal'."
         ]
     if target is not None and ratio > target:
@@ -207,7 +207,7 @@ def _cosine_warnings(before: EffectSnapshot, after: EffectSnapshot) -> list[str]
         return []
     return [
         f"The regulariser had no effect on the layers to remove {list(gone)}: the mean cosine of their input and "
-        f"output went from {old:.4f} to {new:.4f}. Use more steps, a larger strength or learning rate, or "
+        f"output went from {old:.4f} to {new:.4f}. Use more steps, a larger penalty_weight or learning rate, or "
         "schedule 'anneal'."
     ]
 

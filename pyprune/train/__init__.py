@@ -1,1 +1,1 @@
-"""The one training loop, its objectives and optimisers, and recovery."""
+"""The one training loop, its objectives and optimizers, and recovery."""

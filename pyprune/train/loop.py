@@ -1,6 +1,6 @@
 """The one training loop. Fine-tuning, every regulariser, gate learning and LoRA recovery run through it.
 
-What differs between them is an :class:`Objective`; plain fine-tuning is the base class itself. One optimiser
+What differs between them is an :class:`Objective`; plain fine-tuning is the base class itself. One optimizer
 step is
 
     loss = mean over the step's predicted tokens of -log p  +  the objective's penalties,
@@ -39,7 +39,7 @@ from pyprune.train.optimizer import (
     _optimizer_tensors,
     clip_factor,
     make_optimizer,
-    uses_own_optimiser,
+    uses_own_optimizer,
 )
 from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
@@ -205,8 +205,8 @@ class _Run:
         for group in groups:
             self.parameters.update(group.parameters)
         check_trainable(self.parameters)
-        own = uses_own_optimiser(self.config, self.device)
-        penalties = self.objective.optimiser_penalties(self.model, self.config) if own else {}
+        own = uses_own_optimizer(self.config, self.device)
+        penalties = self.objective.optimizer_penalties(self.model, self.config) if own else {}
         self.optimizer = make_optimizer(groups, self.config, penalties)
 
     def _step(self, step: int) -> None:
@@ -264,7 +264,7 @@ class _Run:
             yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
-        """The gradients' norm before clipping, finite, and the factor that is left to the optimiser."""
+        """The gradients' norm before clipping, finite, and the factor that is left to the optimizer."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         self._check_finite(float(norm), "gradient norm", step)
@@ -313,7 +313,7 @@ class _Run:
 
     @contextmanager
     def _update(self) -> Iterator[None]:
-        """Ctrl-C waits until weights, optimiser and objective agree on the step again."""
+        """Ctrl-C waits until weights, optimizer and objective agree on the step again."""
         with interrupts_deferred():
             self.updating = True
             yield
@@ -405,7 +405,7 @@ class _Run:
         }
         tensors = {
             "weights": cast(dict[str, Tensor], self.parameters),
-            "optimiser": _optimizer_tensors(self.optimizer),
+            "optimizer": _optimizer_tensors(self.optimizer),
             "objective": self.objective.state_dict(),
             "best": self.best,
         }
@@ -442,7 +442,7 @@ class _Run:
         weights = state.tensors["weights"]
         for name, parameter in self.parameters.items():
             parameter.data.copy_(weights[name])
-        _load_optimizer_tensors(self.optimizer, state.tensors.get("optimiser", {}))
+        _load_optimizer_tensors(self.optimizer, state.tensors.get("optimizer", {}))
         self.objective.load_state_dict(state.tensors.get("objective", {}))
         self.best = {n: t.to(self.device) for n, t in state.tensors.get("best", {}).items()}
         meta, report = state.meta, self.report

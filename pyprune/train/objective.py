@@ -23,7 +23,7 @@ class LossTerms:
     Attributes:
         lm: scalar, mean of -log p over the micro batch's predicted tokens, nats.
         penalty: scalar mean over the micro batch's tokens without padding of an activation penalty (already times
-            its strength), or None. It is weighted by the number of these tokens.
+            its weight), or None. It is weighted by the number of these tokens.
         total: scalar mean over the predicted tokens that is minimised instead of ``lm``, which is then only
             reported; None = ``lm`` itself.
         parts: what ``total`` is made of, for the report: name -> scalar mean over the predicted tokens.
@@ -59,7 +59,7 @@ class Objective:
     """What a training run minimises; the base class is plain language-model fine-tuning.
 
     A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
-    ``parameter_groups``; ``optimiser_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``,
+    ``parameter_groups``; ``optimizer_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``,
     ``micro_loss`` for every micro batch, ``apply_step_penalty`` once, ``before_optimizer_step`` and
     ``after_optimizer_step``; at a regular end ``finish``; and always ``teardown``.
     """
@@ -84,8 +84,8 @@ class Objective:
         ]
         return [g for g in groups if g.parameters]
 
-    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """Weight penalties that the optimiser handles in its own pass; used with ``fused_adamw`` only.
+    def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """Weight penalties that the optimizer handles in its own pass; used with ``fused_adamw`` only.
 
         What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too. The loop
         clips gradients before such a penalty joins them.
@@ -108,11 +108,11 @@ class Objective:
         return LossTerms(causal_loss(model, batch))
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Penalty on the weights (times its strength), differentiable; or None."""
+        """Penalty on the weights (times its weight), differentiable; or None."""
         return None
 
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimiser step, and return its value."""
+        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimizer step, and return its value."""
         penalty = self.step_penalty(model)
         if penalty is None:
             return None
@@ -129,9 +129,9 @@ class Objective:
         """Read the step's complete gradients, finite, while the weights are still those they belong to.
 
         Args:
-            model: the model; what the optimiser steps along is ``parameter.grad * gradient_scale``.
+            model: the model; what the optimizer steps along is ``parameter.grad * gradient_scale``.
             step: counts from 1.
-            gradient_scale: the part of clipping that the optimiser does in its own pass (``fused_adamw``); else 1.
+            gradient_scale: the part of clipping that the optimizer does in its own pass (``fused_adamw``); else 1.
         """
 
     def after_optimizer_step(
@@ -159,7 +159,7 @@ class Objective:
 
 @dataclass
 class StepRecord:
-    """One optimiser step: language-model loss (nats a token), penalty, learning rate, gradient norm, other terms."""
+    """One optimizer step: language-model loss (nats a token), penalty, learning rate, gradient norm, other terms."""
 
     step: int
     lm_loss: float
@@ -175,7 +175,7 @@ class TrainReport:
 
     Attributes:
         objective: name of the objective.
-        steps: optimiser steps done in all (including those before a resume).
+        steps: optimizer steps done in all (including those before a resume).
         tokens: tokens fed in those steps.
         seconds: wall-clock time of this process's part.
         stopped: why it ended.

@@ -1,4 +1,4 @@
-"""The optimiser of regularised training: AdamW that handles a group penalty in its own pass.
+"""The optimizer of regularised training: AdamW that handles a group penalty in its own pass.
 
 Beside ``torch.optim.AdamW`` it knows penalties (:class:`pyprune.ops.regularised_adamw.Penalty`), bfloat16 weights
 with stochastic rounding, 8-bit moments, and a mode that steps each weight as soon as its gradient is there and frees
@@ -39,7 +39,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
     State and parameter groups have the names of ``torch.optim.AdamW`` (8-bit moments: their codes and scales). A
     resumed run equals an uninterrupted one bit for bit, random rounding included: the random bits of a step depend on
     the seed, the step and the parameter's position only. For that, :meth:`state_dict` also records ``moment_bits``,
-    ``stochastic`` and ``seed``, and :meth:`load_state_dict` refuses others. A pickled or copied optimiser is whole, but
+    ``stochastic`` and ``seed``, and :meth:`load_state_dict` refuses others. A pickled or copied optimizer is whole, but
     is never stepping in backward.
 
     Args:
@@ -59,7 +59,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
             backward.
 
     Raises:
-        ConfigError: ``moment_bits`` is neither 32 nor 8, or a penalty belongs to no parameter of the optimiser.
+        ConfigError: ``moment_bits`` is neither 32 nor 8, or a penalty belongs to no parameter of the optimizer.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
             self.penalties[parameter] = penalty
         known = {p for group in self.param_groups for p in group["params"]}
         if not self.penalties.keys() <= known:
-            raise ConfigError("A penalty names a tensor that is not among the optimiser's parameters.")
+            raise ConfigError("A penalty names a tensor that is not among the optimizer's parameters.")
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy keep: all but the mode of stepping in backward, whose hooks they do not keep either."""
@@ -246,8 +246,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
             saved = state_dict.get(name, own)
             if saved != own:
                 raise ConfigError(
-                    f"The saved optimiser has {name}={saved}, this one {name}={own}: the run would not continue as it "
-                    f"was. Make the optimiser with {name}={saved}."
+                    f"The saved optimizer has {name}={saved}, this one {name}={own}: the run would not continue as it "
+                    f"was. Make the optimizer with {name}={saved}."
                 )
         for position, (parameter, state) in enumerate(self._saved_states(state_dict)):
             layout = Moments.layout(parameter, quantised=self.quantised).values()
@@ -256,9 +256,9 @@ class RegularisedAdamW(torch.optim.Optimizer):
             found = {key: (tuple(t.shape), t.dtype) for key, t in saved.items()}
             if state and found != expected:
                 raise ConfigError(
-                    f"The saved state of parameter number {position} is {_described(found)}; an optimiser with "
+                    f"The saved state of parameter number {position} is {_described(found)}; an optimizer with "
                     f"moment_bits={self._options['moment_bits']} has {_described(expected)}. Load a state of the same "
-                    "parameters, or make the optimiser with the moment_bits that it was saved with."
+                    "parameters, or make the optimizer with the moment_bits that it was saved with."
                 )
 
     @contextmanager
@@ -285,7 +285,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         """
         _check_hook_mode(accumulation, clipping, max_grad_norm)
         if self._in_backward:
-            raise ConfigError("The optimiser already steps in backward; leave the first block before another.")
+            raise ConfigError("The optimizer already steps in backward; leave the first block before another.")
         # Numbers, because load_state_dict replaces the groups themselves.
         groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         positions = self._positions()
@@ -350,18 +350,18 @@ def _clip_scale(gradient: Tensor | None, max_grad_norm: float | None) -> float:
     return clip_factor(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)), max_grad_norm)
 
 
-def uses_own_optimiser(config: TrainConfig, device: torch.device) -> bool:
+def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:
     """Whether "fused_adamw" was chosen and has kernels on this device.
 
     Without them torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
     """
-    return config.optimiser == "fused_adamw" and (device.type != "cpu" or bool(available_isas()))
+    return config.optimizer == "fused_adamw" and (device.type != "cpu" or bool(available_isas()))
 
 
 def make_optimizer(
     groups: list[ParameterGroup], config: TrainConfig, penalties: Mapping[nn.Parameter, Penalty] | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimiser (fused kernels, which exist for the CPU and CUDA).
+    """Build the optimizer (fused kernels, which exist for the CPU and CUDA).
 
     Args:
         groups: what is trained.
@@ -372,13 +372,13 @@ def make_optimizer(
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]
     device = next(iter(groups[0].parameters.values())).device
-    if uses_own_optimiser(config, device):
+    if uses_own_optimizer(config, device):
         return RegularisedAdamW(parameters, lr=config.learning_rate, penalties=penalties, seed=config.seed)
     kinds = {p.device.type for g in groups for p in g.parameters.values()}
     fused = kinds <= {"cpu", "cuda"}
-    if config.optimiser == "sgd":
+    if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=config.learning_rate, fused=fused)
-    kind = torch.optim.Adam if config.optimiser == "adam" else torch.optim.AdamW
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(parameters, lr=config.learning_rate, fused=fused)
 
 

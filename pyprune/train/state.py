@@ -1,7 +1,7 @@
 """Resumable training checkpoints: safetensors and JSON in one folder a step, written atomically. No pickle.
 
 Layout of a checkpoint folder ``step-000012/``: ``weights.safetensors`` (what is trained), optionally
-``optimiser.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
+``optimizer.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
 else, the SHA-256 of each tensor file and a checksum of its own, so that a truncated or altered checkpoint is refused.
 """
 
@@ -32,7 +32,7 @@ class TrainState:
     """Everything that a run needs to continue exactly where it stopped.
 
     Attributes:
-        step: optimiser steps done.
+        step: optimizer steps done.
         meta: plain JSON data (configuration, history, counters).
         tensors: file stem -> tensor name -> tensor; empty groups are not written.
     """

@@ -48,28 +48,28 @@ def table(text: str) -> list[list[str]]:
 
 
 def test_a_grid_is_measured_kept_and_not_run_twice(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    grid = ["--grid", "elder.gates.strength=1e-3,1e-1", "--grid", "elder.strength=1e-3,1"]
+    grid = ["--grid", "elder.gates.penalty_weight=1e-3,1e-1", "--grid", "elder.penalty_weight=1e-3,1"]
     assert main([*inputs, *grid]) == 0
     first = table(capsys.readouterr().out)
-    assert first[0][:5] == ["recipe", "elder.gates.strength", "elder.strength", "dense PPL", "PPL"]
+    assert first[0][:5] == ["recipe", "elder.gates.penalty_weight", "elder.penalty_weight", "dense PPL", "PPL"]
     assert [row[1:3] for row in first[2:]] == [["1e-3", "1e-3"], ["1e-3", "1"], ["1e-1", "1e-3"], ["1e-1", "1"]]
     dense, *cells = records(inputs)
     assert dense["kind"] == "dense"
     assert [cell["plan_reused"] for cell in cells] == [False, True, False, True]
     assert all(cell["parameters"] < cell["dense_parameters"] for cell in cells)
-    assert cells[0]["perplexity"] != cells[1]["perplexity"], "the penalty's strength has an effect"
+    assert cells[0]["perplexity"] != cells[1]["perplexity"], "the weight of the penalty has an effect"
     assert main([*inputs, *grid]) == 0
     assert table(capsys.readouterr().out) == first
     assert len(records(inputs)) == 5
-    assert main([*inputs, "--grid", "elder.gates.strength=1e-1", "--grid", "elder.strength=1,10"]) == 0
+    assert main([*inputs, "--grid", "elder.gates.penalty_weight=1e-1", "--grid", "elder.penalty_weight=1,10"]) == 0
     assert len(records(inputs)) == 6
     assert records(inputs)[-1]["plan_reused"], "also across runs"
 
 
 def test_a_cell_equals_the_same_options_run_alone(inputs: list[str]) -> None:
-    assert main([*inputs, "--grid", "elder.strength=1e-3,1"]) == 0
+    assert main([*inputs, "--grid", "elder.penalty_weight=1e-3,1"]) == 0
     model, tokenizer = load_model(inputs[0])
-    config = build_config(recipe=inputs[2], settings=["elder.strength=1"])
+    config = build_config(recipe=inputs[2], settings=["elder.penalty_weight=1"])
     result = prune_(model, draw_samples(model, tokenizer, config), config)
     alone = evaluate_perplexity(model, tokenizer, inputs[4], "ppl-128", max_tokens=512).perplexity
     cell = records(inputs)[-1]
@@ -112,20 +112,23 @@ def test_several_recipes_make_a_table_of_cases(
 
 
 def test_a_torn_last_line_loses_its_cell_only(inputs: list[str]) -> None:
-    assert main([*inputs, "--grid", "elder.strength=1,2"]) == 0
+    assert main([*inputs, "--grid", "elder.penalty_weight=1,2"]) == 0
     path = Path(inputs[-1])
     path.write_text(path.read_text()[:-20])
-    assert main([*inputs, "--grid", "elder.strength=1,2"]) == 0
+    assert main([*inputs, "--grid", "elder.penalty_weight=1,2"]) == 0
     lines = path.read_text().splitlines()
     assert len(lines) == 4
-    assert json.loads(lines[-1])["grid"] == {"elder.strength": 2}
+    assert json.loads(lines[-1])["grid"] == {"elder.penalty_weight": 2}
 
 
 def test_an_option_that_the_others_leave_unused_is_named(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--set", "elder.layers=[1]", "--set", "elder.schedule=anneal"]
-    assert main([*inputs, *fixed, "--grid", "elder.strength=1,2", "--grid", "elder.train.learning_rate=1e-3,1e-2"]) == 0
+    assert (
+        main([*inputs, *fixed, "--grid", "elder.penalty_weight=1,2", "--grid", "elder.train.learning_rate=1e-3,1e-2"])
+        == 0
+    )
     message = capsys.readouterr().err
-    assert "elder.strength made no difference" in message
+    assert "elder.penalty_weight made no difference" in message
     assert "learning_rate made no" not in message
 
 
@@ -138,7 +141,7 @@ def test_training_text_is_no_test_text(inputs: list[str], tmp_path: Path) -> Non
 
 def test_wrong_options_stop_before_anything_runs(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*inputs, "--grid", "elder.strenght=1"]) == 2
-    assert "Did you mean 'strength'" in capsys.readouterr().err
+    assert "Did you mean 'penalty_weight'" in capsys.readouterr().err
     assert main([*inputs, "--grid", "dtype=float32,bfloat16"]) == 2
     assert not Path(inputs[-1]).exists()
 
@@ -150,7 +153,7 @@ def test_grids_are_read_as_yaml_and_may_be_joined() -> None:
         with pytest.raises(ConfigError):
             parse_grid(wrong)
     joined = "data.samples+recovery_data.samples=800+200,500+500"
-    cases = make_cases([], "dress", [], [joined, "dress.strength=1e-5,1e-1"])
+    cases = make_cases([], "dress", [], [joined, "dress.penalty_weight=1e-5,1e-1"])
     sizes = [(c.config.data.samples, c.config.recovery_data.samples) for c in cases if c.config.recovery_data]
     assert sizes == [(800, 200), (800, 200), (500, 500), (500, 500)]
-    assert [c.config.dress.strength for c in cases] == [1e-5, 1e-1] * 2
+    assert [c.config.dress.penalty_weight for c in cases] == [1e-5, 1e-1] * 2

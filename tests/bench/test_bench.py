@@ -1,4 +1,4 @@
-"""The kernel and optimiser benches at toy size: every op and part is measured, kept and judged."""
+"""The kernel and optimizer benches at toy size: every op and part is measured, kept and judged."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class TestOptimizer:
         )  # fmt: skip
         rows = lines(path)
         assert {row["op"] for row in rows} == {
-            "penalty and optimiser", "training step", "peak memory", "compaction of a checkpoint",
+            "penalty and optimizer", "training step", "peak memory", "compaction of a checkpoint",
         }  # fmt: skip
         out = capsys.readouterr().out
         assert "not measured" not in out

@@ -133,7 +133,7 @@ def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:
     for arm in metrics["details"]["arms"].values():
         assert arm["label"] in text
         assert arm["label"].replace("'", "&#x27;") in page
-    for condition in ("no document in common", "learning rate", "strength"):
+    for condition in ("no document in common", "learning rate", "penalty_weight"):
         assert condition in text
         assert condition in page
     assert str(out.parent) not in text, "no path of this machine"

@@ -180,7 +180,7 @@ def test_unknown_unit_and_preset(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_every_wrong_setting_is_named_at_once(checkpoint: Path, tmp_path: Path) -> None:
     message = refused(
-        "prune", checkpoint, "--out", tmp_path / "o", "--set", "elder.gate.strength=1", "--set", "elder.norm=l3"
+        "prune", checkpoint, "--out", tmp_path / "o", "--set", "elder.gate.penalty_weight=1", "--set", "elder.norm=l3"
     )
     assert "Did you mean 'gates'?" in message
     assert "'l3'" in message
@@ -558,9 +558,9 @@ def test_serve_hands_options_to_vllm(pruned: Path, monkeypatch: pytest.MonkeyPat
 
 def test_settings_win_over_options_recipe_and_preset(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("preset: elder-paper\nratio: 0.3\nelder: {strength: 0.5, gates: {batch_size: 7}}\n")
-    config = build_config(recipe=path, options={"ratio": 0.4, "method": None}, settings=["elder.strength=2e-3"])
-    assert (config.ratio, config.elder.strength, config.elder.gates.batch_size) == (0.4, 2e-3, 7)
+    path.write_text("preset: elder-paper\nratio: 0.3\nelder: {penalty_weight: 0.5, gates: {batch_size: 7}}\n")
+    config = build_config(recipe=path, options={"ratio": 0.4, "method": None}, settings=["elder.penalty_weight=2e-3"])
+    assert (config.ratio, config.elder.penalty_weight, config.elder.gates.batch_size) == (0.4, 2e-3, 7)
     assert config.elder.train == preset("elder-paper").elder.train
 
 

@@ -279,7 +279,7 @@ def test_early_stopping_on_a_single_sample_is_refused_before_the_gates() -> None
 
 
 def test_weight_decay_that_adam_lacks_is_refused_before_the_work() -> None:
-    assert "which has none" in problems_of(TrainConfig, optimiser="adam", weight_decay=0.1)[0]
+    assert "which has none" in problems_of(TrainConfig, optimizer="adam", weight_decay=0.1)[0]
 
 
 def test_the_sequences_of_a_pass_divide_the_batch() -> None:

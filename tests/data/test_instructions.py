@@ -289,7 +289,7 @@ def test_masked_labels_are_weighted_exactly_over_micro_batches(micro: int) -> No
     causal_loss(expected, tokens).backward()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     settings = TrainConfig(
-        optimiser="sgd", learning_rate=1.0, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None
+        optimizer="sgd", learning_rate=1.0, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None
     )
     train(model, tokens, settings)
     for name, p in expected.named_parameters():

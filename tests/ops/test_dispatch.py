@@ -63,7 +63,7 @@ def test_auto_does_not_choose_tritons_interpreter(
         ("threshold", lambda w: group_prox(w, [0], 0, "l2", 1e39)),
         ("gamma", lambda w: moreau_step(w, w.clone(), 1e39, 1e39, 0.0, 0)),
         ("gamma * eta", lambda w: moreau_step(w, w.clone(), 1e20, 1e20, 1e20, 0)),
-        ("strength", lambda w: add_group_penalty_(w.clone(), w, [0], 0, "l2", 1e39)),
+        ("penalty_weight", lambda w: add_group_penalty_(w.clone(), w, [0], 0, "l2", 1e39)),
         ("offset", lambda w: group_penalty(w, [0], 0, "l2", offset=-1e39)),
         ("offset", lambda w: group_importance(w, w, 0, offset=1e39)),
         ("sigma", lambda w: perturb(w, w, 1e39, 0)),

@@ -369,9 +369,9 @@ def test_bad_arguments() -> None:
         group_penalty(w, [1], 1, "l2", offset=math.inf)
     with pytest.raises(OpError, match="int64"):
         group_penalty(w.long(), [1], 1, "l2")
-    for strength in (-1.0, NAN, math.inf):
-        with pytest.raises(OpError, match="strength is"):
-            add_group_penalty_(grad, w, [1], 1, "l2", strength)
+    for penalty_weight in (-1.0, NAN, math.inf):
+        with pytest.raises(OpError, match="penalty_weight is"):
+            add_group_penalty_(grad, w, [1], 1, "l2", penalty_weight)
     with pytest.raises(OpError, match="grad has shape"):
         add_group_penalty_(grad[:2], w, [1], 1, "l2", 1.0)
     with pytest.raises(OpError, match="grad has dtype"):
@@ -391,7 +391,15 @@ def test_the_bindings_check_what_they_are_given() -> None:
     index = view(one)
 
     def call(grad: torch.Tensor | None = None, **changed: object) -> float:
-        arguments = {"w": view(w), "index": index, "axis": 0, "l1": False, "strength": 1.0, "offset": 0.0, "threads": 1}
+        arguments = {
+            "w": view(w),
+            "index": index,
+            "axis": 0,
+            "l1": False,
+            "penalty_weight": 1.0,
+            "offset": 0.0,
+            "threads": 1,
+        }
         return float(module.group_penalty(grad=None if grad is None else view(grad), **(arguments | changed)))
 
     assert call() == pytest.approx(6**0.5)

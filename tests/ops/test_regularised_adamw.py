@@ -365,7 +365,7 @@ def test_nan_reaches_its_group_in_l2_penalties_and_infinity_leaves_it_unpenalise
 
 @pytest.mark.parametrize(("shape", "axis"), [((4,), 0), ((4, 1), 0), ((1, 4), 1), ((4, 3), 0), ((3, 4), 1)], ids=str)
 def test_the_gradient_of_a_tiny_slice_is_that_of_group_penalty(backend: str, shape: tuple[int, ...], axis: int) -> None:
-    """The strength over the slice's norm has no float32."""
+    """The weight over the slice's norm has no float32."""
     weight, gradient = torch.full(shape, 1e-40), torch.zeros(shape)
     index = torch.tensor([0, 2])
     expected = torch.zeros_like(weight)
@@ -435,7 +435,7 @@ def test_bad_arguments() -> None:
         "weight_decay is -1e\\+39": {"hyper": Hyper(1.0, weight_decay=1e39)},
         "eps is 1e\\+39": {"hyper": Hyper(eps=1e39)},
         "gradient_scale is inf": {"gradient_scales": [math.inf]},
-        "strength is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", 1e39)]},
+        "penalty_weight is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", 1e39)]},
         "step size is 1e\\+40": {"penalties": [Penalty(torch.tensor([0]), 0, "l1", 1e20, "prox", 1e20)]},
         "offset is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, offset=1e39)]},
         "steps count from 1": {"steps": 0},
@@ -446,7 +446,7 @@ def test_bad_arguments() -> None:
         "moments.first does not fit": {"moments": Moments.zeros(w[:2])},
         "moments.first_scale": {"moments": Moments(m.first.byte(), m.second.byte(), torch.zeros(2), torch.zeros(1))},
         "int64": {"weight": w.long(), "gradient": w.long()},
-        "strength": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", -1.0)]},
+        "penalty_weight": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", -1.0)]},
         "solver": {"penalties": [Penalty(torch.tensor([0]), 0, solver="proxy")]},  # type: ignore[arg-type]
         "Unknown kind": {"penalties": [Penalty(torch.tensor([0]), 0, kind="l3")]},  # type: ignore[arg-type]
         "0 to 3": {"penalties": [Penalty(torch.tensor([4]), 0)]},
@@ -466,7 +466,7 @@ def test_the_bindings_check_what_they_are_given() -> None:
     index = torch.tensor([0])
 
     def make(weight: torch.Tensor = w, state: tuple[torch.Tensor, ...] = (m, v), **more: Any) -> Any:
-        arguments = {"penalty": "none", "index": index, "by_row": True, "strength": 0.0, "offset": 0.0} | more
+        arguments = {"penalty": "none", "index": index, "by_row": True, "penalty_weight": 0.0, "offset": 0.0} | more
         arguments["index"] = view(arguments["index"])
         return module.AdamTensor(
             view(weight), view(g), [view(t) for t in state], [1.0] * 8, step=1, stream=0, **arguments
@@ -481,7 +481,7 @@ def test_the_bindings_check_what_they_are_given() -> None:
         "unknown penalty": {"penalty": "l3"},
         "out of range": {"index": torch.tensor([4])},
         "int64": {"index": torch.tensor([1.0])},
-        "threshold": {"strength": -1.0},
+        "threshold": {"penalty_weight": -1.0},
     }.items():
         with pytest.raises(ValueError, match=match):
             make(**arguments)

@@ -96,10 +96,10 @@ def adamw(kind: str, stochastic: bool, quantised: bool, dtype: torch.dtype, held
     smallest, limit = torch.finfo(dtype).smallest_normal, threshold(dtype, 0)
     penalties = {
         "none": None,
-        "l1": Penalty(INDEX, 0, "l1", strength=smallest),
-        "l2": Penalty(INDEX, 0, "l2", strength=smallest),
-        "l1-prox": Penalty(INDEX, 0, "l1", strength=limit, solver="prox", prox_step=0.125),
-        "l2-prox": Penalty(INDEX, 0, "l2", strength=limit, solver="prox", prox_step=1.0),
+        "l1": Penalty(INDEX, 0, "l1", penalty_weight=smallest),
+        "l2": Penalty(INDEX, 0, "l2", penalty_weight=smallest),
+        "l1-prox": Penalty(INDEX, 0, "l1", penalty_weight=limit, solver="prox", prox_step=0.125),
+        "l2-prox": Penalty(INDEX, 0, "l2", penalty_weight=limit, solver="prox", prox_step=1.0),
     }
     moments = Moments.zeros(w, quantised=quantised)
     regularised_adamw(

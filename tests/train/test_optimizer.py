@@ -1,4 +1,4 @@
-"""RegularisedAdamW as an optimiser: torch's behaviour, resuming, stepping in backward, and its memory."""
+"""RegularisedAdamW as an optimizer: torch's behaviour, resuming, stepping in backward, and its memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pyprune.train.objective import Objective
 from pyprune.train.optimizer import RegularisedAdamW, make_optimizer
 from tests._support.models import tiny_batch, tiny_model
 
-CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3, optimiser="fused_adamw")
+CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3, optimizer="fused_adamw")
 
 
 def assert_equal(left: nn.Module, right: nn.Module) -> None:
@@ -49,7 +49,7 @@ def test_trains_like_torchs_adamw() -> None:
     samples = tiny_batch(1, 12, 16)
     ours, theirs = tiny_model(), tiny_model()
     report = train(ours, samples, CONFIG)
-    expected = train(theirs, samples, replace(CONFIG, optimiser="adamw"))
+    expected = train(theirs, samples, replace(CONFIG, optimizer="adamw"))
     # Each step moves a weight by about 1e-3. Where a gradient is noise, rounding decides its direction.
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert ((a - b).abs() > 1e-5).float().mean() < 0.001
@@ -60,7 +60,7 @@ def test_clipping_in_the_pass_is_torchs_clipping() -> None:
     """The gradients are far above the limit, so a clipping that did nothing would show in the moments."""
     samples, config = tiny_batch(1, 12, 16), replace(CONFIG, max_grad_norm=1e-2)
     states = []
-    for optimiser in ("fused_adamw", "adamw"):
+    for optimizer in ("fused_adamw", "adamw"):
         model = tiny_model()
 
         class Spy(Objective):
@@ -68,7 +68,7 @@ def test_clipping_in_the_pass_is_torchs_clipping() -> None:
                 if step == 2:
                     states.append([optimizer.state[p]["exp_avg"].clone() for p in model.parameters()])
 
-        report = train(model, samples, replace(config, optimiser=optimiser), Spy())  # type: ignore[arg-type]
+        report = train(model, samples, replace(config, optimizer=optimizer), Spy())  # type: ignore[arg-type]
         assert min(record.grad_norm for record in report.history) > 0.1
     for ours, theirs in zip(*states, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-9)

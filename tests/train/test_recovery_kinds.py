@@ -171,7 +171,7 @@ def test_the_reported_terms_make_up_the_gradient() -> None:
     found.total.backward()
     before = weights(student)
     train = TrainConfig(
-        optimiser="sgd", learning_rate=1.0, steps=1, batch_size=6, micro_batch_size=2, max_grad_norm=None
+        optimizer="sgd", learning_rate=1.0, steps=1, batch_size=6, micro_batch_size=2, max_grad_norm=None
     )
     report = recover(student, data, replace(FULL, train=train), teacher=teacher, plan=plan)
     for name, p in expected.named_parameters():

@@ -102,7 +102,7 @@ def test_accumulation_weights_tokens_exactly_when_samples_are_padded(micro: int)
     model = tiny_model()
     before = weights(model)
     config = TrainConfig(
-        optimiser="sgd", learning_rate=1.0, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None
+        optimizer="sgd", learning_rate=1.0, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None
     )
     report = train(model, data, config)
     for name, p in expected.named_parameters():
@@ -115,7 +115,7 @@ def test_accumulation_weights_tokens_exactly_when_samples_are_padded(micro: int)
 def test_clipping_bounds_the_update() -> None:
     model = tiny_model()
     before = weights(model)
-    config = TrainConfig(optimiser="sgd", learning_rate=1.0, steps=1, batch_size=2, max_grad_norm=0.01)
+    config = TrainConfig(optimizer="sgd", learning_rate=1.0, steps=1, batch_size=2, max_grad_norm=0.01)
     report = train(model, samples(2), config)
     moved = sum(float((before[n] - p.detach()).square().sum()) for n, p in model.named_parameters()) ** 0.5
     assert report.history[0].grad_norm > 0.01
@@ -174,9 +174,9 @@ def test_a_micro_batch_that_does_not_divide_the_batch_is_the_next_smaller_that_d
     assert losses[3] == losses[2]
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adam", "sgd"])
-def test_equal_seeds_give_equal_bits_and_leave_the_global_stream_alone(optimiser: str) -> None:
-    config = replace(CONFIG, optimiser=optimiser)
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_equal_seeds_give_equal_bits_and_leave_the_global_stream_alone(optimizer: str) -> None:
+    config = replace(CONFIG, optimizer=optimizer)
     first, second, third = tiny_model("opt"), tiny_model("opt"), tiny_model("opt")
     for model in (first, second, third):
         model.config.dropout = 0.1
@@ -297,7 +297,7 @@ def test_periodic_checkpoints_keep_only_the_newest_and_hold_no_pickle(tmp_path: 
     train(tiny_model(), samples(), replace(CONFIG, checkpoint_interval=2), checkpoint_dir=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000006"]
     names = {p.name for p in (tmp_path / "step-000006").iterdir()}
-    assert names == {"state.json", "weights.safetensors", "optimiser.safetensors"}
+    assert names == {"state.json", "weights.safetensors", "optimizer.safetensors"}
 
 
 def test_a_fresh_run_does_not_overwrite_a_checkpoint(tmp_path: Path) -> None:
@@ -430,4 +430,4 @@ def test_half_precision_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         train(tiny_model().to(torch.bfloat16), samples(), CONFIG)
     with pytest.raises(ConfigError, match="weight_decay"):
-        train(tiny_model(), samples(), replace(CONFIG, optimiser="adam", weight_decay=0.1))
+        train(tiny_model(), samples(), replace(CONFIG, optimizer="adam", weight_decay=0.1))

@@ -6,13 +6,13 @@ Gemma's norms through 1 + w). Three ways to minimise it:
 
 * ``solver="subgradient"``: the penalty joins the loss, as in the paper. The l1 form of its Proposition 2
   (-y <= x <= y) is the epigraph of the same problem, so it needs no code of its own.
-* ``solver="prox"``: an optimiser step on the LM loss, then the proximal map of the penalty. For l1 in the
+* ``solver="prox"``: an optimizer step on the LM loss, then the proximal map of the penalty. For l1 in the
   diagonal metric of Adam this is an elementwise soft-threshold at lambda * lr / (sqrt(v) + eps), which cuts
   weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
   and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
 
-With ``optimiser="fused_adamw"`` the optimiser applies subgradient or proximal map in its own pass over the weights.
+With ``optimizer="fused_adamw"`` the optimizer applies subgradient or proximal map in its own pass over the weights.
 Two cases stay outside, so that the result is the same: a subgradient that is clipped together with the loss's
 gradient, and the proximal map after Phi's gauge.
 """
@@ -52,7 +52,7 @@ class DressReport:
         removed: the channels R.
         preserved_ratio: sum |W| over R after / before, all tensors; None when R is empty.
         target_preserved_ratio: what was asked for.
-        penalty_before: the penalty (without its strength) before training.
+        penalty_before: the penalty (not weighted) before training.
         penalty_after: the same afterwards.
         train: the training report.
         warnings: an effect that was missed, and the training's own warnings.
@@ -89,15 +89,15 @@ class _Target:
         """The sum of the selected channels' norms; differentiable."""
         return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.shift)
 
-    def add_gradient(self, norm: str, strength: float) -> Tensor:
-        """The penalty; ``strength`` times its gradient joins the parameter's, unless that is frozen."""
+    def add_gradient(self, norm: str, penalty_weight: float) -> Tensor:
+        """The penalty; ``penalty_weight`` times its gradient joins the parameter's, unless that is frozen."""
         parameter = self.param.parameter
         if not parameter.requires_grad:
             return self.penalty(norm)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return add_group_penalty_(
-            parameter.grad, parameter, self.index, self.dim, norm, strength, offset=self.shift
+            parameter.grad, parameter, self.index, self.dim, norm, penalty_weight, offset=self.shift
         )  # fmt: skip
 
     def value(self) -> Tensor:
@@ -131,7 +131,7 @@ class DressObjective(Objective):
         self.targets: list[_Target] = []
         self.gauge_kept: tuple[int, ...] = ()
         self.anneal_steps = 0
-        self.in_optimiser = False
+        self.in_optimizer = False
 
     def identity(self) -> dict[str, Any]:
         """R and the options of the penalty."""
@@ -160,22 +160,22 @@ class DressObjective(Objective):
         """Whether R is shrunk by a schedule instead of penalised."""
         return self.config.schedule == "anneal"
 
-    def optimiser_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """The whole penalty, where the optimiser's own pass gives the same result as a separate one."""
+    def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
+        """The whole penalty, where the optimizer's own pass gives the same result as a separate one."""
         prox = self.config.solver == "prox"
         apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
         frozen = any(not t.param.parameter.requires_grad for t in self.targets)
         if self.annealed or apart or frozen:
             return {}
-        self.in_optimiser = True
+        self.in_optimizer = True
         c = self.config
         return {
-            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.strength, c.solver, c.prox_step, t.shift)
+            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, t.shift)
             for t in self.targets
         }
 
     def penalty(self) -> Tensor | None:
-        """Sum over tensors and channels of the group norms, without the strength; differentiable."""
+        """Sum over tensors and channels of the group norms, without its weight; differentiable."""
         terms = [target.penalty(self.config.norm) for target in self.targets]
         return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
 
@@ -184,24 +184,24 @@ class DressObjective(Objective):
         if self.annealed or self.config.solver == "prox":
             return None
         penalty = self.penalty()
-        return None if penalty is None else self.config.strength * penalty
+        return None if penalty is None else self.config.penalty_weight * penalty
 
     @torch.no_grad()
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
-        """The same without autograd: in one pass over the selected slices, or by the optimiser in its own."""
-        if self.in_optimiser:
+        """The same without autograd: in one pass over the selected slices, or by the optimizer in its own."""
+        if self.in_optimizer:
             return self.step_penalty(model)
         if self.annealed or self.config.solver == "prox" or not self.targets:
             return None
-        strength = self.config.strength
-        terms = [target.add_gradient(self.config.norm, strength) for target in self.targets]
-        return strength * torch.stack([t.to(terms[0].device) for t in terms]).sum()
+        penalty_weight = self.config.penalty_weight
+        terms = [target.add_gradient(self.config.norm, penalty_weight) for target in self.targets]
+        return penalty_weight * torch.stack([t.to(terms[0].device) for t in terms]).sum()
 
     @torch.no_grad()
     def validation_penalty(self, model: nn.Module) -> float:
         """Lambda times the penalty whichever solver minimises it; 0 while annealing, which has none."""
         penalty = None if self.annealed else self.penalty()
-        return 0.0 if penalty is None else self.config.strength * float(penalty)
+        return 0.0 if penalty is None else self.config.penalty_weight * float(penalty)
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
@@ -211,7 +211,7 @@ class DressObjective(Objective):
             gauge_(cast(PreTrainedModel, model), self.gauge_kept)
         if self.annealed:
             self._shrink(step)
-        elif self.config.solver == "prox" and not self.in_optimiser:
+        elif self.config.solver == "prox" and not self.in_optimizer:
             self._prox(optimizer, learning_rate)
 
     def settled(self, step: int) -> bool:
@@ -229,10 +229,10 @@ class DressObjective(Objective):
             shrink(target.param.parameter, target.index, target.dim, ratio, offset=target.shift)
 
     def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        strength, step_size = self.config.strength, self.config.prox_step
+        penalty_weight, step_size = self.config.penalty_weight, self.config.prox_step
         in_adam_metric = self.config.norm == "l1" and step_size is None
         scales = _adam_scales(optimizer, self.targets) if in_adam_metric else {}
-        threshold = strength * (learning_rate if step_size is None else step_size)
+        threshold = penalty_weight * (learning_rate if step_size is None else step_size)
         for target in self.targets:
             parameter = target.param.parameter
             scale = scales.get(parameter)
@@ -261,7 +261,7 @@ def dress_targets(model: PreTrainedModel, channels: Sequence[int]) -> list[_Targ
 def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -> dict[nn.Parameter, Tensor]:
     """sqrt(bias-corrected second moment) + eps of the selected slices, Adam's diagonal metric times its rate.
 
-    Empty for optimisers without second moments (SGD), whose metric is Euclidean.
+    Empty for optimizers without second moments (SGD), whose metric is Euclidean.
     """
     slices = {t.param.parameter: (t.dim, t.index) for t in targets}
     scales: dict[nn.Parameter, Tensor] = {}

@@ -114,7 +114,7 @@ class GateObjective(Objective):
     """Stage 1: LM loss + lambda1 * sum |S_i| over the gates, model frozen.
 
     Greedy masks one layer after ``first_round_steps`` and after every ``round_steps`` more, keeping the other
-    gates and the optimiser's state; one-shot masks all of them at the end of the first round.
+    gates and the optimizer's state; one-shot masks all of them at the end of the first round.
 
     Args:
         count: layers to choose.
@@ -134,7 +134,7 @@ class GateObjective(Objective):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of all rounds."""
+        """Optimizer steps of all rounds."""
         later = self.count - 1 if self.config.search == "greedy" else 0
         return self.config.first_round_steps + later * self.config.round_steps
 
@@ -165,7 +165,7 @@ class GateObjective(Objective):
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
         """lambda1 * sum of |S_i| over the layers that are not masked."""
-        return self.config.strength * self.gates[self._active()].abs().sum()
+        return self.config.penalty_weight * self.gates[self._active()].abs().sum()
 
     def _active(self) -> list[int]:
         gone = set(self.removed)
@@ -246,7 +246,7 @@ def learn_layer_gates(
     gates = config.gates
     objective = GateObjective(count, gates)
     training = TrainConfig(
-        optimiser="adam",
+        optimizer="adam",
         learning_rate=gates.learning_rate,
         steps=objective.steps,
         batch_size=gates.batch_size,
@@ -358,7 +358,7 @@ class ElderObjective(Objective):
             return LossTerms(lm)
         total = torch.stack([n.to(lm.device) for n in self.norms]).sum()
         self.norms.clear()
-        return LossTerms(lm, self.config.strength * total)
+        return LossTerms(lm, self.config.penalty_weight * total)
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed gate is 0."""
@@ -426,7 +426,7 @@ def _penalty_warnings(report: TrainReport) -> list[str]:
         return []
     return [
         f"The regulariser had no effect: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "
-        "Use more steps, a larger strength or learning rate, or schedule 'anneal'."
+        "Use more steps, a larger penalty_weight or learning rate, or schedule 'anneal'."
     ]
 
 

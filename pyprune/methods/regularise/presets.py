@@ -1,6 +1,6 @@
 """Presets of the regularising methods: complete options by name. Plain data; importing this file imports no torch.
 
-``<method>`` is what we recommend, ``<method>-paper`` has the papers' constants. The papers name neither optimiser nor
+``<method>`` is what we recommend, ``<method>-paper`` has the papers' constants. The papers name neither optimizer nor
 number of steps nor epochs; those constants are ours and marked so.
 """
 
@@ -18,7 +18,7 @@ from pyprune.config.train import RecoverConfig, TrainConfig
 def published_training(steps: int, validation_interval: int) -> TrainConfig:
     """The papers' training constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
     return TrainConfig(
-        optimiser="adamw",
+        optimizer="adamw",
         learning_rate=2e-5,
         weight_decay=0.0,
         steps=steps,
@@ -37,7 +37,7 @@ def published_training(steps: int, validation_interval: int) -> TrainConfig:
 def short_training() -> TrainConfig:
     """20 steps of 8 x 256 tokens: what two CPU cores do in a few minutes on a 135M model (all constants ours)."""
     return TrainConfig(
-        optimiser="fused_adamw",
+        optimizer="fused_adamw",
         learning_rate=3e-4,
         weight_decay=0.0,
         steps=20,
@@ -64,7 +64,7 @@ def _dress_paper() -> PruneConfig:
         dress=DressConfig(
             select="last",
             norm="l2",
-            strength=1e-3,
+            penalty_weight=1e-3,
             solver="subgradient",
             schedule="published",
             target_preserved_ratio=0.3,
@@ -78,7 +78,7 @@ def _dress_paper() -> PruneConfig:
 def _dress_paper_opt() -> PruneConfig:
     """DReSS with the paper's constants for OPT-2.7B: lambda 5e-3."""
     base = _dress_paper()
-    return replace(base, dress=replace(base.dress, strength=5e-3))
+    return replace(base, dress=replace(base.dress, penalty_weight=5e-3))
 
 
 def _dress() -> PruneConfig:
@@ -92,7 +92,7 @@ def _dress() -> PruneConfig:
         dress=DressConfig(
             select="scored",
             norm="l2",
-            strength=0.0,
+            penalty_weight=0.0,
             schedule="anneal",
             anneal_share=0.5,
             target_preserved_ratio=0.05,
@@ -115,14 +115,14 @@ def _elder_paper() -> PruneConfig:
             gates=GateConfig(
                 placement="residual",
                 search="greedy",
-                strength=5e-3,
+                penalty_weight=5e-3,
                 learning_rate=1e-2,
                 first_round_steps=40,
                 round_steps=10,
                 batch_size=4,
             ),
             norm="l2",
-            strength=1e-3,
+            penalty_weight=1e-3,
             schedule="published",
             train=published_training(steps=100, validation_interval=2),
         ),
@@ -155,14 +155,14 @@ def _elder() -> PruneConfig:
             gates=GateConfig(
                 placement="residual",
                 search="greedy",
-                strength=5e-2,
+                penalty_weight=5e-2,
                 learning_rate=3e-2,
                 first_round_steps=40,
                 round_steps=10,
                 batch_size=4,
             ),
             norm="l2",
-            strength=0.0,
+            penalty_weight=0.0,
             schedule="anneal",
             anneal_share=0.25,
             train=short_training(),

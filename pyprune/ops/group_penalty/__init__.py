@@ -70,11 +70,11 @@ def add_group_penalty_(
     index: torch.Tensor | Sequence[int],
     axis: int,
     kind: str,
-    strength: float,
+    penalty_weight: float,
     *,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Add ``strength`` times the gradient of the group penalty to ``grad``, in place; value and gradient in one pass.
+    """Add ``penalty_weight`` times the gradient of the group penalty to ``grad``, in place, in one pass.
 
     Args:
         grad: an existing gradient of ``w``, of its shape, dtype and device; shares no memory with it.
@@ -82,11 +82,11 @@ def add_group_penalty_(
         index: as in :func:`group_penalty`.
         axis: as in :func:`group_penalty`.
         kind: as in :func:`group_penalty`.
-        strength: lambda, finite, >= 0.
+        penalty_weight: lambda, finite, >= 0.
         offset: as in :func:`group_penalty`.
 
     Returns:
-        The penalty without ``strength``, a scalar in float32 (float64 for float64). The gradient, NaN and infinities
+        The penalty, not weighted, a scalar in float32 (float64 for float64). The gradient, NaN and infinities
         included, is that of :func:`group_penalty`; it is added in float32 and rounded once.
 
     Raises:
@@ -95,13 +95,13 @@ def add_group_penalty_(
     """
     selection = select(OP, w, index, axis, offset)
     kind = _norm_of(kind, selection)
-    strength = rounded_scalar(checked_threshold(strength, "strength"), w.dtype, "strength")
+    penalty_weight = rounded_scalar(checked_threshold(penalty_weight, "penalty_weight"), w.dtype, "penalty_weight")
     for name in ("shape", "dtype", "device"):
         if getattr(grad, name) != getattr(w, name):
             raise OpError(f"grad has {name} {getattr(grad, name)}, but w has {getattr(w, name)}")
     if not disjoint(grad, w):
         raise OpError("grad and w share memory: pass separate tensors")
-    return _add_gradient(grad, w, selection, kind, strength, backend_for(OP, selection.matrix, w))
+    return _add_gradient(grad, w, selection, kind, penalty_weight, backend_for(OP, selection.matrix, w))
 
 
 def _norm_of(kind: str, selection: Selection) -> str:
@@ -141,13 +141,13 @@ def _add_gradient(
     w: torch.Tensor,
     selection: Selection,
     kind: str,
-    strength: float | torch.Tensor,
+    penalty_weight: float | torch.Tensor,
     backend: Backend,
 ) -> torch.Tensor:
     if backend == "python" or selection.matrix is None or not _elements(w, selection):
-        return plain.add_gradient(grad, w, selection.index, selection.axis, kind, strength, selection.offset)
+        return plain.add_gradient(grad, w, selection.index, selection.axis, kind, penalty_weight, selection.offset)
     target = as_rows(grad, selection.matrix)
-    value = _run(target, as_rows(w, selection.matrix), selection, kind, strength, backend)
+    value = _run(target, as_rows(w, selection.matrix), selection, kind, penalty_weight, backend)
     written(grad, target)
     return value
 
@@ -161,21 +161,21 @@ def _run(
     w: torch.Tensor,
     selection: Selection,
     kind: str,
-    strength: float | torch.Tensor,
+    penalty_weight: float | torch.Tensor,
     backend: Backend,
 ) -> torch.Tensor:
     axis = cast(tuple[int, int, int], selection.matrix)[2]
     if backend == "triton":
         from pyprune.ops.group_penalty import triton as kernels
 
-        return kernels.group_penalty(grad, w, selection.index, axis, kind, strength, selection.offset)
+        return kernels.group_penalty(grad, w, selection.index, axis, kind, penalty_weight, selection.offset)
     value = cast(ModuleType, extension()).group_penalty(
         tensor_view(w),
         tensor_view(selection.index),
         axis,
         kind == "l1",
         None if grad is None else tensor_view(grad),
-        float(strength),
+        float(penalty_weight),
         selection.offset,
         threads(),
     )

@@ -24,10 +24,10 @@ def add_gradient(
     index: torch.Tensor,
     axis: int,
     kind: str,
-    strength: float | torch.Tensor,
+    penalty_weight: float | torch.Tensor,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Add ``strength`` times the gradient of the penalty to ``grad``, in place, and return the penalty.
+    """Add ``penalty_weight`` times the gradient of the penalty to ``grad``, in place, and return the penalty.
 
     The gradient is the sign for l1 (0 for NaN), and v / ||v|| for l2, computed in float32 (float64 for float64) and
     rounded once, after it has been added.
@@ -36,19 +36,19 @@ def add_gradient(
     if kind == "l1":
         value = selected.abs().sum(dtype=torch.float64)
         # The comparison is false for 0 and for NaN.
-        slope = (selected.sign() * _as(strength, selected.dtype)).masked_fill(~(selected.abs() > 0), 0.0)
+        slope = (selected.sign() * _as(penalty_weight, selected.dtype)).masked_fill(~(selected.abs() > 0), 0.0)
     else:
         norms = torch.linalg.vector_norm(selected, dim=_others(w, axis), dtype=torch.float64, keepdim=True)
         value = norms.sum()
-        slope = selected * slope_scales(norms, strength, selected.dtype)
+        slope = selected * slope_scales(norms, penalty_weight, selected.dtype)
     total = _wide(grad.index_select(axis, index)) + slope
     grad.index_copy_(axis, index, total.to(grad.dtype))
     return value.to(selected.dtype)
 
 
-def slope_scales(norms: torch.Tensor, strength: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``strength / norms`` in ``dtype``: 0 for a norm of 0, and never infinite unless ``strength`` is."""
-    factor = torch.as_tensor(strength, dtype=torch.float64, device=norms.device)
+def slope_scales(norms: torch.Tensor, penalty_weight: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``penalty_weight / norms`` in ``dtype``: 0 for a norm of 0, and never infinite unless ``penalty_weight`` is."""
+    factor = torch.as_tensor(penalty_weight, dtype=torch.float64, device=norms.device)
     largest = torch.finfo(dtype).max
     scales = factor / norms
     scales = torch.where(factor.isfinite(), scales.clamp(-largest, largest), scales)
@@ -59,8 +59,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _as(strength: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
-    return strength.to(dtype) if isinstance(strength, torch.Tensor) else strength
+def _as(penalty_weight: float | torch.Tensor, dtype: torch.dtype) -> float | torch.Tensor:
+    return penalty_weight.to(dtype) if isinstance(penalty_weight, torch.Tensor) else penalty_weight
 
 
 def _others(w: torch.Tensor, axis: int) -> tuple[int, ...]:

@@ -33,12 +33,12 @@ def _add(grad, at, inside, slope):
 
 
 @triton.jit
-def _penalty(w, grad, index, strength, partial, groups, length, cols, offset, chunk, L1: tl.constexpr,
+def _penalty(w, grad, index, penalty_weight, partial, groups, length, cols, offset, chunk, L1: tl.constexpr,
              GRADIENT: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Sums of a chunk of some groups; with l1 the gradient beside them, with l2 after them if the chunk is all."""
     first = tl.program_id(1).to(tl.int64) * chunk
     end = tl.minimum(first + chunk, length)
-    factor = tl.load(strength)
+    factor = tl.load(penalty_weight)
     if BY_ROW:
         total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
     else:
@@ -58,7 +58,7 @@ def _penalty(w, grad, index, strength, partial, groups, length, cols, offset, ch
     tl.store(partial + tl.program_id(1).to(tl.int64) * groups + position, sums, mask=position < groups)
     if GRADIENT and not L1:
         scale = factor.to(tl.float64) / tl.sqrt(tl.where(sums == 0.0, 1.0, sums))
-        # Both comparisons are false for NaN; an infinite strength stays.
+        # Both comparisons are false for NaN; an infinite weight stays.
         limited = tl.where(tl.abs(scale) > LARGEST, tl.where(scale < 0, -LARGEST, LARGEST), scale)
         scale = tl.where(tl.abs(factor) <= LARGEST, limited, scale)
         scale = of_groups(tl.where(sums == 0.0, 0.0, scale).to(tl.float32), BY_ROW)
@@ -84,7 +84,7 @@ def group_sums(
     kind: str,
     offset: float,
     grad: torch.Tensor | None = None,
-    strength: torch.Tensor | None = None,
+    penalty_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of magnitudes (l1) or squares (l2) of the selected groups, float64, in the order of the index.
 
@@ -95,7 +95,7 @@ def group_sums(
     chunk = length if axis == 0 else sizes["STEP"] * COLUMN_STEPS
     chunks = triton.cdiv(length, chunk)
     partial = torch.empty(chunks, len(index), dtype=torch.float64, device=w.device)
-    factor = torch.zeros(1, dtype=torch.float32, device=w.device) if strength is None else strength
+    factor = torch.zeros(1, dtype=torch.float32, device=w.device) if penalty_weight is None else penalty_weight
     gradient = grad is not None and (kind == "l1" or axis == 0)
     launch(
         _penalty, (triton.cdiv(len(index), sizes["GROUPS"]), chunks),
@@ -111,10 +111,10 @@ def group_penalty(
     index: torch.Tensor,
     axis: int,
     kind: str,
-    strength: float | torch.Tensor,
+    penalty_weight: float | torch.Tensor,
     offset: float,
 ) -> torch.Tensor:
-    """The penalty, float32; with ``grad``, ``strength`` times its gradient is added to that.
+    """The penalty, float32; with ``grad``, ``penalty_weight`` times its gradient is added to that.
 
     Args:
         grad: like ``w``, or None.
@@ -122,10 +122,10 @@ def group_penalty(
         index: int64, not empty.
         axis: 0 for rows, 1 for columns.
         kind: "l1" or "l2".
-        strength: a number, or a tensor on the device, which is not waited for.
+        penalty_weight: a number, or a tensor on the device, which is not waited for.
         offset: added to the weights first.
     """
-    factor = torch.as_tensor(strength, dtype=torch.float32, device=w.device).reshape(1)
+    factor = torch.as_tensor(penalty_weight, dtype=torch.float32, device=w.device).reshape(1)
     sums = group_sums(w, index, axis, kind, offset, grad, factor)
     if kind == "l1":
         return sums.sum().float()

@@ -45,7 +45,7 @@ def moreau_step(
         delta: any shape, floating point, contiguous; changed in place.
         grad: like ``delta``.
         gamma: step size, finite, >= 0.
-        rho: strength of the proximal term, finite, > 0.
+        rho: weight of the proximal term, finite, > 0.
         eta: weight of the group norm (MoreauPruner-GS), finite, >= 0. 0 is MoreauPruner's plain step.
         axis: the dimension that counts the groups, as in ``group_soft_threshold``.
 

@@ -61,7 +61,7 @@ def regularised_adamw(
 
     NaN and infinities: an element whose gradient is NaN or infinite becomes NaN itself; others do not, except in the
     same group of an l2 penalty (NaN only; a group with an infinity has no penalty; the subgradient of a group with a
-    norm below 3e-39 is shorter than the strength, as in ``group_penalty``), and in the same 128 elements of
+    norm below 3e-39 is shorter than the weight of the penalty, as in ``group_penalty``), and in the same 128 elements of
     8-bit moments, which become NaN from the next step on.
 
     Args:
@@ -153,12 +153,12 @@ def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor, lr: float) -
     if penalty is None:
         return None
     checked_kind(penalty.kind)
-    checked_threshold(penalty.strength, "strength")
+    checked_threshold(penalty.penalty_weight, "penalty_weight")
     if penalty.prox_step is not None:
         checked_threshold(penalty.prox_step, "prox_step")
     if penalty.solver not in ("subgradient", "prox"):
         raise OpError(f"solver is {penalty.solver!r}, must be 'subgradient' or 'prox'")
-    _strength(penalty, lr, weight.dtype)
+    _weight_of(penalty, lr, weight.dtype)
     offset = rounded_scalar(penalty.offset, weight.dtype, "offset")
     axis = checked_axis(penalty.axis, weight.dim())
     index = checked_index(penalty.index, weight.shape[axis], weight)
@@ -196,12 +196,12 @@ def _kind(penalty: Penalty | None) -> str:
     return f"{penalty.kind}-{penalty.solver}"
 
 
-def _strength(penalty: Penalty | None, lr: float, dtype: torch.dtype) -> float:
+def _weight_of(penalty: Penalty | None, lr: float, dtype: torch.dtype) -> float:
     if penalty is None:
         return 0.0
     if penalty.solver == "subgradient":
-        return rounded_scalar(penalty.strength, dtype, "strength")
-    return rounded_scalar(penalty.threshold(lr), dtype, "strength * step size")
+        return rounded_scalar(penalty.penalty_weight, dtype, "penalty_weight")
+    return rounded_scalar(penalty.threshold(lr), dtype, "penalty_weight * step size")
 
 
 def _run_triton(
@@ -221,10 +221,10 @@ def _run_triton(
             continue
         rows, cols, by_row = _matrix_of(weight, penalties[i])
         scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
-        strength = _strength(penalties[i], hyper.lr, weight.dtype)
+        penalty_weight = _weight_of(penalties[i], hyper.lr, weight.dtype)
         kernels.step_tensor(
             weight.view(rows, cols), gradients[i].view(rows, cols), moments[i], hyper, scalars, penalties[i],
-            _kind(penalties[i]), by_row, strength, randoms[i], stochastic=stochastic,
+            _kind(penalties[i]), by_row, penalty_weight, randoms[i], stochastic=stochastic,
         )  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def _run_cpp(
                 [tensor_view(t) for t in state if t is not None], [*vars(scalars).values()],
                 randoms[i].step, randoms[i].stream, _kind(penalty),
                 nothing if penalty is None else tensor_view(penalty.index), by_row,
-                _strength(penalty, hyper.lr, weight.dtype), 0.0 if penalty is None else float(penalty.offset),
+                _weight_of(penalty, hyper.lr, weight.dtype), 0.0 if penalty is None else float(penalty.offset),
             )
         )  # fmt: skip
     module.regularised_adamw(bound, randoms[0].seed, stochastic, threads())

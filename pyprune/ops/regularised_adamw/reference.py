@@ -20,13 +20,13 @@ FIRST_BITS, SECOND_BITS = 3, 4
 
 @dataclass(frozen=True)
 class Penalty:
-    """A group penalty on selected slices of one weight, handled inside the optimiser's pass.
+    """A group penalty on selected slices of one weight, handled inside the optimizer's pass.
 
     Attributes:
         index: the selected positions along ``axis``, each at most once; may be empty.
         axis: the dimension that ``index`` counts along.
         kind: "l2" (norm of each slice, not squared) or "l1" (sum of absolute values).
-        strength: lambda, >= 0.
+        penalty_weight: lambda, >= 0.
         solver: "subgradient" adds lambda times the penalty's gradient to the loss's gradient; "prox" applies the
             proximal map after the step.
         prox_step: step size of the proximal map. None: the learning rate, for l1 in Adam's diagonal metric
@@ -37,14 +37,14 @@ class Penalty:
     index: Tensor
     axis: int
     kind: Literal["l1", "l2"] = "l2"
-    strength: float = 1e-3
+    penalty_weight: float = 1e-3
     solver: Literal["subgradient", "prox"] = "subgradient"
     prox_step: float | None = None
     offset: float = 0.0
 
     def threshold(self, lr: float) -> float:
         """Threshold of the proximal map (before Adam's metric)."""
-        return self.strength * (lr if self.prox_step is None else self.prox_step)
+        return self.penalty_weight * (lr if self.prox_step is None else self.prox_step)
 
     @property
     def in_adam_metric(self) -> bool:
@@ -95,7 +95,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Hyper:
-    """The optimiser's options.
+    """The optimizer's options.
 
     Attributes:
         lr: learning rate, > 0 or 0.
@@ -211,11 +211,11 @@ def _norms(value: Tensor, penalty: Penalty) -> Tensor:
 
 def _penalty_gradient(w: Tensor, penalty: Penalty) -> Tensor:
     value = w + penalty.offset
-    strength = rounded_scalar(penalty.strength, w.dtype)
+    penalty_weight = rounded_scalar(penalty.penalty_weight, w.dtype)
     if penalty.kind == "l1":
-        return value.sign() * (_selected(w, penalty) * strength)
+        return value.sign() * (_selected(w, penalty) * penalty_weight)
     # The subgradient at an all-zero slice is 0, as is that of a slice with an infinity; a NaN reaches its whole slice.
-    factor = slope_scales(_norms(value, penalty), strength, w.dtype)
+    factor = slope_scales(_norms(value, penalty), penalty_weight, w.dtype)
     factor = torch.where(_selected(w, penalty) > 0, factor, 0.0)
     return torch.where(factor == 0, 0.0, value * factor)
 

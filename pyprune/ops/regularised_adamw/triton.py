@@ -189,12 +189,14 @@ def _squared_norms(matrix: torch.Tensor, penalty: Penalty, by_row: bool) -> torc
     return group_sums(matrix, penalty.index, 0 if by_row else 1, "l2", float(penalty.offset))
 
 
-def _coefficients(matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: str, strength: float) -> torch.Tensor:
+def _coefficients(
+    matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: str, penalty_weight: float
+) -> torch.Tensor:
     values = torch.zeros(matrix.shape[0 if by_row else 1], dtype=torch.float32, device=matrix.device)
-    selected: torch.Tensor | float = strength
+    selected: torch.Tensor | float = penalty_weight
     if kind == "l2-subgradient":
         norms = _squared_norms(matrix, penalty, by_row).sqrt()
-        selected = slope_scales(norms, strength, torch.float32)
+        selected = slope_scales(norms, penalty_weight, torch.float32)
     values[penalty.index] = selected
     return values
 
@@ -208,7 +210,7 @@ def step_tensor(
     penalty: Penalty | None,
     kind: str,
     by_row: bool,
-    strength: float,
+    penalty_weight: float,
     random: Randomness,
     *,
     stochastic: bool,
@@ -219,12 +221,12 @@ def step_tensor(
         matrix: the weight as ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
         gradient: like ``matrix``.
         moments: its moments.
-        hyper: the optimiser's options (not used beyond ``scalars``; the signature is the reference's).
+        hyper: the optimizer's options (not used beyond ``scalars``; the signature is the reference's).
         scalars: of this step.
         penalty: with its index on the device, or None.
         kind: solver and norm of the penalty, a key of ``KINDS``.
         by_row: the penalty's groups are rows of ``matrix``, else columns.
-        strength: lambda, or the threshold of a proximal map.
+        penalty_weight: lambda, or the threshold of a proximal map.
         random: seed, step and stream of the random bits.
         stochastic: round bfloat16 weights stochastically.
     """
@@ -233,7 +235,7 @@ def step_tensor(
     dummy = matrix
     coefficients = dummy
     if active and penalty is not None:
-        coefficients = _coefficients(matrix, penalty, by_row, kind, strength)
+        coefficients = _coefficients(matrix, penalty, by_row, kind, penalty_weight)
     scales = (moments.first_scale, moments.second_scale) if moments.quantised else (dummy, dummy)
     words = (random.step, random.stream, random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
     values = (
@@ -249,7 +251,7 @@ def step_tensor(
     )  # fmt: skip
     if penalty is None or kind != "l2-prox" or not penalty.index.numel():
         return
-    factors = shrink_scales(_squared_norms(matrix, penalty, by_row), strength)
+    factors = shrink_scales(_squared_norms(matrix, penalty, by_row), penalty_weight)
     rows = matrix.shape[0]
     along = (cols, cols, 1) if by_row else (rows, 1, cols)
     grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))

@@ -67,7 +67,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_the_penalty_is_the_papers_sum_counted_by_hand(norm: str) -> None:
     model = tiny_model("llama-head-dim")  # tied head
-    objective = DressObjective(R, DressConfig(norm=norm, strength=0.5))  # type: ignore[arg-type]
+    objective = DressObjective(R, DressConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -107,7 +107,7 @@ def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) 
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
     train = replace(TRAIN, steps=60, learning_rate=1e-2)
-    config = DressConfig(norm=norm, strength=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
+    config = DressConfig(norm=norm, penalty_weight=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
     report = regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert report.preserved_ratio is not None
@@ -121,7 +121,9 @@ def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) 
 
 def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
     model = tiny_model()
-    config = DressConfig(norm="l1", solver="prox", strength=0.05, train=replace(TRAIN, steps=60, learning_rate=1e-2))
+    config = DressConfig(
+        norm="l1", solver="prox", penalty_weight=0.05, train=replace(TRAIN, steps=60, learning_rate=1e-2)
+    )
     assert ratio_after(model, config) < 0.3
     selected = channels_of(model, "model.layers.1.mlp.up_proj.weight", 1)
     zeros = (selected == 0).float().mean()
@@ -133,7 +135,7 @@ def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
 def test_the_adam_metric_threshold_is_the_closed_form() -> None:
     model, plain = tiny_model(), tiny_model()
     train = replace(TRAIN, steps=1, learning_rate=1e-2)
-    config = DressConfig(norm="l1", solver="prox", strength=1e-3, train=train)
+    config = DressConfig(norm="l1", solver="prox", penalty_weight=1e-3, train=train)
     name = "model.layers.0.mlp.down_proj.weight"
     moments: dict[str, Tensor] = {}
 
@@ -156,7 +158,7 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
 def test_l2_prox_removes_whole_groups(family: str) -> None:
     model = tiny_model(family)
     train = replace(TRAIN, steps=16)
-    config = DressConfig(norm="l2", solver="prox", strength=1.0, prox_step=0.3, train=train)
+    config = DressConfig(norm="l2", solver="prox", penalty_weight=1.0, prox_step=0.3, train=train)
     assert ratio_after(model, config) < 0.05
     groups = channels_of(model, "model.layers.1.mlp.up_proj.weight", 1)
     zero = (groups == 0).all(dim=1)
@@ -169,10 +171,10 @@ def test_l2_prox_removes_whole_groups(family: str) -> None:
 @pytest.mark.parametrize(
     ("op", "options"),
     [
-        ("add_group_penalty_", {"norm": "l1", "strength": 0.05}),
-        ("add_group_penalty_", {"norm": "l2", "strength": 0.3}),
-        ("group_prox", {"norm": "l2", "solver": "prox", "strength": 1.0, "prox_step": 0.05}),
-        ("group_prox", {"norm": "l1", "solver": "prox", "strength": 0.1, "prox_step": 0.01}),
+        ("add_group_penalty_", {"norm": "l1", "penalty_weight": 0.05}),
+        ("add_group_penalty_", {"norm": "l2", "penalty_weight": 0.3}),
+        ("group_prox", {"norm": "l2", "solver": "prox", "penalty_weight": 1.0, "prox_step": 0.05}),
+        ("group_prox", {"norm": "l1", "solver": "prox", "penalty_weight": 0.1, "prox_step": 0.01}),
         ("shrink", {"schedule": "anneal", "anneal_share": 1.0}),
     ],
 )
@@ -206,14 +208,14 @@ def test_every_step_goes_through_the_ops_and_equals_their_references(
 
 def test_prox_at_the_learning_rate_is_a_no_op_and_says_so() -> None:
     model = tiny_model()
-    config = DressConfig(norm="l2", solver="prox", strength=1e-3, train=replace(TRAIN, learning_rate=2e-5))
+    config = DressConfig(norm="l2", solver="prox", penalty_weight=1e-3, train=replace(TRAIN, learning_rate=2e-5))
     report = regularise_dress(model, samples(), R, config)
     assert "had no effect" in report.warnings[0]
 
 
 def test_a_missed_target_is_a_warning() -> None:
     model = tiny_model()
-    config = DressConfig(strength=0.3, target_preserved_ratio=0.01, train=replace(TRAIN, learning_rate=1e-2))
+    config = DressConfig(penalty_weight=0.3, target_preserved_ratio=0.01, train=replace(TRAIN, learning_rate=1e-2))
     report = regularise_dress(model, samples(), R, config)
     assert "missed its target" in report.warnings[0]
 
@@ -241,7 +243,7 @@ def test_annealing_reaches_exact_zero_and_the_cut_changes_nothing(family: str) -
 def test_compacted_equals_masked_after_every_solver(solver: str) -> None:
     model = tiny_model("phi")
     plan = plan_of(model)
-    config = DressConfig(solver=solver, strength=0.01, prox_step=1e-2, train=TRAIN)  # type: ignore[arg-type]
+    config = DressConfig(solver=solver, penalty_weight=0.01, prox_step=1e-2, train=TRAIN)  # type: ignore[arg-type]
     regularise_dress(model, samples(), R, config)
     with masked(copy.deepcopy(model), plan) as reference:
         expected = logits(reference)
@@ -251,7 +253,7 @@ def test_compacted_equals_masked_after_every_solver(solver: str) -> None:
 
 def test_the_gauge_is_kept_during_training() -> None:
     model = tiny_model("phi")
-    regularise_dress(model, samples(), R, DressConfig(strength=0.01, train=TRAIN))
+    regularise_dress(model, samples(), R, DressConfig(penalty_weight=0.01, train=TRAIN))
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is not None and param.row.role in ("embedding", "writer"):
@@ -303,7 +305,7 @@ def test_the_score_picks_planted_small_channels(family: str) -> None:
 def test_full_parameter_regularisation_shrinks_everything() -> None:
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
-    config = DressConfig(strength=0.3, penalise="all", train=replace(TRAIN, steps=30, learning_rate=1e-2))
+    config = DressConfig(penalty_weight=0.3, penalise="all", train=replace(TRAIN, steps=30, learning_rate=1e-2))
     regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert sum(s.kept for s in after.values()) < 0.7 * sum(s.kept for s in before.values())
@@ -360,7 +362,7 @@ def test_effects_show_figures_5_and_6() -> None:
 
 
 FUSED = [
-    # norm, solver, prox_step, max_grad_norm, family, whether the optimiser takes the penalty over
+    # norm, solver, prox_step, max_grad_norm, family, whether the optimizer takes the penalty over
     ("l2", "subgradient", None, None, "llama-head-dim", True),
     ("l1", "subgradient", None, None, "gemma3", True),
     ("l2", "subgradient", None, None, "phi", True),
@@ -373,14 +375,14 @@ FUSED = [
 
 
 def dress_options(norm: str, solver: str, prox_step: float | None, clip: float | None) -> DressConfig:
-    strength = 0.3 if norm == "l2" or solver == "prox" else 0.05
-    train = replace(TRAIN, max_grad_norm=clip, optimiser="fused_adamw", weight_decay=0.1)
-    return DressConfig(norm=norm, solver=solver, prox_step=prox_step, strength=strength, train=train)  # type: ignore[arg-type]
+    penalty_weight = 0.3 if norm == "l2" or solver == "prox" else 0.05
+    train = replace(TRAIN, max_grad_norm=clip, optimizer="fused_adamw", weight_decay=0.1)
+    return DressConfig(norm=norm, solver=solver, prox_step=prox_step, penalty_weight=penalty_weight, train=train)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("norm", "solver", "prox_step", "clip", "family", "taken_over"), FUSED)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_the_fused_optimiser_follows_the_same_path(
+def test_the_fused_optimizer_follows_the_same_path(
     norm: str, solver: str, prox_step: float | None, clip: float | None, family: str, taken_over: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -388,9 +390,9 @@ def test_the_fused_optimiser_follows_the_same_path(
     models = [tiny_model(family).to(dtype) for _ in range(3)]
     objectives = [DressObjective(R, config), DressObjective(R, config)]
     ours = run_training(models[0], samples(), config.train, objectives[0])
-    theirs = run_training(models[1], samples(), replace(config.train, optimiser="adamw"), objectives[1])
+    theirs = run_training(models[1], samples(), replace(config.train, optimizer="adamw"), objectives[1])
     run_training(models[2], samples(), config.train)
-    assert [o.in_optimiser for o in objectives] == [taken_over and bool(available_isas()), False]
+    assert [o.in_optimizer for o in objectives] == [taken_over and bool(available_isas()), False]
     limit = 1e-9 if dtype == torch.float64 else 1e-5
     assert ours.losses == pytest.approx(theirs.losses, rel=limit)
     assert [r.penalty for r in ours.history] == pytest.approx([r.penalty for r in theirs.history], rel=limit)
@@ -402,7 +404,7 @@ def test_the_fused_optimiser_follows_the_same_path(
 
 
 @pytest.mark.parametrize(("norm", "solver"), [("l2", "subgradient"), ("l1", "prox")])
-def test_a_run_with_the_penalty_in_the_optimiser_resumes_to_the_same_bits(
+def test_a_run_with_the_penalty_in_the_optimizer_resumes_to_the_same_bits(
     norm: str, solver: str, tmp_path: Path
 ) -> None:
     class Interrupted(DressObjective):
@@ -424,7 +426,7 @@ def test_a_run_with_the_penalty_in_the_optimiser_resumes_to_the_same_bits(
 @pytest.mark.parametrize("family", ["gemma3", "phi"])
 def test_the_loops_penalty_gradient_is_that_of_autograd(norm: str, family: str) -> None:
     model, expected = tiny_model(family), tiny_model(family)
-    config = DressConfig(norm=norm, strength=0.3)  # type: ignore[arg-type]
+    config = DressConfig(norm=norm, penalty_weight=0.3)  # type: ignore[arg-type]
     fast, slow = DressObjective(R, config), DressObjective(R, config)
     for one, objective in ((model, fast), (expected, slow)):
         objective.setup(one, TRAIN)
@@ -451,7 +453,7 @@ def test_frozen_weights_keep_the_proximal_map_outside() -> None:
     config = dress_options("l2", "prox", 1e-2, None)
     objective = DressObjective(R, config)
     run_training(model, samples(), config.train, objective)
-    assert not objective.in_optimiser
+    assert not objective.in_optimizer
     assert not torch.equal(frozen[:, list(R)], before[:, list(R)])
     assert torch.equal(frozen[:, :36], before[:, :36])
 
@@ -461,7 +463,7 @@ def test_erasing_what_has_no_gradient_is_refused() -> None:
     with pytest.raises(ConfigError, match="erases every weight without a gradient"):
         adam.validate()
     replace(adam, prox_step=1e-3).validate()
-    replace(adam, train=TrainConfig(optimiser="sgd")).validate()
+    replace(adam, train=TrainConfig(optimizer="sgd")).validate()
 
 
 def test_annealing_everything_is_refused() -> None:

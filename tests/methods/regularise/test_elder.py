@@ -39,7 +39,7 @@ from pyprune.train.loss import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
 
 TRAIN = TrainConfig(steps=8, batch_size=2, micro_batch_size=2, learning_rate=2e-3)
-GATES = GateConfig(learning_rate=3e-2, strength=5e-2, first_round_steps=30, round_steps=4, batch_size=2)
+GATES = GateConfig(learning_rate=3e-2, penalty_weight=5e-2, first_round_steps=30, round_steps=4, batch_size=2)
 P = (1, 2)
 
 
@@ -165,7 +165,7 @@ def test_gate_learning_resumes_to_the_same_rounds(tmp_path: Path) -> None:
     model, config = fitted_model(), ElderConfig(gates=GATES)
     expected = learn_layer_gates(model, samples(), 3, config)
     training = TrainConfig(
-        optimiser="adam", learning_rate=3e-2, steps=38, batch_size=2, micro_batch_size=2, max_grad_norm=None
+        optimizer="adam", learning_rate=3e-2, steps=38, batch_size=2, micro_batch_size=2, max_grad_norm=None
     )
     with pytest.raises(KeyboardInterrupt):
         train(model, samples(), training, Stop(3, GATES), checkpoint_dir=tmp_path / "gates")
@@ -194,7 +194,7 @@ def test_the_penalty_is_the_mean_over_tokens_of_the_layers_change(family: str, n
     for before, after in seen.values():
         for token_in, token_out in zip(before.flatten(0, 1), after.flatten(0, 1), strict=True):
             total += (token_out - token_in).detach().norm(p=1 if norm == "l1" else 2).item() / 24
-    objective = ElderObjective(P, ElderConfig(norm=norm, strength=0.5))  # type: ignore[arg-type]
+    objective = ElderObjective(P, ElderConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     terms = objective.micro_loss(model, batch)
     assert terms.penalty is not None
@@ -224,7 +224,7 @@ def loss_over_real_tokens(model: PreTrainedModel, data: Tensor, config: ElderCon
     loss = torch.stack([causal_loss(model, row) * (row.shape[1] - 1) for row in rows]).sum()
     hooks.remove()
     count = sum(row.shape[1] for row in rows)
-    return loss / (count - len(rows)), config.strength * torch.stack(norms).sum() / count
+    return loss / (count - len(rows)), config.penalty_weight * torch.stack(norms).sum() / count
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -235,10 +235,10 @@ def test_padding_is_no_token_and_the_micro_batch_size_changes_nothing(
 ) -> None:
     data = padded_samples()
     training = TrainConfig(
-        optimiser="sgd", learning_rate=1e-2, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None,
+        optimizer="sgd", learning_rate=1e-2, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None,
         gradient_checkpointing=checkpointing,
     )  # fmt: skip
-    config = ElderConfig(norm=norm, strength=0.5, train=training)  # type: ignore[arg-type]
+    config = ElderConfig(norm=norm, penalty_weight=0.5, train=training)  # type: ignore[arg-type]
     expected, model = tiny_model(), tiny_model()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     loss, penalty = loss_over_real_tokens(expected, data, config)
@@ -259,7 +259,7 @@ def test_a_row_of_padding_alone_has_no_penalty() -> None:
     data = padded_samples()
     with_empty = torch.cat([data[:3], torch.full((1, 16), IGNORED)])
     training = TrainConfig(steps=1, batch_size=3, micro_batch_size=1)
-    config = ElderConfig(strength=0.5, train=training)
+    config = ElderConfig(penalty_weight=0.5, train=training)
     expected = regularise_elder(tiny_model(), data[:3], P, config).train.history[0].penalty
     padded = replace(config, train=replace(training, batch_size=4))
     found = regularise_elder(tiny_model(), with_empty, P, padded).train.history[0].penalty
@@ -268,7 +268,7 @@ def test_a_row_of_padding_alone_has_no_penalty() -> None:
 
 @pytest.mark.parametrize("schedule", ["published", "anneal"])
 def test_gradient_checkpointing_gives_the_same_weights(schedule: str) -> None:
-    config = ElderConfig(strength=0.1, schedule=schedule, train=TRAIN)  # type: ignore[arg-type]
+    config = ElderConfig(penalty_weight=0.1, schedule=schedule, train=TRAIN)  # type: ignore[arg-type]
     plain, checkpointed = tiny_model(), tiny_model()
     first = regularise_elder(plain, samples(), P, config)
     second = regularise_elder(
@@ -296,7 +296,7 @@ def test_the_published_penalty_turns_the_layers_into_near_identities(norm: str) 
     probe = tiny_batch(9)
     before = snapshot(model, plan, probe)
     train_config = replace(TRAIN, steps=80, learning_rate=5e-3)
-    config = ElderConfig(norm=norm, strength=1.0 if norm == "l2" else 0.2, train=train_config)  # type: ignore[arg-type]
+    config = ElderConfig(norm=norm, penalty_weight=1.0 if norm == "l2" else 0.2, train=train_config)  # type: ignore[arg-type]
     report = regularise_elder(model, samples(), P, config)
     assert report.warnings == []
     assert report.train.history[-1].penalty < 0.3 * report.train.history[0].penalty
@@ -434,7 +434,7 @@ def test_stage_two_minimises_the_op_and_its_gradient_reaches_the_layer(
 
     monkeypatch.setattr("pyprune.methods.regularise.elder.residual_diff_norm", spy)
     model = tiny_model()
-    objective = ElderObjective(P, ElderConfig(norm=norm, strength=0.5))  # type: ignore[arg-type]
+    objective = ElderObjective(P, ElderConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     terms = objective.micro_loss(model, Batch.of(samples()))
     objective.teardown(model)

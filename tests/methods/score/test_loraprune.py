@@ -101,10 +101,10 @@ def test_training_moves_b_and_with_it_the_scores() -> None:
     assert not torch.equal(*order)
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "fused_adamw"])
-def test_the_gradients_are_the_clipped_ones(optimiser: str) -> None:
-    """Whether the loop clips them or the optimiser does: at B = 0 a score is quadratic in the gradient."""
-    one_step: dict[str, Any] = {"steps": 1, "optimiser": optimiser}
+@pytest.mark.parametrize("optimizer", ["adamw", "fused_adamw"])
+def test_the_gradients_are_the_clipped_ones(optimizer: str) -> None:
+    """Whether the loop clips them or the optimizer does: at B = 0 a score is quadratic in the gradient."""
+    one_step: dict[str, Any] = {"steps": 1, "optimizer": optimizer}
     model = tiny_model("llama")
     whole, clipped = (
         scored(model, options({"momentum": 0.0}, {**one_step, "max_grad_norm": limit})) for limit in (None, 1e-4)
