@@ -555,7 +555,7 @@ def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, s
         else demo.model_name,
         "layers removed": ", ".join(map(str, results.plan.removed_layers)),
         "choice of layers": f"residual gates, {gate_steps} steps of {s.gates.batch_size} x {s.gate_sequence_length} "
-        f"tokens, learning rate {s.gates.learning_rate:g}, penalty {s.gates.penalty_weight:g}; once, shared by all arms",
+        f"tokens, learning rate {s.gates.learning_rate:g}, penalty {s.gates.penalty_weight:g}; once for all arms",
         "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
         f"{train.optimizer}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
         f"{train.decay} decay, {train.dtype} compute; the same for all four trained arms",

@@ -61,8 +61,8 @@ def regularised_adamw(
 
     NaN and infinities: an element whose gradient is NaN or infinite becomes NaN itself; others do not, except in the
     same group of an l2 penalty (NaN only; a group with an infinity has no penalty; the subgradient of a group with a
-    norm below 3e-39 is shorter than the weight of the penalty, as in ``group_penalty``), and in the same 128 elements of
-    8-bit moments, which become NaN from the next step on.
+    norm below 3e-39 is shorter than the weight of the penalty, as in ``group_penalty``), and in the same 128 elements
+    of 8-bit moments, which become NaN from the next step on.
 
     Args:
         weights: float32, bfloat16, float16 or float64, contiguous; all of one dtype and device.
