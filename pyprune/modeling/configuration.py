@@ -9,6 +9,7 @@ live at module level because serving engines pickle them to their worker process
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
@@ -70,10 +71,51 @@ class PrunedConfigMixin:
             if unknown:
                 raise ValueError(f"layer {i}: skip names {sorted(unknown)}; allowed: attention, mlp.")
 
+    def validate_rope(self) -> None:
+        """Run the stock checks as if the heads together were as wide as the stream.
+
+        Some of them take hidden_size / num_attention_heads for the channels of a head (Phi-3's longrope factors).
+
+        Raises:
+            ValueError: see :meth:`validate_architecture`.
+        """
+        square: Any = copy.copy(self)
+        head_dim = _value(self, "head_dim", None)
+        if head_dim:
+            square.hidden_size = head_dim * _value(self, "num_attention_heads")
+        super(PrunedConfigMixin, square).validate_rope()  # type: ignore[misc]
+
     def layer_config(self, index: int) -> PretrainedConfig:
         """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
         # Without per-layer sizes Transformers hands out the shared configuration itself.
         return cast(PretrainedConfig, copy.copy(self.per_layer_config[index]))
+
+
+class LayerView:
+    """The shared configuration as the modules of one layer see it: the layer's own sizes, and all else read from it.
+
+    Some stock modules read sizes from their configuration in every forward pass (Phi-3), not only when they are built.
+    A later change of the shared configuration reaches them too.
+
+    Args:
+        shared: the model's configuration.
+        own: the values that differ in this layer, by name.
+    """
+
+    def __init__(self, shared: PretrainedConfig, own: Mapping[str, Any]) -> None:
+        self.__dict__.update(own, shared=shared)
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling look for special methods before there is anything to read them from.
+        if name == "shared" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.shared, name)
+
+
+def layer_view(config: PretrainedConfig, index: int) -> Any:
+    """What the modules of layer ``index`` hold as their configuration: the shared one, unless sizes differ there."""
+    own = {name: value for name, value in layer_overrides(config, index).items() if name != "skip"}
+    return LayerView(config, own) if own else config
 
 
 def layer_overrides(config: Any, index: int) -> dict[str, Any]:

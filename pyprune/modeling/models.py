@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from pyprune.families import Family, all_families, resolve
 from pyprune.families.base import Block
-from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin
+from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, layer_view
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
 
 
@@ -32,19 +32,17 @@ class PrunedModelMixin:
     def _build_layers(self, config: Any) -> None:
         family: Family = config.family
         model = cast(Any, self)
+        _set_config(model, config)
         layers = family.layers(model)
         for i in range(config.num_hidden_layers):
             layer = self._build_layer(config.layer_config(i), i, family)
             if getattr(config, "output_bias", False):
                 _give_output_biases(layer, family)
+            _set_config(layer, layer_view(config, i))
             layers.append(layer)
         norm_size = getattr(config, "norm_size", None)
         if norm_size is not None:
             _use_virtual_norms(model, config.hidden_size, norm_size)
-        for module in model.modules():
-            # One shared configuration, as in a stock model: a later change of it reaches every module.
-            if isinstance(getattr(module, "config", None), PrunedConfigMixin):
-                module.config = config
         model.post_init()
 
     def _build_layer(self, config: Any, index: int, family: Family) -> nn.Module:
@@ -52,6 +50,13 @@ class PrunedModelMixin:
         for block in getattr(config, "skip", ()):
             _skip_block(layer, block, index, family)
         return layer
+
+
+def _set_config(module: nn.Module, config: Any) -> None:
+    """Let all modules in it hold this configuration, as in a stock model: a later change of it reaches every module."""
+    for part in module.modules():
+        if isinstance(getattr(part, "config", None), PrunedConfigMixin):
+            part.config = config
 
 
 def _skip_block(layer: nn.Module, block: Any, index: int, family: Family) -> None:
