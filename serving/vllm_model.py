@@ -1,7 +1,8 @@
 """The pruned architectures for vLLM: every decoder layer reads its own query heads, KV heads and FFN width.
 
 All LLaMA-like families share one layer class on top of vLLM's own LLaMA; the engine sizes the key-value cache
-layer by layer by itself. Imported by vLLM only when a checkpoint names one of these architectures.
+layer by layer by itself. Which family is served by which layer is in its table (``vllm_layer``). Imported by vLLM only
+when a checkpoint names one of these architectures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
+from pyprune.families import Family, all_families, resolve
 from pyprune.serving.checkpoints import verify_checkpoint
 
 
@@ -112,8 +114,10 @@ class NormedDecoderLayer(PrunedDecoderLayer):
     attention_class = NormedAttention
 
 
-class PrunedLlamaForCausalLM(LlamaForCausalLM):
-    """LLaMA with per-layer sizes.
+class PrunedCausalLM(LlamaForCausalLM):
+    """vLLM's LLaMA with decoder layers that read their own sizes.
+
+    A sliding window reaches the layers through vLLM's cache configuration.
 
     Raises:
         CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
@@ -126,17 +130,23 @@ class PrunedLlamaForCausalLM(LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=self.layer_class)
 
 
-class PrunedMistralForCausalLM(PrunedLlamaForCausalLM):
-    """Mistral with per-layer sizes (its sliding window reaches the layers through vLLM's cache configuration)."""
+def _made(family: Family) -> type[PrunedCausalLM]:
+    """The vLLM model of one family with ``vllm_layer``."""
+    facts: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"{family.pruned_model.removeprefix('Pruned')} with per-layer sizes.",
+        "layer_class": resolve(family.vllm_layer),
+    }
+    fused = {row.pattern.split(".")[-2] for row in family.rows if row.fused_dim is not None}
+    if fused:
+        # The checkpoint holds these as vLLM does, in one piece.
+        facts["packed_modules_mapping"] = {name: [name] for name in fused}
+    return type(family.pruned_model, (PrunedCausalLM,), facts)
 
 
-class PrunedQwen2ForCausalLM(PrunedLlamaForCausalLM):
-    """Qwen2 with per-layer sizes."""
-
-    layer_class = BiasedDecoderLayer
-
-
-class PrunedQwen3ForCausalLM(PrunedLlamaForCausalLM):
-    """Qwen3 with per-layer sizes."""
-
-    layer_class = NormedDecoderLayer
+def __getattr__(name: str) -> type[PrunedCausalLM]:
+    """The classes that checkpoints name, such as PrunedLlamaForCausalLM, each made when it is first asked for."""
+    for family in all_families().values():
+        if family.vllm_layer and family.pruned_model == name:
+            return globals().setdefault(name, _made(family))  # type: ignore[no-any-return]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

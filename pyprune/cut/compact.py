@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from pyprune.cut.mask import gauge_
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, Row, check_plan, count_parameters, family_for
-from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.families.base import axis_width, block_is_skipped, kept_indices, kept_positions
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
 
@@ -161,7 +161,7 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
         if block_is_skipped(row, layer):
             return None
         name = row.pattern.replace("{i}", str(position[index]))
-    kept = [kept_indices(axis, layer, plan) for axis in row.axes]
+    kept = kept_positions(row, layer, plan)
     rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
     offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
     factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
@@ -197,12 +197,11 @@ def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
     Over n' of n channels the root mean square grows by sqrt(n/n'). The projection times t = sqrt(n'/n) takes that back,
     exactly, whatever the epsilon; the norm's weight times 1/t then leaves what comes out as it was.
     """
-    kept = kept_indices(row.axes[0], layer, plan) if row.width_norm else None
+    axis = row.dimensions[0][0]
+    kept = kept_indices(axis, layer, plan) if row.width_norm else None
     if not kept:
         return 1.0
-    dense = plan.dense
-    heads = dense.num_attention_heads if row.axes[0] == "heads" else dense.num_key_value_heads
-    t = math.sqrt(len(kept) / (heads * dense.head_dim))
+    t = math.sqrt(len(kept) / axis_width(axis, plan.dense))
     return t if row.width_norm == "input" else 1 / t
 
 

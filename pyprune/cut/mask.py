@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import NamedParam, Row, check_plan, family_for, named_axes
-from pyprune.families.base import block_is_skipped, kept_indices
+from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
 
 
@@ -49,8 +49,7 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
 
 
 def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, offset: bool) -> None:
-    for dim, axis in enumerate(param.row.axes):
-        kept = kept_indices(axis, layer, plan)
+    for dim, kept in enumerate(kept_positions(param.row, layer, plan)):
         if kept is None:
             continue
         removed = torch.ones(param.parameter.shape[dim], dtype=torch.bool)

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim"]
+Dimension = Axis | tuple[Axis, ...]
+"""What a dimension of a parameter counts: one axis, or, where projections are fused into one matrix, several that lie
+one after another."""
+FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
+"""Axes that may share a dimension with others."""
 Block = Literal["attention", "mlp"]
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
@@ -41,18 +46,48 @@ class Row:
 
     Attributes:
         pattern: parameter name; ``{i}`` stands for the layer index.
-        axes: the name of every dimension, in order.
+        axes: what every dimension counts, in order; a dimension of fused projections names several axes, such as
+            ("heads", "kv_heads", "kv_heads") for queries, keys and values.
         role: what the parameter does to the residual stream.
         block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
         width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
             when the parameter makes what is normalised, weight when it is that norm's weight.
+
+    Raises:
+        UnsupportedModelError: a fused dimension with another axis than those in :data:`FUSIBLE`, a second one, or one
+            that ``width_norm`` would normalise as a whole.
     """
 
     pattern: str
-    axes: tuple[Axis, ...]
+    axes: tuple[Dimension, ...]
     role: Role
     block: Block | None = None
     width_norm: Literal["", "input", "weight"] = ""
+
+    def __post_init__(self) -> None:
+        fused = [axes for axes in self.dimensions if len(axes) > 1]
+        other = [axis for axes in fused for axis in axes if axis not in FUSIBLE]
+        if other:
+            raise UnsupportedModelError(
+                f"The row {self.pattern!r} fuses the axis {other[0]!r} with others; only {', '.join(FUSIBLE)} can be."
+            )
+        if len(fused) > 1:
+            raise UnsupportedModelError(f"The row {self.pattern!r} has {len(fused)} fused dimensions; it can have one.")
+        if fused and self.width_norm:
+            raise UnsupportedModelError(
+                f"The row {self.pattern!r} is fused and has width_norm {self.width_norm!r}; a projection that is "
+                "normalised over its whole width must be a parameter of its own."
+            )
+
+    @cached_property
+    def dimensions(self) -> tuple[tuple[Axis, ...], ...]:
+        """The axes of every dimension: one, or several where it is fused."""
+        return tuple(axes if isinstance(axes, tuple) else (axes,) for axes in self.axes)
+
+    @property
+    def fused_dim(self) -> int | None:
+        """The dimension in which several axes lie one after another, or None."""
+        return next((dim for dim, axes in enumerate(self.dimensions) if len(axes) > 1), None)
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -70,7 +105,7 @@ class Row:
         return self.role in ("pre_norm", "post_norm", "final_norm") and not self.is_bias
 
     def axis_dim(self, axis: Axis) -> int | None:
-        """The dimension that carries ``axis``, or None."""
+        """The dimension that counts ``axis`` and nothing else, or None."""
         return self.axes.index(axis) if axis in self.axes else None
 
 
@@ -91,7 +126,7 @@ class NamedParam:
     layer: int | None
 
     def axis_dim(self, axis: Axis) -> int | None:
-        """The dimension that carries ``axis``, or None."""
+        """The dimension that counts ``axis`` and nothing else, or None."""
         return self.row.axis_dim(axis)
 
 
@@ -149,10 +184,10 @@ class Family:
         model_type: ``config.model_type``.
         classes: the stock classes.
         rows: the axis table.
+        stock_targets: candidate stock architectures after compaction, first fit wins.
         layers_path: dotted path of the ModuleList of decoder layers.
         attention_module: name of the attention module inside a layer.
         mlp_modules: names of the modules inside a layer that make up its MLP, in order.
-        stock_targets: candidate stock architectures after compaction, first fit wins.
         norm: rms (RMSNorm) or layer (LayerNorm with mean subtraction).
         unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
@@ -165,17 +200,19 @@ class Family:
         hidden_fields: the config fields that hold the hidden size.
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
-        vllm: import path "module:name" of the vLLM model that serves sizes per layer; "" = vLLM does not serve them.
+        vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
+            vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm_model`` has some, and makes the model.
+        vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         refuse: (config) -> reason this variant is not supported, or "".
     """
 
     model_type: str
     classes: StockClasses
     rows: tuple[Row, ...]
-    layers_path: str
-    attention_module: str
-    mlp_modules: tuple[str, ...]
     stock_targets: tuple[StockTarget, ...]
+    layers_path: str = "model.layers"
+    attention_module: str = "self_attn"
+    mlp_modules: tuple[str, ...] = ("mlp",)
     norm: Literal["rms", "layer"] = "rms"
     unit_offset_norm: bool = False
     scaled_embedding: bool = False
@@ -185,6 +222,7 @@ class Family:
     carries_output_bias: bool = True
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
+    vllm_layer: str = ""
     vllm: str = ""
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
 
@@ -202,6 +240,11 @@ class Family:
     def pruned_model(self) -> str:
         """Name of the pruned causal LM, which stands in config.json as its architecture."""
         return "Pruned" + self.classes.model.rpartition(":")[2]
+
+    @property
+    def served_by(self) -> str:
+        """Import path "module:name" of the vLLM model that serves sizes per layer; "" = vLLM does not serve them."""
+        return f"pyprune.serving.vllm_model:{self.pruned_model}" if self.vllm_layer else self.vllm
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
         """Read the dense sizes off a configuration."""
@@ -272,22 +315,52 @@ class Family:
         return PrunePlan.identity(self.model_type, self.sizes(config))
 
 
+def axis_width(axis: Axis, dense: Sizes) -> int:
+    """Channels of a dense model along an axis that a plan can cut, or that can be fused."""
+    return {
+        "hidden": dense.hidden_size,
+        "heads": dense.num_attention_heads * dense.head_dim,
+        "kv_heads": dense.num_key_value_heads * dense.head_dim,
+        "ffn": dense.intermediate_size,
+    }[axis]
+
+
 def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
-    """Kept positions along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
+    """Kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
-    if layer is None or axis not in ("heads", "kv_heads", "ffn"):
+    if layer is None or axis not in FUSIBLE:
         return None
-    dense = plan.dense
-    units, total = {
-        "heads": (layer.query_heads, dense.num_attention_heads),
-        "kv_heads": (layer.kv_heads, dense.num_key_value_heads),
-        "ffn": (layer.ffn, dense.intermediate_size),
-    }[axis]
-    if len(units) == total:
+    units = {"heads": layer.query_heads, "kv_heads": layer.kv_heads, "ffn": layer.ffn}[axis]
+    width = 1 if axis == "ffn" else plan.dense.head_dim
+    if len(units) * width == axis_width(axis, plan.dense):
         return None
-    width = 1 if axis == "ffn" else dense.head_dim
     return tuple(unit * width + c for unit in units for c in range(width))
+
+
+def kept_positions(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> list[tuple[int, ...] | None]:
+    """Kept positions along every dimension of a parameter; None = all of them.
+
+    Args:
+        row: of the parameter.
+        layer: what stays of its layer; None outside the layers.
+        plan: what stays of the model.
+    """
+    return [_kept_along(axes, layer, plan) for axes in row.dimensions]
+
+
+def _kept_along(axes: tuple[Axis, ...], layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
+    """Kept positions along a dimension in which these axes lie one after another."""
+    kept = [kept_indices(axis, layer, plan) for axis in axes]
+    if all(indices is None for indices in kept):
+        return None
+    found: list[int] = []
+    start = 0
+    for axis, indices in zip(axes, kept, strict=True):
+        width = axis_width(axis, plan.dense)
+        found += [start + i for i in (range(width) if indices is None else indices)]
+        start += width
+    return tuple(found)
 
 
 def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
@@ -312,7 +385,7 @@ def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: Pr
         layer = layers.get(index) if index is not None else None
         if (index is not None and layer is None) or block_is_skipped(row, layer):
             continue
-        kept = [kept_indices(axis, layer, plan) for axis in row.axes]
+        kept = kept_positions(row, layer, plan)
         result[name] = tuple(n if k is None else len(k) for n, k in zip(shape, kept, strict=True))
     return result
 

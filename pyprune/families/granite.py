@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, StockClasses
-from pyprune.families.llama import biased_target, decoder_rows, uniform_or_why
+from pyprune.families.common import biased_target, decoder_rows, uniform_or_why
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ FAMILIES = (
         model_type="granite",
         classes=StockClasses.of_transformers("granite", "Granite"),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
-        layers_path="model.layers",
-        attention_module="self_attn",
-        mlp_modules=("mlp",),
         stock_targets=(biased_target("granite", _why_not_granite),),
     ),
 )

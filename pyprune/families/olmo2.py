@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.families.base import Family, Row, StockClasses, StockTarget
-from pyprune.families.llama import LAYER, output_bias_or_why, uniform_or_why
+from pyprune.families.base import Family, StockClasses, StockTarget
+from pyprune.families.common import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    attention_rows,
+    gated_mlp_rows,
+    norm_rows,
+    output_bias_or_why,
+    uniform_or_why,
+)
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -21,25 +30,13 @@ def _why_not_olmo2(config: PretrainedConfig, plan: PrunePlan) -> str:
 
 
 _ROWS = (
-    Row("model.embed_tokens.weight", ("vocab", "hidden"), "embedding"),
-    Row(LAYER + "self_attn.q_proj.weight", ("heads", "hidden"), "reader", "attention", width_norm="input"),
-    Row(LAYER + "self_attn.k_proj.weight", ("kv_heads", "hidden"), "reader", "attention", width_norm="input"),
-    Row(LAYER + "self_attn.v_proj.weight", ("kv_heads", "hidden"), "reader", "attention"),
-    Row(LAYER + "self_attn.q_proj.bias", ("heads",), "inner", "attention", width_norm="input"),
-    Row(LAYER + "self_attn.k_proj.bias", ("kv_heads",), "inner", "attention", width_norm="input"),
-    Row(LAYER + "self_attn.v_proj.bias", ("kv_heads",), "inner", "attention"),
-    Row(LAYER + "self_attn.q_norm.weight", ("heads",), "inner", "attention", width_norm="weight"),
-    Row(LAYER + "self_attn.k_norm.weight", ("kv_heads",), "inner", "attention", width_norm="weight"),
-    Row(LAYER + "self_attn.o_proj.weight", ("hidden", "heads"), "writer", "attention"),
-    Row(LAYER + "self_attn.o_proj.bias", ("hidden",), "writer", "attention"),
-    Row(LAYER + "post_attention_layernorm.weight", ("hidden",), "post_norm", "attention"),
-    Row(LAYER + "mlp.gate_proj.weight", ("ffn", "hidden"), "reader", "mlp"),
-    Row(LAYER + "mlp.up_proj.weight", ("ffn", "hidden"), "reader", "mlp"),
-    Row(LAYER + "mlp.down_proj.weight", ("hidden", "ffn"), "writer", "mlp"),
-    Row(LAYER + "mlp.down_proj.bias", ("hidden",), "writer", "mlp"),
-    Row(LAYER + "post_feedforward_layernorm.weight", ("hidden",), "post_norm", "mlp"),
-    Row("model.norm.weight", ("hidden",), "final_norm"),
-    Row("lm_head.weight", ("vocab", "hidden"), "head"),
+    EMBEDDING,
+    *attention_rows(biases=True, width_norm=True),
+    *norm_rows(LAYER + "post_attention_layernorm", "post_norm", "attention"),
+    *gated_mlp_rows(),
+    *norm_rows(LAYER + "post_feedforward_layernorm", "post_norm", "mlp"),
+    *norm_rows("model.norm", "final_norm"),
+    HEAD,
 )
 
 FAMILIES = (
@@ -47,9 +44,6 @@ FAMILIES = (
         model_type="olmo2",
         classes=StockClasses.of_transformers("olmo2", "Olmo2"),
         rows=_ROWS,
-        layers_path="model.layers",
-        attention_module="self_attn",
-        mlp_modules=("mlp",),
         stock_targets=(StockTarget("olmo2", _why_not_olmo2),),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, Row, StockClasses, StockTarget
-from pyprune.families.llama import uniform_or_why
+from pyprune.families.common import HEAD, attention_rows, norm_rows, plain_mlp_rows, uniform_or_why
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -60,25 +60,12 @@ def _set_heads(attention: Any, hidden_size: int, heads: int, head_dim: int) -> N
 _ROWS = (
     Row(_DECODER + "embed_tokens.weight", ("vocab", "hidden"), "embedding"),
     Row(_DECODER + "embed_positions.weight", ("positions", "hidden"), "embedding"),
-    Row(_LAYER + "self_attn_layer_norm.weight", ("hidden",), "pre_norm", "attention"),
-    Row(_LAYER + "self_attn_layer_norm.bias", ("hidden",), "pre_norm", "attention"),
-    Row(_LAYER + "self_attn.q_proj.weight", ("heads", "hidden"), "reader", "attention"),
-    Row(_LAYER + "self_attn.k_proj.weight", ("kv_heads", "hidden"), "reader", "attention"),
-    Row(_LAYER + "self_attn.v_proj.weight", ("kv_heads", "hidden"), "reader", "attention"),
-    Row(_LAYER + "self_attn.q_proj.bias", ("heads",), "inner", "attention"),
-    Row(_LAYER + "self_attn.k_proj.bias", ("kv_heads",), "inner", "attention"),
-    Row(_LAYER + "self_attn.v_proj.bias", ("kv_heads",), "inner", "attention"),
-    Row(_LAYER + "self_attn.out_proj.weight", ("hidden", "heads"), "writer", "attention"),
-    Row(_LAYER + "self_attn.out_proj.bias", ("hidden",), "writer", "attention"),
-    Row(_LAYER + "final_layer_norm.weight", ("hidden",), "pre_norm", "mlp"),
-    Row(_LAYER + "final_layer_norm.bias", ("hidden",), "pre_norm", "mlp"),
-    Row(_LAYER + "fc1.weight", ("ffn", "hidden"), "reader", "mlp"),
-    Row(_LAYER + "fc1.bias", ("ffn",), "inner", "mlp"),
-    Row(_LAYER + "fc2.weight", ("hidden", "ffn"), "writer", "mlp"),
-    Row(_LAYER + "fc2.bias", ("hidden",), "writer", "mlp"),
-    Row(_DECODER + "final_layer_norm.weight", ("hidden",), "final_norm"),
-    Row(_DECODER + "final_layer_norm.bias", ("hidden",), "final_norm"),
-    Row("lm_head.weight", ("vocab", "hidden"), "head"),
+    *norm_rows(_LAYER + "self_attn_layer_norm", "pre_norm", "attention", bias=True),
+    *attention_rows(_LAYER, output="out_proj", biases=True),
+    *norm_rows(_LAYER + "final_layer_norm", "pre_norm", "mlp", bias=True),
+    *plain_mlp_rows(_LAYER + "fc1", _LAYER + "fc2"),
+    *norm_rows(_DECODER + "final_layer_norm", "final_norm", bias=True),
+    HEAD,
 )
 
 FAMILIES = (
@@ -88,7 +75,6 @@ FAMILIES = (
         vllm="pyprune.serving.vllm_opt:PrunedOPTForCausalLM",
         rows=_ROWS,
         layers_path="model.decoder.layers",
-        attention_module="self_attn",
         mlp_modules=("fc1", "fc2"),
         stock_targets=(StockTarget("opt", _why_not_opt),),
         norm="layer",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.families.base import Family, Row, StockClasses, StockTarget
-from pyprune.families.llama import (
-    LAYER,
+from pyprune.families.base import Family, StockClasses, StockTarget
+from pyprune.families.common import (
+    HEAD_NORMS,
     biased_target,
     decoder_rows,
     divisible_or_why,
@@ -36,20 +36,12 @@ def _why_not_qwen3(config: PretrainedConfig, plan: PrunePlan) -> str:
     return output_bias_or_why(config, "Qwen3's MLP") or uniform_or_why(plan)
 
 
-_QK_NORMS = (
-    Row(LAYER + "self_attn.q_norm.weight", ("head_dim",), "inner", "attention"),
-    Row(LAYER + "self_attn.k_norm.weight", ("head_dim",), "inner", "attention"),
-)
-
 FAMILIES = (
     Family(
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
-        vllm="pyprune.serving.vllm_model:PrunedQwen2ForCausalLM",
+        vllm_layer="pyprune.serving.vllm_model:BiasedDecoderLayer",
         rows=decoder_rows(attention_bias=True),
-        layers_path="model.layers",
-        attention_module="self_attn",
-        mlp_modules=("mlp",),
         stock_targets=(
             StockTarget("qwen2", _why_not_qwen2),
             biased_target("llama", _why_not_llama, qkv_biases=True),
@@ -58,11 +50,8 @@ FAMILIES = (
     Family(
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
-        vllm="pyprune.serving.vllm_model:PrunedQwen3ForCausalLM",
-        rows=decoder_rows(attention_bias=True) + _QK_NORMS,
-        layers_path="model.layers",
-        attention_module="self_attn",
-        mlp_modules=("mlp",),
+        vllm_layer="pyprune.serving.vllm_model:NormedDecoderLayer",
+        rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),
         stock_targets=(StockTarget("qwen3", _why_not_qwen3),),
     ),
 )

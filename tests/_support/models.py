@@ -101,6 +101,11 @@ TINY |= {
 }
 
 
+def one_of_each() -> list[str]:
+    """The first entry of every model type in :data:`TINY`; asked for late, since packages may bring entries."""
+    return list({model_type: name for name, (model_type, _) in reversed(TINY.items())}.values())[::-1]
+
+
 def tiny_model(name: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A randomised float32 model of :data:`TINY`, in eval mode; norms and biases are random as well."""
     model_type, values = TINY[name]

@@ -13,30 +13,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.compensate import compensate_, compensated_config
 from pyprune.cut.mask import mask_, masked
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
-from pyprune.families import count_parameters, family_for
+from pyprune.families import count_parameters, family_for, named_axes
+from pyprune.methods.registry import own_methods, read_config
 from pyprune.plan import PrunePlan
+from pyprune.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
-from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.models import TINY, one_of_each, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
 SAMPLES = tiny_batch(batch=4, length=24)
-NATIVE = (
-    "opt",
-    "opt-untied",
-    "phi",
-    "phi-tied",
-    "llama-mha-bias",
-    "granite-tied-bias",
-    "starcoder2",
-    "starcoder2-tied",
-)
-"""These have biases on their output projections already."""
 
 
 def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
@@ -48,15 +38,21 @@ def logits(model: PreTrainedModel, ids: Tensor = SAMPLES) -> Tensor:
     return model(ids, use_cache=False).logits
 
 
+def without_output_biases(model: PreTrainedModel) -> int:
+    """How many projections of the layers write the stream without a bias."""
+    parameters = dict(model.named_parameters())
+    weights = [p.name for p in named_axes(model) if p.row.role == "writer" and not p.row.is_bias]
+    return sum(f"{name.removesuffix('.weight')}.bias" not in parameters for name in weights)
+
+
 @torch.no_grad()
 def plant_means(model: PreTrainedModel) -> None:
     """Give the inputs of the output projections a mean: values that all tokens share, FFN channels that stay on."""
     for name, p in model.named_parameters():
         if name.endswith(("v_proj.bias", "fc1.bias")):
             p.add_(1.0)
-    if model.config.model_type not in ("opt", "phi"):
-        # A shared part of all embeddings reaches every projection as a mean.
-        model.get_input_embeddings().weight.add_(torch.linspace(-2, 2, model.config.hidden_size))
+    # A shared part of all embeddings reaches every projection as a mean.
+    model.get_input_embeddings().weight.add_(torch.linspace(-2, 2, model.config.hidden_size))
 
 
 @pytest.mark.parametrize("axis", ["heads", "ffn", "unequal", "everything"])
@@ -66,9 +62,10 @@ def test_masked_and_compensated_equals_compacted_also_after_save_and_load(name: 
     plan = plan_of(dense, axis)
     plain = copy.deepcopy(dense)
     compact_(plain, plan)
+    lacking = without_output_biases(dense)
     report = compensate_(dense, plan, SAMPLES)
     assert report.blocks > 0
-    assert (report.added_parameters > 0) == (name not in NATIVE)
+    assert report.added_parameters == lacking * dense.config.hidden_size
     reference = copy.deepcopy(dense)
     mask_(reference, plan)
     expected = logits(reference)
@@ -124,7 +121,7 @@ def test_the_bias_is_the_weights_of_what_goes_times_its_mean() -> None:
     assert layer[3].mlp.gate_proj.bias is None
 
 
-STOCK = {
+BECOMES = {
     "llama": "LlamaForCausalLM",
     "llama-mha-bias": "LlamaForCausalLM",
     "mistral": "LlamaForCausalLM",
@@ -139,9 +136,10 @@ STOCK = {
     "gemma3": "PrunedGemma3ForCausalLM",
     "mistral-window": "PrunedMistralForCausalLM",
 }
+"""What must not change: compensated models of equal sizes become these."""
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", dict.fromkeys([*BECOMES, *one_of_each()]))
 def test_equal_widths_become_stock_where_a_stock_architecture_has_the_biases(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     plan = plan_of(model, "ffn")
@@ -149,7 +147,7 @@ def test_equal_widths_become_stock_where_a_stock_architecture_has_the_biases(nam
     with masked(model, plan):
         expected = logits(model)
     report = compact_(model, plan)
-    assert report.architecture == STOCK[name]
+    assert report.architecture == BECOMES.get(name, report.architecture)
     assert report.stock == (not report.architecture.startswith("Pruned"))
     if not report.stock:
         assert any("no biases" in r or "sliding window" in r for r in report.reasons)
@@ -192,9 +190,9 @@ def test_half_precision_rounds_the_bias_once() -> None:
 def test_what_cannot_carry_a_bias_is_refused_before_anything_changes() -> None:
     model = tiny_model("opt", enable_bias=False)
     plan = plan_of(model, "ffn")
-    with pytest.raises(UnsupportedModelError, match=r"score\.compensate to false"):
+    with pytest.raises(UnsupportedModelError, match=r"cut\.reconstruct to none"):
         compensate_(model, plan, SAMPLES)
-    with pytest.raises(UnsupportedModelError, match=r"score\.compensate to false"):
+    with pytest.raises(UnsupportedModelError, match=r"cut\.reconstruct to none"):
         compensated_config(model, family_for(model))
     assert not hasattr(model.config, "output_bias")
     with pytest.raises(DataError, match="give samples"):
@@ -212,18 +210,16 @@ def test_a_plan_that_takes_no_channels_says_so_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"score": {"compensate": True, "axes": ["hidden"]}}, "a bias stands for heads and FFN"),
-        ({"score": {"compensate": True}, "stages": {"before": [], "prune": False}}, "stages.prune is off"),
+        ({"cut": {"reconstruct": "bias"}, "score": {"axes": ["hidden"]}}, "a bias stands for heads and FFN"),
+        ({"cut": {"reconstruct": "bias"}, "stages": {"before": [], "prune": False}}, "stages.prune is off"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        PruneConfig.from_dict({"method": "wanda", "stages": {"before": []}, **change})
+        read_config({"method": "wanda", "stages": {"before": []}, **change})
 
 
 def test_flap_compensates_by_default_and_no_other_method_does() -> None:
-    assert PruneConfig.from_dict({"method": "flap", "stages": {"before": []}}).compensates
-    assert not PruneConfig.from_dict({"method": "wanda", "stages": {"before": []}}).compensates
-    assert not PruneConfig.from_dict(
-        {"method": "flap", "stages": {"before": []}, "score": {"compensate": False}}
-    ).compensates
+    compensating = [name for name in own_methods() if build_config(options={"method": name}).adds_biases]
+    assert compensating == ["flap"]
+    assert not build_config(options={"method": "flap", "cut.reconstruct": "none"}).adds_biases

@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,8 @@ class ElsewhereForCausalLM(LlamaForCausalLM):
 AutoModelForCausalLM.register(ElsewhereConfig, ElsewhereForCausalLM, exist_ok=True)
 """
 FAMILY = """
-from pyprune.families import Family, StockClasses, StockTarget
-from pyprune.families.llama import decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
+from pyprune.families import Family, Row, StockClasses, StockTarget, common
+from pyprune.families.common import decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
 
 def why_not(config, plan):
     return output_bias_or_why(config, "Elsewhere") or uniform_or_why(plan) or divisible_or_why(plan)
@@ -53,13 +53,22 @@ FAMILIES = (
             layer="elsewhere.modelling:ElsewhereDecoderLayer",
         ),
         rows=decoder_rows(),
-        layers_path="model.layers",
-        attention_module="self_attn",
-        mlp_modules=("mlp",),
         stock_targets=(StockTarget("elsewhere", why_not),),
     ),
 )
 """
+FUSED_ROWS = """(
+            common.EMBEDDING,
+            *common.norm_rows(common.LAYER + "input_layernorm", "pre_norm", "attention"),
+            Row("model.layers.{i}.self_attn.qkv_proj.weight",
+                (("heads", "kv_heads", "kv_heads"), "hidden"), "reader", "attention"),
+            *common.output_rows(common.LAYER + "self_attn.o_proj", "heads", "attention"),
+            *common.norm_rows(common.LAYER + "post_attention_layernorm", "pre_norm", "mlp"),
+            Row("model.layers.{i}.mlp.gate_up_proj.weight", (("ffn", "ffn"), "hidden"), "reader", "mlp"),
+            *common.output_rows(common.LAYER + "mlp.down_proj", "ffn", "mlp"),
+            *common.norm_rows("model.norm", "final_norm"),
+            common.HEAD,
+        )"""
 TINY = """
 from tests._support.models import TINY
 
@@ -100,10 +109,18 @@ def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=280)
 
 
+def like_phi3(text: str) -> str:
+    """The same package on top of Phi-3, whose projections are fused."""
+    renamed = text.replace("models.llama.modeling_llama", "models.phi3.modeling_phi3").replace("Llama", "Phi3")
+    return renamed.replace("decoder_rows(),", f"{FUSED_ROWS},")
+
+
 @pytest.mark.slow
-def test_a_family_from_outside_the_tree_passes_the_contract(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [str, like_phi3])
+def test_a_family_from_outside_the_tree_passes_the_contract(tmp_path: Path, made: Callable[[str], str]) -> None:
     """Masked equals compacted on every axis, also after save and load, stock or pruned, as every family here does."""
-    package(tmp_path, "elsewhere", FAMILY, configuration=CONFIGURATION, modelling=MODELLING, tiny_of_elsewhere=TINY)
+    modules = {"configuration": made(CONFIGURATION), "modelling": made(MODELLING), "tiny_of_elsewhere": TINY}
+    package(tmp_path, "elsewhere", made(FAMILY), **modules)
     options = ["-q", "-p", "elsewhere.tiny_of_elsewhere", "-p", "no:cacheprovider", "-k", "elsewhere"]
     ran = python(tmp_path, "-m", "pytest", *options, "tests/families/test_contract.py", "tests/cut/test_compensate.py")
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]

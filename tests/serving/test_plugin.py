@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError
-from pyprune.families import family_for
+from pyprune.families import all_families, family_for
 from pyprune.modeling import PRUNED_MODELS
 from pyprune.serving.export import export, serve_command
 from pyprune.serving.plugin import ARCHITECTURES, look_for_platform, register
-from tests._support.models import tiny_batch, tiny_model
+from tests._support.models import TINY, one_of_each, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
 
@@ -53,14 +53,14 @@ def test_registration_is_lazy_and_can_be_repeated(monkeypatch: pytest.MonkeyPatc
 
 def test_the_families_say_what_is_served() -> None:
     served = {name.removeprefix("Pruned").removesuffix("ForCausalLM") for name in ARCHITECTURES}
-    assert served == {"Llama", "Mistral", "Qwen2", "Qwen3", "OPT"}
+    assert served >= {"Llama", "Mistral", "Qwen2", "Qwen3", "OPT"}
     for name, target in ARCHITECTURES.items():
         module, _, found = target.partition(":")
         assert found == name
         assert importlib.util.find_spec(module) is not None
 
 
-NOT_SERVED_PER_LAYER = ("granite", "starcoder2", "olmo2")
+NOT_SERVED_PER_LAYER = [name for name in one_of_each() if not all_families()[TINY[name][0]].served_by]
 
 
 @pytest.mark.parametrize("name", NOT_SERVED_PER_LAYER)

@@ -14,9 +14,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class
 from pyprune.serving.engines import engine_environment
-from tests._support.models import VOCAB, randomise_
+from tests._support.models import TINY, VOCAB, one_of_each, randomise_
 from tests._support.served import (
     DAMAGE,
     NEW_TOKENS,
@@ -49,10 +50,7 @@ CASES = {
     "qwen2-as-llama": Case("qwen2", uniform(96), "LlamaForCausalLM"),
     "qwen3": Case("qwen3-tied", uniform(72), "Qwen3ForCausalLM"),
     "skipped-blocks": Case("llama-head-dim", skipping, "PrunedLlamaForCausalLM"),
-    "llama-per-layer": Case("llama-mha-bias", per_layer, "PrunedLlamaForCausalLM"),
-    "mistral-per-layer": Case("mistral", per_layer, "PrunedMistralForCausalLM"),
-    "qwen2-per-layer": Case("qwen2", per_layer, "PrunedQwen2ForCausalLM"),
-    "qwen3-per-layer": Case("qwen3", per_layer, "PrunedQwen3ForCausalLM"),
+    "llama-bias-per-layer": Case("llama-mha-bias", per_layer, "PrunedLlamaForCausalLM"),
     "llama-compensated": Case("llama-head-dim", per_layer, "PrunedLlamaForCausalLM", compensated=True),
     "mistral-compensated": Case("mistral", narrower, "LlamaForCausalLM", compensated=True),
     "qwen2-compensated": Case("qwen2-tied", per_layer, "PrunedQwen2ForCausalLM", compensated=True),
@@ -61,6 +59,8 @@ CASES = {
     "opt-per-layer": Case("opt", opt_per_layer, "PrunedOPTForCausalLM"),
     "opt-skipped-blocks": Case("opt-untied", skipping, "PrunedOPTForCausalLM"),
 }
+LAYERED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).vllm_layer}
+CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
 OPT_350M = "opt-350m-layout"
 DAMAGED = [(name, kind) for name in ("mistral-per-layer", "opt-per-layer") for kind in DAMAGE]
 """vLLM's LLaMA-like models and its OPT are two classes of ours; each must look at the files by itself."""

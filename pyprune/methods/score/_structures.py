@@ -1,9 +1,9 @@
 """From element scores to structures: which parameters are open, and the running sums of their structures.
 
 A structure is what one head, FFN channel or hidden channel owns in one module (its row of q_proj with the bias, its
-column of o_proj); a structure sums its elements. The coupled structures of one unit form a group, which aggregates
-them (MoreauPruner, equations 4 and 5). Element scores are reduced as soon as they are added; what is held is one
-number a structure.
+column of o_proj); a structure sums its elements. The projections that are fused in one module count as modules of their
+own. The coupled structures of one unit form a group, which aggregates them (MoreauPruner, equations 4 and 5). Element
+scores are reduced as soon as they are added; what is held is one number a structure.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError, PypruneError, shown
 from pyprune.families import NamedParam, Row, family_for, named_axes
+from pyprune.families.base import Axis, axis_width
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
 
@@ -28,6 +29,44 @@ LayerAxis = tuple[int | None, str]
 
 class ScoreError(PypruneError):
     """Scores that cannot rank anything: missing, of the wrong size, or not numbers."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of the projections that are fused in a parameter; the whole parameter where nothing is fused.
+
+    Attributes:
+        axes: what each of its dimensions counts.
+        label: tells it from the others in the same parameter; empty where there are none.
+        dim: the fused dimension; None for a whole parameter.
+        start: its first position along ``dim``.
+        length: its positions along ``dim``.
+    """
+
+    axes: tuple[Axis, ...]
+    label: str = ""
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its part of a tensor of the parameter's shape."""
+        return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.length)
+
+
+def projections(row: Row, dense: Sizes) -> tuple[Projection, ...]:
+    """The projections that are fused in a parameter, in order; one, the whole, for most parameters."""
+    dim = row.fused_dim
+    if dim is None:
+        return (Projection(tuple(axis for (axis,) in row.dimensions)),)
+    found: list[Projection] = []
+    start = 0
+    for number, axis in enumerate(row.dimensions[dim]):
+        axes = tuple(axis if d == dim else one[0] for d, one in enumerate(row.dimensions))
+        length = axis_width(axis, dense)
+        found.append(Projection(axes, f"[{number}]", dim, start, length))
+        start += length
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -73,15 +112,18 @@ class OpenUnits:
         whole = config.heads_unit == "kv_group" or dense.group_size == 1
         return cls(dense, config.axes, tuple(layers), whole)
 
-    def dims(self, row: Row, layer: int | None) -> tuple[tuple[int, LayerAxis], ...]:
-        """The open dimensions of a parameter and the structures that each of them counts."""
-        found: list[tuple[int, LayerAxis]] = []
-        for dim, axis in enumerate(row.axes):
-            if axis == "hidden" and "hidden" in self.axes:
-                found.append((dim, (None, "hidden")))
-            elif layer in self.layers and self._is_open(axis):
-                found.append((dim, (layer, axis)))
+    def dims(self, row: Row, layer: int | None) -> tuple[tuple[Projection, int, LayerAxis], ...]:
+        """The open dimensions of a parameter's projections, and the structures that each of them counts."""
+        found: list[tuple[Projection, int, LayerAxis]] = []
+        for projection in projections(row, self.dense):
+            places = [self._open_place(axis, layer) for axis in projection.axes]
+            found += [(projection, dim, place) for dim, place in enumerate(places) if place is not None]
         return tuple(found)
+
+    def _open_place(self, axis: str, layer: int | None) -> LayerAxis | None:
+        if axis == "hidden" and "hidden" in self.axes:
+            return None, "hidden"
+        return (layer, axis) if layer in self.layers and self._is_open(axis) else None
 
     def _is_open(self, axis: str) -> bool:
         if axis == "kv_heads":
@@ -148,10 +190,12 @@ class StructureScores:
             weight: of the parameter's shape; None is 1.
             signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
         """
-        for dim, (layer, axis) in self.scope.dims(param.row, param.layer):
+        module = param.name.rpartition(".")[0]
+        for projection, dim, (layer, axis) in self.scope.dims(param.row, param.layer):
             size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
-            values = channel_sums(factor, weight, dim, signed=signed, size=size)
-            self.add_structures(layer, axis, param.name.rpartition(".")[0], values)
+            own = None if weight is None else projection.of(weight)
+            values = channel_sums(projection.of(factor), own, dim, signed=signed, size=size)
+            self.add_structures(layer, axis, module + projection.label, values)
 
     def add_structures(self, layer: int | None, axis: str, module: str, values: Tensor) -> None:
         """Add to the structures of one module.

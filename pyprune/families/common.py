@@ -1,0 +1,192 @@
+"""What several tables share: groups of rows, and reasons why a stock architecture cannot hold a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyprune.families.base import Axis, Block, Dimension, Role, Row, StockTarget
+from pyprune.plan import PrunePlan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYER = "model.layers.{i}."
+EMBEDDING = Row("model.embed_tokens.weight", ("vocab", "hidden"), "embedding")
+HEAD = Row("lm_head.weight", ("vocab", "hidden"), "head")
+HEAD_NORMS = (
+    Row(LAYER + "self_attn.q_norm.weight", ("head_dim",), "inner", "attention"),
+    Row(LAYER + "self_attn.k_norm.weight", ("head_dim",), "inner", "attention"),
+)
+"""Norms of every single query and key head (Qwen3, Gemma 3)."""
+
+
+def norm_rows(name: str, role: Role, block: Block | None = None, *, bias: bool = False) -> tuple[Row, ...]:
+    """A norm over the hidden axis.
+
+    Args:
+        name: of the module.
+        role: pre_norm, post_norm or final_norm.
+        block: the sub-block that the norm serves alone; None for several or none.
+        bias: whether it may have one (LayerNorm).
+    """
+    weight = Row(f"{name}.weight", ("hidden",), role, block)
+    return (weight, replace(weight, pattern=f"{name}.bias")) if bias else (weight,)
+
+
+def input_rows(name: str, counts: Dimension, block: Block, *, bias: bool = False) -> tuple[Row, ...]:
+    """A projection that reads the stream.
+
+    Args:
+        name: of the module.
+        counts: what its output counts; several axes where it is fused of several projections.
+        block: the sub-block that it belongs to.
+        bias: whether it may have one.
+    """
+    weight = Row(f"{name}.weight", (counts, "hidden"), "reader", block)
+    return (weight, Row(f"{name}.bias", (counts,), "inner", block)) if bias else (weight,)
+
+
+def output_rows(name: str, axis: Axis, block: Block) -> tuple[Row, ...]:
+    """The projection that writes a sub-block's result to the stream; it may have a bias, which compensation adds.
+
+    Args:
+        name: of the module.
+        axis: what its input counts.
+        block: the sub-block.
+    """
+    weight = Row(f"{name}.weight", ("hidden", axis), "writer", block)
+    return weight, Row(f"{name}.bias", ("hidden",), "writer", block)
+
+
+def attention_rows(
+    layer: str = LAYER, *, output: str = "o_proj", biases: bool = False, width_norm: bool = False
+) -> tuple[Row, ...]:
+    """Separate projections of queries, keys and values, and the output projection.
+
+    Args:
+        layer: pattern of a layer, with the dot at its end.
+        output: name of the output projection.
+        biases: whether queries, keys and values may have biases.
+        width_norm: queries and keys are normalised over their whole width, by ``q_norm`` and ``k_norm``.
+    """
+    prefix = layer + "self_attn."
+    rows: list[Row] = []
+    axes: dict[str, Axis] = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+    for name, axis in axes.items():
+        own = input_rows(f"{prefix}{name}_proj", axis, "attention", bias=biases)
+        if width_norm and name != "v":
+            rows += [replace(row, width_norm="input") for row in own]
+            rows.append(Row(f"{prefix}{name}_norm.weight", (axis,), "inner", "attention", width_norm="weight"))
+        else:
+            rows += own
+    return (*rows, *output_rows(f"{prefix}{output}", "heads", "attention"))
+
+
+def gated_mlp_rows(*, biases: bool = False) -> tuple[Row, ...]:
+    """An MLP ``down(act(gate) * up)``; gate and up may have biases if ``biases``."""
+    return (
+        *input_rows(LAYER + "mlp.gate_proj", "ffn", "mlp", bias=biases),
+        *input_rows(LAYER + "mlp.up_proj", "ffn", "mlp", bias=biases),
+        *output_rows(LAYER + "mlp.down_proj", "ffn", "mlp"),
+    )
+
+
+def plain_mlp_rows(up: str, down: str) -> tuple[Row, ...]:
+    """An MLP ``down(act(up))`` that may have biases on both.
+
+    Args:
+        up: pattern of the module that reads the stream.
+        down: of the one that writes it.
+    """
+    return (*input_rows(up, "ffn", "mlp", bias=True), *output_rows(down, "ffn", "mlp"))
+
+
+def decoder_rows(*, attention_bias: bool = False, mlp_bias: bool = False) -> tuple[Row, ...]:
+    """The table of every LLaMA-like decoder: gated MLP, one norm before each sub-block.
+
+    Args:
+        attention_bias: whether queries, keys and values may have biases.
+        mlp_bias: whether gate and up may have biases.
+    """
+    return (
+        EMBEDDING,
+        *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),
+        *attention_rows(biases=attention_bias),
+        *norm_rows(LAYER + "post_attention_layernorm", "pre_norm", "mlp"),
+        *gated_mlp_rows(biases=mlp_bias),
+        *norm_rows("model.norm", "final_norm"),
+        HEAD,
+    )
+
+
+def uniform_or_why(plan: PrunePlan) -> str:
+    """Why no stock architecture can hold the plan's widths; empty when one can."""
+    return "" if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
+
+
+def divisible_or_why(plan: PrunePlan) -> str:
+    """Why the sliced hidden size breaks the rule that heads divide it; empty when it does not."""
+    hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
+    return "" if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
+
+
+def output_bias_or_why(config: PretrainedConfig, name: str) -> str:
+    """Why an architecture without biases on its output projections cannot hold a compensated model; else empty."""
+    return f"{name} has no biases on its output projections" if getattr(config, "output_bias", False) else ""
+
+
+def untied_or_why(config: PretrainedConfig, plan: PrunePlan) -> str:
+    """Why a stock LayerNorm cannot hold the sliced hidden size of a model whose head is tied; else empty."""
+    tied = config.tie_word_embeddings and len(plan.hidden) != plan.dense.hidden_size
+    return "a tied head reads what the LayerNorm gauge shifts" if tied else ""
+
+
+_QKV_BIASES: tuple[tuple[str, Axis], ...] = (
+    (LAYER + "self_attn.q_proj.bias", "heads"),
+    (LAYER + "self_attn.k_proj.bias", "kv_heads"),
+    (LAYER + "self_attn.v_proj.bias", "kv_heads"),
+)
+_UP_BIASES: tuple[tuple[str, Axis], ...] = (
+    (LAYER + "mlp.gate_proj.bias", "ffn"),
+    (LAYER + "mlp.up_proj.bias", "ffn"),
+)
+
+
+def biased_target(
+    model_type: str, why_not: Callable[[PretrainedConfig, PrunePlan], str], *, qkv_biases: bool = False
+) -> StockTarget:
+    """A target with LLaMA's two switches for biases, ``attention_bias`` and ``mlp_bias``.
+
+    Each switch stands for all projections of a block, so biases that the source lacks become zeros.
+
+    Args:
+        model_type: of the target.
+        why_not: see :class:`StockTarget`.
+        qkv_biases: the source always has biases on q, k and v, whatever its configuration says (Qwen2).
+    """
+    flags, zeros = partial(_bias_flags, qkv_biases), partial(_zero_biases, qkv_biases)
+    return StockTarget(model_type, why_not, flags, zeros)
+
+
+def _bias_flags(always_qkv: bool, config: PretrainedConfig) -> dict[str, Any]:
+    qkv, output, up = _biases_of(always_qkv, config)
+    return {"attention_bias": qkv or output, "mlp_bias": up or output}
+
+
+def _zero_biases(always_qkv: bool, config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
+    qkv, output, up = _biases_of(always_qkv, config)
+    found = _QKV_BIASES if output and not qkv else ()
+    found += _UP_BIASES if output and not up else ()
+    # A source that has no more than q/k/v biases (Qwen2) leaves the output projection without.
+    if qkv and not output and not getattr(config, "attention_bias", False):
+        found += ((LAYER + "self_attn.o_proj.bias", "hidden"),)
+    return found
+
+
+def _biases_of(always_qkv: bool, config: PretrainedConfig) -> tuple[bool, bool, bool]:
+    """Whether a LLaMA-like source has biases on (q, k and v; output projections by compensation; gate and up)."""
+    qkv = always_qkv or bool(getattr(config, "attention_bias", False))
+    return qkv, bool(getattr(config, "output_bias", False)), bool(getattr(config, "mlp_bias", False))
