@@ -1,0 +1,239 @@
+"""Linear modules that are solved in closed form: their values before, a change of them, and which change is best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.cut._least_squares import NormalEquations
+
+
+class Projection:
+    """A linear module of which the kept rows and columns are solved for; everything else stays as it is.
+
+    Args:
+        name: inside its layer.
+        module: the module; weight [out, in], any floating dtype.
+        rows: outputs that stay, int64; None = all.
+        columns: inputs that stay, int64; None = all.
+        dense_rows: outputs of the dense module of this name that these are, int64; None = ``rows``.
+        scale: what those are multiplied by to be this module's (see ``width_factor``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Linear,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        *,
+        dense_rows: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.dense_rows = rows if dense_rows is None else dense_rows
+        self.scale = scale
+        self.name = name
+        self.module = module
+        self.rows = rows
+        self.columns = columns
+        self._weight = module.weight.detach().clone()
+        self._bias = None if module.bias is None else module.bias.detach().clone()
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs that stay."""
+        return self.module.in_features if self.columns is None else len(self.columns)
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs that stay."""
+        return self.module.out_features if self.rows is None else len(self.rows)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias to solve for."""
+        return self._bias is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that are kept beside the module's own."""
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def read(self, x: Tensor) -> Tensor:
+        """The inputs that stay, of x [..., in]."""
+        return x if self.columns is None else x.index_select(-1, self.columns)
+
+    def written(self, y: Tensor) -> Tensor:
+        """The outputs that stay, of y [..., out]."""
+        return y if self.rows is None else y.index_select(-1, self.rows)
+
+    def wanted(self, y: Tensor) -> Tensor:
+        """What they are in the dense module, of its outputs y [..., dense out]."""
+        kept = y if self.dense_rows is None else y.index_select(-1, self.dense_rows)
+        return kept * self.scale
+
+    def move(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Set the module to its values before plus a change, rounded once to its dtype.
+
+        Args:
+            weight: float [inputs, outputs].
+            bias: float [outputs]; None leaves the bias as it was.
+        """
+        values = self._weight.to(weight.dtype)
+        if self.rows is None and self.columns is None:
+            values = values + weight.T
+        else:
+            every = torch.arange
+            rows = every(len(values), device=values.device) if self.rows is None else self.rows
+            columns = every(values.shape[1], device=values.device) if self.columns is None else self.columns
+            values[rows[:, None], columns] += weight.T
+        self.module.weight.copy_(values)
+        if bias is not None and self._bias is not None:
+            biases = self._bias.to(bias.dtype)
+            biases[slice(None) if self.rows is None else self.rows] += bias
+            self.module.bias.copy_(biases)
+
+    def restore(self) -> None:
+        """Set the module to its values before."""
+        self.module.weight.copy_(self._weight)
+        if self._bias is not None:
+            self.module.bias.copy_(self._bias)
+
+    def copy_to(self, other: nn.Linear) -> None:
+        """Write what stays, as it is now, into a module of the same shape."""
+        if self.rows is None and self.columns is None:
+            other.weight.copy_(self.module.weight)
+        else:
+            # A slice where everything stays; index tensors where both are given are paired up by broadcasting.
+            rows = slice(None) if self.rows is None else self.rows
+            columns = slice(None) if self.columns is None else self.columns
+            if self.rows is not None and self.columns is not None:
+                rows = self.rows[:, None]
+            other.weight[rows, columns] = self.module.weight[rows, columns]
+        if self._bias is not None:
+            kept = slice(None) if self.rows is None else self.rows
+            other.bias[kept] = self.module.bias[kept]
+
+
+@dataclass
+class Tally:
+    """Squared error and squared size of what should be there, one sum for each kind of text.
+
+    Attributes:
+        error: sum over tokens of the squared error.
+        size: sum over tokens of the squared target.
+    """
+
+    error: dict[str, float] = field(default_factory=dict)
+    size: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, error: Tensor, size: Tensor) -> None:
+        """Add the sums of a chunk (0-dimensional tensors)."""
+        self.error[kind] = self.error.get(kind, 0.0) + float(error)
+        self.size[kind] = self.size.get(kind, 0.0) + float(size)
+
+    def relative(self) -> dict[str, float]:
+        """Relative error of each kind: the root of error / size."""
+        return {kind: (self.error[kind] / self.size[kind]) ** 0.5 if self.size[kind] else 0.0 for kind in self.error}
+
+    def overall(self) -> float:
+        """The mean of the kinds' relative errors."""
+        found = self.relative().values()
+        return sum(found) / len(found) if found else 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The solution that was taken.
+
+    Attributes:
+        ridge: relative to the mean diagonal; None = the modules are left as they were.
+        before: errors on the sequences held back, with the modules as they were.
+        after: the same with the modules as they are now.
+    """
+
+    ridge: float | None
+    before: Tally
+    after: Tally
+
+
+def choose(
+    projections: Sequence[Projection],
+    solutions: Iterator[tuple[float, Callable[[], None]]],
+    error: Callable[[], Tally],
+) -> Choice:
+    """Try solutions one after the other, and keep the one with the smallest error on the sequences held back.
+
+    The error of a solution is the mean over the kinds of text of its squared error relative to that of the modules as
+    they were. A solution that makes any kind worse is not taken, so that leaving everything as it was can win.
+
+    Args:
+        projections: what the solutions change.
+        solutions: (ridge, a function that puts the solution into the modules).
+        error: of the modules as they are, on the sequences held back.
+    """
+    before = error()
+    best: tuple[float, float, Callable[[], None], Tally] | None = None
+    for ridge, apply in solutions:
+        apply()
+        found = error()
+        score = _score(before, found)
+        if score is not None and (best is None or score < best[0]):
+            best = score, ridge, apply, found
+    if best is None:
+        for projection in projections:
+            projection.restore()
+        return Choice(None, before, before)
+    best[2]()
+    return Choice(best[1], before, best[3])
+
+
+def _score(before: Tally, after: Tally) -> float | None:
+    """Mean over the kinds of new squared error / old; None where one kind gets worse, or none better."""
+    pairs = [(after.error[kind], error) for kind, error in before.error.items()]
+    if not all(new <= old for new, old in pairs) or all(new == old for new, old in pairs):
+        return None
+    return sum(new / old if old else 1.0 for new, old in pairs) / len(pairs)
+
+
+def joint_solutions(
+    equations: NormalEquations, projections: Sequence[Projection], ridges: Sequence[float]
+) -> Iterator[tuple[float, Callable[[], None]]]:
+    """Solutions of projections whose outputs add up: their inputs stand side by side in one system.
+
+    A constant is one bias for all of them; the first projection with a bias carries it.
+    """
+    carrier = next((projection for projection in projections if projection.has_bias), None)
+    sizes = [projection.inputs for projection in projections]
+    for ridge in ridges:
+        found = equations.solve(ridge)
+        if found is None:
+            continue
+        bias = found[-1] if equations.constant else None
+        weights = found[: sum(sizes)].split(sizes)
+        yield ridge, _mover([(p, w, bias if p is carrier else None) for p, w in zip(projections, weights, strict=True)])
+
+
+def parallel_solutions(
+    equations: NormalEquations, projections: Sequence[Projection], ridges: Sequence[float]
+) -> Iterator[tuple[float, Callable[[], None]]]:
+    """Solutions of projections that read the same input: their outputs stand side by side in one system."""
+    inputs, sizes = projections[0].inputs, [projection.outputs for projection in projections]
+    for ridge in ridges:
+        found = equations.solve(ridge)
+        if found is None:
+            continue
+        weights = found[:inputs].split(sizes, dim=1)
+        biases = found[-1].split(sizes) if equations.constant else [None] * len(sizes)
+        yield ridge, _mover(list(zip(projections, weights, biases, strict=True)))
+
+
+def _mover(changes: list[tuple[Projection, Tensor, Tensor | None]]) -> Callable[[], None]:
+    def apply() -> None:
+        for projection, weight, bias in changes:
+            projection.move(weight, bias)
+
+    return apply

@@ -1,0 +1,268 @@
+"""The two forms of a cut model that a reconstruction solves: masked copies of dense layers, and a model cut already."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from pyprune.cut._fit import Projection
+from pyprune.cut._steps import Step
+from pyprune.cut.compact import stream_scale, width_factor
+from pyprune.cut.mask import mask_
+from pyprune.errors import PlanError
+from pyprune.families import Family
+from pyprune.families.base import Block, Row, kept_positions
+from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.probe.streams import LayerRunner, Part
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A few sequences of one kind and their two streams.
+
+    Attributes:
+        ids: int64 [B, T], fed to both models.
+        real: bool [B, T]; positions that hold a token and no padding.
+        kind: what kind of text it is.
+        held_back: whether it only judges solutions.
+        dense: the dense stream [B, T, H].
+        cut: the cut stream [B, T, H']; None while it is the dense one.
+        divisor: what the dense norm behind the writer in work divides by, float32 [tokens, 1]; None without one.
+    """
+
+    ids: Tensor
+    real: Tensor
+    kind: str
+    held_back: bool
+    dense: Tensor
+    cut: Tensor | None = None
+    divisor: Tensor | None = None
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The rows of x [B, T, channels] or [B * T, channels] that are no padding."""
+        flat = x.reshape(-1, x.shape[-1])
+        return flat[self.real.flatten()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its streams."""
+        return self.dense.nbytes + (0 if self.cut is None else self.cut.nbytes)
+
+
+class CutSide(ABC):
+    """A cut model beside the dense one, one layer at a time.
+
+    Args:
+        family: of both models.
+        plan: what stays.
+
+    Attributes:
+        walks_everything: whether the cut stream starts at the embeddings, even where it is still the dense one.
+        copied_bytes: most bytes of copied weights held at a time.
+    """
+
+    walks_everything = False
+    copied_bytes = 0
+
+    def __init__(self, family: Family, plan: PrunePlan) -> None:
+        self.family = family
+        self.plan = plan
+        self.plans = {layer.index: layer for layer in plan.layers}
+
+    @abstractmethod
+    def begin(self, chunk: Chunk) -> Tensor:
+        """The cut stream [B, T, H'] at the first step that is walked."""
+
+    @abstractmethod
+    def layer(self, index: int) -> AbstractContextManager[nn.Module]:
+        """One kept layer, by its dense index; what was solved in it is kept when the block ends."""
+
+    @abstractmethod
+    def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
+        """The cut stream [B, T, H'] behind a part."""
+
+    @abstractmethod
+    def target(self, dense: Tensor) -> Tensor:
+        """What the cut stream should be where the dense one is ``dense``: float32 [B, T, H']."""
+
+    @abstractmethod
+    def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
+        """The linear module whose weight ``row`` describes."""
+
+    @abstractmethod
+    def solved(self, projections: Sequence[Projection]) -> None:
+        """These projections have changed and stay so."""
+
+    def _name(self, row: Row) -> str:
+        return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
+
+    def _rows(self, step: Step, role: str, block: Block) -> list[Row]:
+        rows = [row for row in self.family.rows if row.role == role and row.block == block]
+        return [row for row in rows if not row.is_bias]
+
+    def writers(self, step: Step, layer: nn.Module) -> list[Projection]:
+        """The modules of a step that write to the stream."""
+        plan = self.plans[step.part.layer]
+        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows(step, "writer", b)]
+
+    def normed_writer(self, step: Step) -> str | None:
+        """Name of the writer whose output goes through a norm before it joins the stream, or None."""
+        normed = [block for block in step.writers if self._rows(step, "post_norm", block)]
+        return self._name(self._rows(step, "writer", normed[0])[0]) if normed else None
+
+    def readers(self, step: Step, layer: nn.Module) -> list[list[Projection]]:
+        """The modules of a step that read the stream, those of one block together."""
+        plan = self.plans[step.part.layer]
+        return [[self.projection(row, layer, plan) for row in self._rows(step, "reader", b)] for b in step.writers]
+
+    def gain(self, step: Step, layer: nn.Module) -> Tensor | None:
+        """Weight of the norm behind the writer, float32 [H'], or None where it writes to the stream itself."""
+        for block in step.writers:
+            for row in self._rows(step, "post_norm", block):
+                weight = cast(Tensor, layer.get_submodule(self._name(row)).weight).float()
+                return weight + 1 if self.family.unit_offset_norm else weight
+        return None
+
+
+class MaskedLayers(CutSide):
+    """The masked model, one masked copy of a dense layer at a time; what is solved goes into the dense model.
+
+    Args:
+        dense: the dense model's layers; the model itself is changed.
+        plan: what stays.
+    """
+
+    def __init__(self, dense: LayerRunner, plan: PrunePlan) -> None:
+        super().__init__(dense.family, plan)
+        self.dense = dense
+        device = dense.model.device
+        self.kept = torch.tensor(plan.hidden, device=device) if plan.removed_hidden else None
+        self.mask = torch.zeros(plan.dense.hidden_size, device=device)
+        self.mask[list(plan.hidden)] = 1.0
+        self.gauge = bool(plan.removed_hidden) and dense.family.gauges(dense.model.config)
+        self.changed: list[Projection] = []
+
+    def begin(self, chunk: Chunk) -> Tensor:
+        """The masked part of the dense stream: embeddings are masked like everything that writes."""
+        return self.target(chunk.dense).to(chunk.dense.dtype)
+
+    def target(self, dense: Tensor) -> Tensor:
+        """The dense stream with zeros for removed channels, in the gauge of the masked model: float32 [B, T, H]."""
+        wanted = dense.float()
+        if self.kept is None:
+            return wanted
+        if self.gauge:
+            wanted = wanted - wanted.index_select(-1, self.kept).mean(-1, keepdim=True)
+        return wanted * self.mask
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """A masked copy of a dense layer; what was solved in it is written to the dense one in the end."""
+        own = self.dense.layers[index]
+        copied = copy.deepcopy(own)
+        mask_(cast(PreTrainedModel, _OneLayer(copied, index, self.family, self.dense.model.config)), self.plan)
+        self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in copied.parameters()))
+        yield copied
+        for projection in self.changed:
+            projection.copy_to(cast(nn.Linear, own.get_submodule(projection.name)))
+        self.changed.clear()
+
+    def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
+        """The masked stream [B, T, H] behind a part."""
+        return self.dense.run(module, part, stream)
+
+    def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
+        """A module of the masked copy, of which only what stays is solved."""
+        name = self._name(row)
+        module = cast(nn.Linear, layer.get_submodule(name))
+        kept = kept_positions(row, layer_plan, self.plan)
+        rows, columns = (None if k is None else torch.tensor(k, device=module.weight.device) for k in kept)
+        return Projection(name, module, rows, columns)
+
+    def solved(self, projections: Sequence[Projection]) -> None:
+        """Remember what has to be written to the dense model."""
+        self.changed += projections
+
+
+class _OneLayer(nn.Module):
+    """A decoder layer under its name in the model, so that code that goes by parameter names works on it alone."""
+
+    def __init__(self, layer: nn.Module, index: int, family: Family, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        place: nn.Module = self
+        for name in family.layers_path.split("."):
+            inner = nn.Module()
+            place.add_module(name, inner)
+            place = inner
+        place.add_module(str(index), layer)
+
+
+class CompactedLayers(CutSide):
+    """A model that is cut already; everything that is left of it is solved.
+
+    Args:
+        pruned: its layers; the model itself is changed.
+        plan: the one that it was cut with.
+        config: of the dense model.
+
+    Raises:
+        PlanError: the model does not have the plan's sizes.
+    """
+
+    walks_everything = True
+
+    def __init__(self, pruned: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
+        family = pruned.family
+        super().__init__(family, plan)
+        sizes = len(pruned.layers), pruned.model.get_input_embeddings().weight.shape[1]
+        if sizes != (len(plan.layers), len(plan.hidden)):
+            raise PlanError(
+                f"The pruned model has {sizes[0]} layers of hidden size {sizes[1]}, and the plan leaves "
+                f"{len(plan.layers)} of {len(plan.hidden)}. Give the plan that it was cut with."
+            )
+        self.pruned = pruned
+        self.position = {layer.index: i for i, layer in enumerate(plan.layers)}
+        self.kept = torch.tensor(plan.hidden, device=pruned.model.device)
+        self.gauge = bool(plan.removed_hidden) and family.gauges(config)
+        self.scale = stream_scale(family, plan, tied=bool(config.tie_word_embeddings))
+
+    def begin(self, chunk: Chunk) -> Tensor:
+        """The pruned model's own embeddings."""
+        return self.pruned.embed(chunk.ids.to(self.pruned.model.device))
+
+    def target(self, dense: Tensor) -> Tensor:
+        """The kept channels of the dense stream at the pruned stream's scale: float32 [B, T, H']."""
+        wanted = dense.float().index_select(-1, self.kept)
+        if self.gauge:
+            wanted = wanted - wanted.mean(-1, keepdim=True)
+        return wanted * self.scale
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """The pruned model's layer."""
+        yield self.pruned.layers[self.position[index]]
+
+    def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
+        """The pruned stream [B, T, H'] behind a part."""
+        return self.pruned.run(module, Part(self.position[part.layer], part.blocks), stream)
+
+    def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
+        """A module of the pruned model, whole; of the dense one's outputs it has the kept ones."""
+        name = self._name(row)
+        kept = kept_positions(row, layer_plan, self.plan)[0] if row.role == "reader" else None
+        module = cast(nn.Linear, layer.get_submodule(name))
+        dense_rows = None if kept is None else torch.tensor(kept, device=module.weight.device)
+        scale = width_factor(row, layer_plan, self.plan)
+        return Projection(name, module, None, None, scale=scale, dense_rows=dense_rows)
+
+    def solved(self, projections: Sequence[Projection]) -> None:
+        """Nothing is left to do: the model itself was changed."""

@@ -1,0 +1,59 @@
+"""The order in which a cut model writes to its stream, and which writer answers for what the plan removes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.families import Family
+from pyprune.families.base import Block
+from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.probe.streams import Part, parts_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a kept layer that still writes to the stream.
+
+    Attributes:
+        part: as it is in the dense model.
+        writers: its blocks that the plan keeps.
+        absorbs: removed parts between it and the next step, in order; its writers take over what they wrote.
+        exact: nothing is removed up to here, so that the cut model's stream behind it is the dense model's.
+    """
+
+    part: Part
+    writers: tuple[Block, ...]
+    absorbs: tuple[Part, ...]
+    exact: bool
+
+
+def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
+    """The steps of a plan, and the removed parts in front of the first of them, which no writer can take over."""
+    layers = {layer.index: layer for layer in plan.layers}
+    kept: list[tuple[Part, tuple[Block, ...], list[Part]]] = []
+    lost: list[Part] = []
+    for index in range(plan.dense.num_layers):
+        for part in parts_of(family, index):
+            writers = _writers(part, layers.get(index))
+            if writers:
+                kept.append((part, writers, []))
+            else:
+                (kept[-1][2] if kept else lost).append(part)
+    steps: list[Step] = []
+    exact = not lost and not plan.removed_hidden
+    for part, writers, absorbs in kept:
+        exact = exact and not absorbs and writers == part.blocks and _whole(part, layers[part.layer], plan)
+        steps.append(Step(part, writers, tuple(absorbs), exact))
+    return steps, lost
+
+
+def _writers(part: Part, layer: LayerPlan | None) -> tuple[Block, ...]:
+    if layer is None:
+        return ()
+    return tuple(block for block in part.blocks if (layer.query_heads if block == "attention" else layer.ffn))
+
+
+def _whole(part: Part, layer: LayerPlan, plan: PrunePlan) -> bool:
+    """Whether the blocks of a part keep all their heads and channels."""
+    heads = "attention" not in part.blocks or len(layer.query_heads) == plan.dense.num_attention_heads
+    return heads and ("mlp" not in part.blocks or len(layer.ffn) == plan.dense.intermediate_size)

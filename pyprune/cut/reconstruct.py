@@ -1,0 +1,330 @@
+"""Reconstruction: what stays of a model is solved in closed form to follow the dense model's residual stream.
+
+The dense and the cut model read the same text side by side. At every kept part in order (attention, then MLP), with h
+the cut stream in front of it and x what its writer (o_proj, down_proj) reads in the *cut* model,
+
+    W <- W + argmin_D  sum over tokens ||x D^T - (t - h - x W^T)||^2 / ||t||^2  +  ridge * mean(diag(x^T x)) * ||D||^2
+
+where t is the dense stream in front of the next part that stays: so a writer takes over what the removed layers and
+blocks behind it wrote, and corrects what the parts before it got wrong. Where hidden channels go, t is the kept part of
+the dense stream. A bias is solved for in the same system where there is one, and attention and MLP that write at the
+same point (Phi) are one system. One rule serves layers, blocks, heads, FFN and hidden channels.
+
+Where a norm stands behind the writer (Gemma 3, OLMo 2), the stream is not linear in W. W is then solved to write what
+the norm, with the dense model's divisor for each token, would take to t - h; whether the stream is better for it is
+measured behind the norm, like everything else.
+
+The ridge is chosen for every writer on sequences that are held back from every kind of text, among the given
+candidates and "leave it as it was"; a candidate that makes any kind of text worse is out. The sequences that are held
+back are never solved on, so that their error is that of text that was not seen.
+
+With the readers (q, k, v, gate, up), each is solved to give the dense module's values from the cut stream before the
+writers of its block are. That is on by default where hidden channels go.
+
+The idea generalises FLAP's bias compensation, the least squares of OSSCAR and SlimGPT after cuts of heads and FFN
+channels, and ReplaceMe's linear map in place of a run of layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.cut._sides import Chunk, CompactedLayers, CutSide, MaskedLayers
+from pyprune.cut._steps import Step, steps_of
+from pyprune.cut._walk import Solved, Walk, chunks_of
+from pyprune.data.tokens import Batch, micro_batch_for
+from pyprune.errors import ConfigError, DataError
+from pyprune.families import check_plan, family_for
+from pyprune.plan import PrunePlan
+from pyprune.probe.activations import still
+from pyprune.probe.streams import LayerRunner, Part
+from pyprune.runtime.progress import track
+
+FORWARD_TOKENS = 2048
+"""Tokens in one pass through a layer, unless ``batch_size`` says otherwise."""
+
+
+@dataclass(frozen=True)
+class ReconstructOptions:
+    """How a reconstruction is made.
+
+    Attributes:
+        ridges: candidates for the ridge, relative to the mean of diag(x^T x); each 0 or more.
+        held_back: share of the sequences of each kind that only judges the candidates, in (0, 0.5].
+        readers: whether q, k, v, gate and up are solved as well; None = where hidden channels go.
+        batch_size: sequences in one pass; None = as many as make 2,048 tokens.
+        relative: whether a token's error counts relative to the size of its stream, which is what the norms see;
+            otherwise a few tokens with enormous values decide.
+    """
+
+    ridges: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0)
+    held_back: float = 0.125
+    readers: bool | None = None
+    batch_size: int | None = None
+    relative: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.ridges or not all(0 <= ridge < float("inf") for ridge in self.ridges):
+            problems.append(f"ridges is {self.ridges}; give one or more numbers from 0 up.")
+        if not 0 < self.held_back <= 0.5:
+            problems.append(f"held_back is {self.held_back}; it must be above 0 and at most 0.5.")
+        if self.batch_size is not None and self.batch_size < 1:
+            problems.append(f"batch_size is {self.batch_size}; it must be at least 1, or None.")
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class SolvedPart:
+    """What one system did. Errors are relative: ||what the stream lacks|| / ||what it should be||, over tokens.
+
+    Attributes:
+        layer: dense index.
+        blocks: the blocks that were solved together.
+        role: writers, whose error is the stream's behind them; or readers, whose error is their own output's.
+        ridge: the one that was chosen; None = left as it was, because no candidate was better.
+        before: mean over the kinds of text, on sequences held back, with the modules as they were; the parts before
+            this one are reconstructed already.
+        after: the same with the modules as they are now.
+        kinds: the same two for each kind of text.
+        used: the same two on the sequences that were solved on, all kinds together; None for readers.
+    """
+
+    layer: int
+    blocks: tuple[str, ...]
+    role: str
+    ridge: float | None
+    before: float
+    after: float
+    kinds: dict[str, tuple[float, float]]
+    used: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class ReconstructionReport:
+    """What a reconstruction did. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        parts: every system in the order of the layers.
+        exact: parts in front of everything that is removed, which stay as they are.
+        no_carrier: removed parts in front of the first that stays: nothing before them could take over what they
+            wrote, and the first writers behind them correct it.
+        tokens: calibration tokens, padding not counted.
+        held_back: those of them that only judged.
+        seconds: wall time.
+        extra_bytes: most memory held beside the models: streams, the layer in work, sums and solutions.
+    """
+
+    parts: tuple[SolvedPart, ...]
+    exact: tuple[str, ...]
+    no_carrier: tuple[str, ...]
+    tokens: int
+    held_back: int
+    seconds: float
+    extra_bytes: int
+
+    @property
+    def solved(self) -> int:
+        """Systems whose solution was taken."""
+        return sum(part.ridge is not None for part in self.parts)
+
+    def notes(self) -> list[str]:
+        """Sentences for the report; a warning when nothing changed (``solved`` is 0)."""
+        return [self._outcome(), *self._lost()]
+
+    def _outcome(self) -> str:
+        if not self.parts:
+            return "The reconstruction changed nothing: the plan removes nothing."
+        if not self.solved:
+            return (
+                f"The reconstruction changed nothing: for none of {len(self.parts)} systems was a solution better than "
+                "the weights as they were on the text held back. Use more calibration text, or a larger ridge."
+            )
+        last = [part for part in self.parts if part.role == "writers"][-1]
+        return (
+            f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on "
+            f"{self.tokens - self.held_back:,} tokens; behind layer {last.layer} the stream is {last.after:.1%} off "
+            f"the dense one on {self.held_back:,} tokens held back ({self.seconds:.0f} s, "
+            f"{self.extra_bytes / 2**20:,.0f} MiB beside the model)."
+        )
+
+    def _lost(self) -> list[str]:
+        if not self.no_carrier:
+            return []
+        return [
+            f"Nothing stays in front of {', '.join(self.no_carrier)}, so that no writer could take over what they "
+            "wrote; the first writers behind them correct part of it."
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+def reconstruct_(
+    model: PreTrainedModel,
+    plan: PrunePlan,
+    samples: Tensor | Batch,
+    *,
+    kinds: Sequence[str] | None = None,
+    options: ReconstructOptions | None = None,
+) -> ReconstructionReport:
+    """Solve what stays of a dense model so that its cut follows it, in place; shapes stay dense.
+
+    The stream of the masked model is what is fitted, so that :func:`pyprune.cut.mask.mask_` and
+    :func:`pyprune.cut.compact.compact_` mean the same as before. What the plan removes keeps its values, and so does
+    everything in front of it. Beside the model, two streams of the text and a copy of one layer are held.
+
+    Args:
+        model: the dense model, any dtype and device; the streams are held in its dtype, the systems in float64.
+        plan: what stays.
+        samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which counts for
+            nothing.
+        kinds: what kind of text each sample is, N labels; None = all of one kind.
+        options: see :class:`ReconstructOptions`.
+
+    Raises:
+        DataError: fewer than two samples of every kind, or labels that do not fit them.
+        PlanError: the plan is not this model's.
+        UnsupportedModelError: unknown model type or parameter, or a layer that does more with its writers' output than
+            to add it to the stream.
+    """
+    family = family_for(model)
+    check_plan(plan, family, model.config)
+    dense = LayerRunner(model, family)
+    side = MaskedLayers(dense, plan)
+    return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options or ReconstructOptions())
+
+
+def reconstruct_compacted_(
+    pruned: PreTrainedModel,
+    plan: PrunePlan,
+    dense: PreTrainedModel | LayerRunner,
+    samples: Tensor | Batch,
+    *,
+    kinds: Sequence[str] | None = None,
+    options: ReconstructOptions | None = None,
+) -> ReconstructionReport:
+    """Solve a model that is cut already so that it follows the dense one, in place.
+
+    Args:
+        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since.
+        plan: the one that it was cut with.
+        dense: the dense model, or its layers as something else holds them.
+        samples: see :func:`reconstruct_`.
+        kinds: see :func:`reconstruct_`.
+        options: see :class:`ReconstructOptions`.
+
+    Raises:
+        DataError, UnsupportedModelError: see :func:`reconstruct_`.
+        PlanError: the plan is not the dense model's, or the pruned model does not have its sizes.
+    """
+    source = dense if isinstance(dense, LayerRunner) else LayerRunner(dense, family_for(dense))
+    check_plan(plan, source.family, source.model.config)
+    side = CompactedLayers(LayerRunner(pruned, source.family), plan, source.model.config)
+    with still(pruned):
+        return _reconstruct(source, side, plan, Batch.of(samples), kinds, options or ReconstructOptions())
+
+
+@torch.no_grad()
+def _reconstruct(
+    dense: LayerRunner,
+    side: CutSide,
+    plan: PrunePlan,
+    samples: Batch,
+    kinds: Sequence[str] | None,
+    options: ReconstructOptions,
+) -> ReconstructionReport:
+    begin = time.monotonic()
+    steps, lost = steps_of(dense.family, plan)
+    readers = bool(plan.removed_hidden) if options.readers is None else options.readers
+    chunks: list[Chunk] = []
+    solved: tuple[SolvedPart, ...] = ()
+    walk: Walk | None = None
+    if not all(step.exact for step in steps):
+        with still(dense.model):
+            chunks = _chunks(dense, samples, kinds, options)
+            multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
+            walk = Walk(dense, side, chunks, ridges=options.ridges, multiplier=multiplier, relative=options.relative)
+            _walk(walk, side, steps, lost, readers=readers)
+        solved = tuple(_described(entry) for entry in walk.reports)
+    return ReconstructionReport(
+        parts=solved,
+        exact=tuple(str(step.part) for step in steps if step.exact),
+        no_carrier=tuple(map(str, lost)),
+        tokens=samples.fed(),
+        held_back=int(sum(chunk.real.sum() for chunk in chunks if chunk.held_back)),
+        seconds=round(time.monotonic() - begin, 3),
+        extra_bytes=walk.extra_bytes + side.copied_bytes if walk is not None else 0,
+    )
+
+
+def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part], *, readers: bool) -> None:
+    """Take both streams through all steps, and solve those behind which they differ."""
+    # The cut stream branches off in front of the first thing that is removed.
+    started = side.walks_everything or bool(lost)
+    if started:
+        walk.begin()
+    walk.advance_dense(lost)
+    by_layer = [(index, list(group)) for index, group in groupby(steps, key=lambda step: step.part.layer)]
+    for index, group in track(by_layer, "reconstructing layers"):
+        with ExitStack() as stack:
+            layer: nn.Module | None = None
+            for step in group:
+                if not step.exact and not started:
+                    started = True
+                    walk.begin()
+                if started and layer is None:
+                    layer = stack.enter_context(side.layer(index))
+                if layer is not None and not step.exact and readers:
+                    walk.solve_readers(step, layer)
+                walk.advance_to_target(step)
+                if layer is not None and step.exact:
+                    walk.advance_cut(step, layer)
+                elif layer is not None:
+                    walk.solve_writers(step, layer)
+
+
+def _described(entry: Solved) -> SolvedPart:
+    before, after = entry.choice.before.relative(), entry.choice.after.relative()
+    return SolvedPart(
+        layer=entry.part.layer,
+        blocks=entry.blocks,
+        role=entry.role,
+        ridge=entry.choice.ridge,
+        before=entry.choice.before.overall(),
+        after=entry.choice.after.overall(),
+        kinds={kind: (before[kind], after[kind]) for kind in before},
+        used=entry.used,
+    )
+
+
+def _chunks(
+    dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, options: ReconstructOptions
+) -> list[Chunk]:
+    count = len(samples)
+    labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
+    if len(labels) != count:
+        raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
+    size = options.batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
+    device = dense.model.device
+    made = []
+    for ids, real, kind, held_back in chunks_of(samples.inputs, samples.real, labels, options.held_back, size):
+        ids, real = ids.to(device), real.to(device)
+        made.append(Chunk(ids, real, kind, held_back, dense.embed(ids)))
+    if not any(chunk.held_back for chunk in made):
+        raise DataError(
+            f"Reconstruction has {count} samples and cannot hold any back to choose the ridge with; give at least two "
+            "of a kind."
+        )
+    return made

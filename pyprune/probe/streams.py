@@ -1,0 +1,147 @@
+"""Residual streams that walk through a model one part of a layer at a time.
+
+A part is what writes to the stream at one point: the attention of a layer, its MLP, or both where they stand side by
+side (Phi). Running parts by themselves means that two models can be compared point by point while only their streams
+and one layer are at work, whatever the rest of the model lies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.families import Family, decoder_layers
+from pyprune.families.base import Block
+
+BLOCKS: tuple[Block, ...] = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What writes to the stream at one point.
+
+    Attributes:
+        layer: index of the decoder layer.
+        blocks: its blocks that write there, one or (side by side) both.
+    """
+
+    layer: int
+    blocks: tuple[Block, ...]
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} {' and '.join(self.blocks)}"
+
+
+def parts_of(family: Family, layer: int) -> tuple[Part, ...]:
+    """The parts of a layer in the order in which they write; one part where the blocks stand side by side."""
+    side_by_side = any(row.role == "pre_norm" and row.block is None for row in family.rows)
+    return (Part(layer, BLOCKS),) if side_by_side else tuple(Part(layer, (block,)) for block in BLOCKS)
+
+
+class LayerRunner:
+    """The decoder layers of a model, each called as the model itself would call it.
+
+    Args:
+        model: a causal LM of a known family, dense or cut.
+        family: of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+        self.model = model
+        self.family = family
+        self.layers = decoder_layers(model)
+        self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""
+        calls: list[dict[str, Any]] = []
+        streams: list[Tensor] = []
+
+        def record(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            streams.append(hidden_states)
+            calls.append(kwargs)
+            return hidden_states
+
+        with replaced_forwards(dict.fromkeys(self.layers, record)):
+            self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
+        self._calls[ids.shape[0], ids.shape[1]] = calls
+        return streams[0]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """Give one decoder layer with its weights, for the time of the block."""
+        yield self.layers[index]
+
+    def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
+        """The stream [B, T, H] behind a part.
+
+        Args:
+            module: the layer, or a copy of it.
+            part: which blocks of it write; the others add zero.
+            stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
+        """
+        call = self._calls[stream.shape[0], stream.shape[1]][part.layer]
+        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)):
+            return module(stream, **call)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Iterator[None]:
+    """Let blocks of a layer add zero to the stream, without computing them."""
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    if "attention" in blocks:
+        forwards[getattr(layer, family.attention_module)] = _no_attention
+    if "mlp" in blocks:
+        *first, last = (getattr(layer, name) for name in family.mlp_modules)
+        forwards |= dict.fromkeys(first, _same) | {last: torch.zeros_like}
+    with replaced_forwards(forwards):
+        yield
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules compute something else meanwhile; their own ``forward`` comes back as it was."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            del module.forward
+            if own is not None:
+                module.forward = own
+
+
+def _no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(hidden_states), None
+
+
+def _same(hidden_states: Tensor) -> Tensor:
+    return hidden_states
+
+
+@contextmanager
+def listening(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Keep what named modules read and wrote at their latest call: name -> (input, output)."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            seen[name] = (args[0], output)
+
+        return after
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        seen.clear()

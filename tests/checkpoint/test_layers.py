@@ -1,0 +1,76 @@
+"""A dense checkpoint read layer by layer: the same bits as from memory, one layer at a time, damage refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.cut.compact import compact_
+from pyprune.cut.reconstruct import reconstruct_compacted_
+from pyprune.errors import CheckpointError
+from pyprune.families import family_for
+from pyprune.probe.streams import parts_of
+from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.plans import axis_plans
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_stream_of_stored_layers_is_that_of_the_model(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    stored = StoredLayers(tmp_path, dtype=torch.float32)
+    ids = tiny_batch()
+    with torch.no_grad():
+        stream = stored.embed(ids)
+        for index in range(4):
+            for part in parts_of(stored.family, index):
+                with stored.layer(index) as layer:
+                    assert [p.is_meta for p in stored.layers[index].parameters()] == [False] * len(
+                        list(layer.parameters())
+                    )
+                    stream = stored.run(layer, part, stream)
+        expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        norm = getattr(getattr(model.model, "decoder", model.model), "final_layernorm", None)
+        if norm is None:
+            inner = getattr(model.model, "decoder", model.model)
+            norm = getattr(inner, "final_layer_norm", None) or inner.norm
+        assert torch.equal(norm(stream), expected[-1])
+    assert all(p.is_meta for layer in stored.layers for p in layer.parameters())
+
+
+def test_reconstruction_from_disk_is_reconstruction_from_memory(tmp_path: Path) -> None:
+    dense = tiny_model("qwen3")
+    dense.save_pretrained(tmp_path)
+    plan = axis_plans(family_for(dense).plan(dense.config))["everything"]
+    samples = tiny_batch(batch=8, length=32)
+    results = []
+    for source in (dense, StoredLayers(tmp_path, dtype=torch.float32)):
+        cut = copy.deepcopy(dense)
+        compact_(cut, plan)
+        reconstruct_compacted_(cut, plan, source, samples)
+        results.append(cut.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "nan"])
+def test_a_damaged_checkpoint_is_refused(change: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.2.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    elif change == "shape":
+        tensors[name] = tensors[name].T.contiguous()
+    else:
+        tensors[name][0, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = {"missing": "is missing", "shape": "has the shape", "nan": "not finite"}[change]
+    with pytest.raises(CheckpointError, match=words), StoredLayers(tmp_path, dtype=torch.float32).layer(2):
+        pass
