@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from pyprune.cut._least_squares import NormalEquations
@@ -39,8 +39,9 @@ class Projection:
         self.module = module
         self.rows = rows
         self.columns = columns
+        bias = cast("Tensor | None", module.bias)
         self._weight = module.weight.detach().clone()
-        self._bias = None if module.bias is None else module.bias.detach().clone()
+        self._bias = None if bias is None else bias.detach().clone()
 
     @property
     def inputs(self) -> int:
@@ -82,19 +83,20 @@ class Projection:
             weight: float [inputs, outputs].
             bias: float [outputs]; None leaves the bias as it was.
         """
-        values = self._weight.to(weight.dtype)
-        if self.rows is None and self.columns is None:
-            values = values + weight.T
-        else:
-            every = torch.arange
-            rows = every(len(values), device=values.device) if self.rows is None else self.rows
-            columns = every(values.shape[1], device=values.device) if self.columns is None else self.columns
-            values[rows[:, None], columns] += weight.T
+        values = self._weight.to(weight.dtype, copy=True)
+        values[self._kept()] += weight.T
         self.module.weight.copy_(values)
         if bias is not None and self._bias is not None:
-            biases = self._bias.to(bias.dtype)
+            biases = self._bias.to(bias.dtype, copy=True)
             biases[slice(None) if self.rows is None else self.rows] += bias
             self.module.bias.copy_(biases)
+
+    def _kept(self) -> tuple[Tensor | slice, Tensor | slice]:
+        """What stays of the weight, as an index; a slice where everything does, which copies nothing."""
+        rows = slice(None) if self.rows is None else self.rows
+        if self.columns is None:
+            return rows, slice(None)
+        return rows if isinstance(rows, slice) else rows[:, None], self.columns
 
     def restore(self) -> None:
         """Set the module to its values before."""
@@ -104,15 +106,7 @@ class Projection:
 
     def copy_to(self, other: nn.Linear) -> None:
         """Write what stays, as it is now, into a module of the same shape."""
-        if self.rows is None and self.columns is None:
-            other.weight.copy_(self.module.weight)
-        else:
-            # A slice where everything stays; index tensors where both are given are paired up by broadcasting.
-            rows = slice(None) if self.rows is None else self.rows
-            columns = slice(None) if self.columns is None else self.columns
-            if self.rows is not None and self.columns is not None:
-                rows = self.rows[:, None]
-            other.weight[rows, columns] = self.module.weight[rows, columns]
+        other.weight[self._kept()] = self.module.weight[self._kept()]
         if self._bias is not None:
             kept = slice(None) if self.rows is None else self.rows
             other.bias[kept] = self.module.bias[kept]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLOAT64_INPUTS = 2048
+FLOAT64_INPUTS = 1024
 """Up to this many inputs everything is float64; beyond it is float32, as memory and time of float64 are not small."""
 _ROWS = 4096
 

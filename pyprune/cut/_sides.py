@@ -223,7 +223,8 @@ class CompactedLayers(CutSide):
     def __init__(self, pruned: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
         family = pruned.family
         super().__init__(family, plan)
-        sizes = len(pruned.layers), pruned.model.get_input_embeddings().weight.shape[1]
+        embedding = cast(nn.Embedding, pruned.model.get_input_embeddings())
+        sizes = len(pruned.layers), embedding.weight.shape[1]
         if sizes != (len(plan.layers), len(plan.hidden)):
             raise PlanError(
                 f"The pruned model has {sizes[0]} layers of hidden size {sizes[1]}, and the plan leaves "

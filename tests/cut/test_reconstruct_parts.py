@@ -1,0 +1,111 @@
+"""What reconstruction is made of: its least squares, the order of its steps, and who is held back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyprune.cut._fit import Projection, Tally
+from pyprune.cut._least_squares import NormalEquations
+from pyprune.cut._steps import steps_of
+from pyprune.cut._walk import chunks_of
+from pyprune.families import family_for
+from pyprune.probe.streams import LayerRunner, Part, parts_of
+from tests._support.models import TINY, tiny_batch, tiny_model
+
+
+def equations(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, *, constant: bool) -> NormalEquations:
+    found = NormalEquations(x.shape[1], r.shape[1], constant=constant, device=x.device)
+    for some in torch.arange(len(x)).split(30):
+        found.add(x[some], r[some], weight[some])
+    return found
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_solution_is_that_of_weighted_ridge_regression(constant: bool) -> None:
+    torch.manual_seed(0)
+    x, r, weight = torch.randn(200, 7) + 1, torch.randn(200, 5), torch.rand(200) + 0.1
+    ridge = 0.3
+    given = torch.cat([x, torch.ones(200, 1)], dim=1) if constant else x
+    rows = given.double() * weight.double()[:, None]
+    penalty = ridge * rows[:, :7].square().sum(0).mean()
+    extra = torch.eye(rows.shape[1], dtype=torch.float64)[:7] * penalty.sqrt()
+    wanted = torch.cat([r.double() * weight.double()[:, None], torch.zeros(7, 5, dtype=torch.float64)])
+    expected = torch.linalg.lstsq(torch.cat([rows, extra]), wanted).solution
+    found = equations(x, r, weight, constant=constant).solve(ridge)
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_what_is_not_determined_has_no_solution() -> None:
+    x = torch.zeros(20, 3)
+    assert equations(x, torch.randn(20, 2), torch.ones(20), constant=False).solve(0.0) is None
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(None, None), ([0, 2], None), (None, [1, 3]), ([0, 2], [1, 3])])
+def test_a_projection_changes_what_stays_and_nothing_else(rows: list[int] | None, columns: list[int] | None) -> None:
+    torch.manual_seed(0)
+    module, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    before, elsewhere = module.weight.detach().clone(), other.weight.detach().clone()
+    kept = [None if k is None else torch.tensor(k) for k in (rows, columns)]
+    projection = Projection("o", module, *kept)
+    inside = torch.zeros(3, 4, dtype=torch.bool)
+    inside[torch.tensor(rows or range(3))[:, None], torch.tensor(columns or range(4))] = True
+    with torch.no_grad():
+        for _ in range(2):  # a change replaces the one before
+            projection.move(torch.ones(projection.inputs, projection.outputs), torch.ones(projection.outputs))
+        projection.copy_to(other)
+        assert torch.equal(module.weight, torch.where(inside, before + 1, before))
+        assert torch.equal(other.weight, torch.where(inside, before + 1, elsewhere))
+        projection.restore()
+        assert torch.equal(module.weight, before)
+
+
+def test_of_every_kind_of_text_a_share_is_held_back() -> None:
+    ids = torch.arange(20)[:, None]
+    kinds = ["prose"] * 16 + ["code"] * 3 + ["poem"]
+    chunks = list(chunks_of(ids, ids >= 0, kinds, 0.125, batch_size=5))
+    held = {row for some, _, _, held_back in chunks if held_back for row in some.flatten().tolist()}
+    assert held == {4, 12, 17}
+    assert sorted(row for some, *_ in chunks for row in some.flatten().tolist()) == list(range(20))
+    assert all(len(some) <= 5 and len({kinds[row] for row in some.flatten()}) == 1 for some, *_ in chunks)
+
+
+def test_removed_parts_belong_to_the_writer_before_them() -> None:
+    family = family_for(tiny_model("llama"))
+    plan = family.plan(tiny_model("llama").config).drop_layers([2]).with_layer(1, ffn=[])
+    steps, lost = steps_of(family, plan)
+    assert not lost
+    assert [(str(step.part), step.exact) for step in steps] == [
+        ("layer 0 attention", True),
+        ("layer 0 mlp", True),
+        ("layer 1 attention", False),
+        ("layer 3 attention", False),
+        ("layer 3 mlp", False),
+    ]
+    assert steps[2].absorbs == (Part(1, ("mlp",)), *parts_of(family, 2))
+
+
+def test_errors_are_relative_to_each_kind() -> None:
+    tally = Tally()
+    tally.add("a", torch.tensor(1.0), torch.tensor(4.0))
+    tally.add("b", torch.tensor(9.0), torch.tensor(9.0))
+    tally.add("a", torch.tensor(0.0), torch.tensor(12.0))
+    assert tally.relative() == {"a": 0.25, "b": 1.0}
+    assert tally.overall() == 0.625
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_parts_one_after_the_other_are_the_layers_bit_for_bit(name: str) -> None:
+    model = tiny_model(name)
+    ids = tiny_batch()
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        runner = LayerRunner(model, family_for(model))
+        stream = runner.embed(ids)
+        for index in range(3):
+            assert torch.equal(stream, expected[index])
+            with runner.layer(index) as layer:
+                for part in parts_of(runner.family, index):
+                    stream = runner.run(layer, part, stream)
+        assert torch.equal(stream, expected[3])
