@@ -23,7 +23,7 @@ _PUBLIC = {
     "Evaluation": "pyprune.quality.measure:Evaluation",
     "PruneConfig": "pyprune.config.run:PruneConfig",
     "PrunePlan": "pyprune.plan:PrunePlan",
-    "PruneResult": "pyprune.pipeline:PruneResult",
+    "PruneResult": "pyprune.stages:PruneResult",
     "PypruneError": "pyprune.errors:PypruneError",
     "bench": "pyprune.serving.measure:measure",
     "build_config": "pyprune.recipe:build_config",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
-    from pyprune.pipeline import PruneResult as PruneResult
+    from pyprune.stages import PruneResult as PruneResult
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.pipeline import prune_ as prune_

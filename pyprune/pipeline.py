@@ -1,14 +1,12 @@
-"""The whole flow on one screen: load -> calibrate -> decide -> regularise -> compact -> recover -> write."""
+"""The whole flow: load -> calibrate -> decide -> regularise -> cut -> recover -> write."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,78 +14,30 @@ from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
 from pyprune.checkpoint.record import has_record, inherited_facts, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
-from pyprune.config.data import DataConfig
-from pyprune.config.run import PruneConfig, RecoverRunConfig, StageAction
+from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.config.train import RecoverConfig
-from pyprune.cut.compact import CompactReport, compact_
-from pyprune.cut.compensate import compensate_, target_of
-from pyprune.cut.mask import masked
-from pyprune.data.sampling import TokenSamples, sample_sequences, split_disjoint
+from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_source
-from pyprune.data.stream import check_sequence_length, check_token_ids
-from pyprune.data.tokens import IGNORED, Batch
-from pyprune.errors import ConfigError, PlanError
-from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.methods.base import PlanDecision, RunOptions
-from pyprune.methods.registry import check_run, get_method
+from pyprune.data.stream import check_sequence_length
+from pyprune.errors import ConfigError
+from pyprune.families import count_parameters
+from pyprune.methods.base import PlanDecision
+from pyprune.methods.registry import checked
 from pyprune.plan import PrunePlan
-from pyprune.probe.effects import EffectReport, compare, snapshot
-from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.runtime.files import check_output, read_bounded
-from pyprune.runtime.progress import warn
-from pyprune.train.lora import check_rank, projection_names
+from pyprune.runtime.files import check_output
+from pyprune.stages import (
+    PruneResult,
+    StageRun,
+    StageText,
+    Teacher,
+    draw_samples,
+    say_warnings,
+    shapes_the_result,
+    wanted_text,
+)
 from pyprune.train.objective import TrainReport
-from pyprune.train.recover import finetune, recover
-from pyprune.train.samples import check_trainable
-
-PROBE_SAMPLES = 2
-"""Calibration samples on which activations and cosines are compared before and after regularisation."""
-
-NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
-
-Teacher = PreTrainedModel | Callable[[], PreTrainedModel]
-"""The dense model for distillation, or what makes it at the moment it is needed (and is dropped after that stage)."""
-
-
-@dataclass
-class PruneResult:
-    """What a run did. JSON-able through :meth:`to_dict`.
-
-    Attributes:
-        plan: what stayed.
-        compact: sizes before and after, and the architecture; None when the plan was not applied.
-        notes: roundings and choices a reader must know.
-        warnings: what the user should worry about.
-        decision: how the plan came about; "seconds" is the wall time of a new one.
-        stages: one report for each action before and after the cut, in order.
-        effects: what regularisation did to the weights, activations and layers; None without it.
-        verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
-            calibration text; None unless ``verify`` was on.
-        out: the written folder; None for a run in memory.
-    """
-
-    plan: PrunePlan
-    compact: CompactReport | None = None
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    decision: dict[str, Any] = field(default_factory=dict)
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    effects: EffectReport | None = None
-    verified: dict[str, float] | None = None
-    out: Path | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data, without the plan (a checkpoint's record holds that separately)."""
-        return {
-            "compact": vars(self.compact) if self.compact is not None else None,
-            "notes": self.notes,
-            "warnings": self.warnings,
-            "decision": self.decision,
-            "stages": self.stages,
-            "effects": self.effects.to_dict() if self.effects is not None else None,
-            "verified": self.verified,
-        }
+from pyprune.train.recover import recover
 
 
 def prune(
@@ -123,7 +73,7 @@ def prune(
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     out = Path(out)
-    check_run(config)
+    config = checked(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
     _check_sources(config)
     reading: dict[str, Any] = {
@@ -143,8 +93,10 @@ def prune(
         earlier = inherited_facts(model_id)
         result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
         marks = earlier.get("training_marks", "")
-        if _shapes_the_result(config):
-            _warn(result, [text for samples in data.values() for text in _trained_before(marks, samples)])
+        if shapes_the_result(config):
+            again = [text for samples in data.values() for text in _trained_before(marks, samples)]
+            result.warnings += again
+            say_warnings(again)
             marks = training_marks(data.values(), marks)
         provenance = {
             "method": config.method,
@@ -193,66 +145,12 @@ def prune_(
     Raises:
         ConfigError: distillation without a teacher, or instruction records where every token has to count.
     """
-    samples = _ids(data.get("regularise", NO_SAMPLES))
-    after_samples = _tokens(data.get("recover", samples))
-    _check_stages(model, config, _tokens(data.get("regularise", NO_SAMPLES)), after_samples, teacher)
-    decision = _decide(model, samples, config, work)
-    result = PruneResult(
-        decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
-    )
-    if _shapes_the_result(config):
-        result.warnings += unguarded([samples for samples in data.values() if isinstance(samples, TokenSamples)])
-    if config.stages.prune:
-        _check_target(model, config, decision.plan)
-    probe = samples[:PROBE_SAMPLES]
-    untouched = snapshot(model, decision.plan, probe) if "regularise" in config.stages.before else None
-    for number, action in enumerate(config.stages.before):
-        _act(model, Batch.of(samples), config, action, f"before-{number}-{action}", result, work, teacher)
-    if untouched is not None:
-        result.effects = compare(
-            untouched, snapshot(model, decision.plan, probe), target_preserved_ratio=_target_ratio(config)
-        )
-        result.warnings += result.effects.warnings
-    if config.stages.prune:
-        _cut(model, config, result, samples)
-    for number, action in enumerate(config.stages.after):
-        _act(model, after_samples, config, action, f"after-{number}-{action}", result, work, teacher)
-    # The regulariser and the comparison of effects may say the same about a preserved ratio.
-    warnings, result.warnings = dict.fromkeys(result.warnings), []
-    _warn(result, warnings)
-    return result
-
-
-def _warn(result: PruneResult, warnings: Iterable[str]) -> None:
-    found = list(warnings)
-    result.warnings += found
-    for warning in found:
-        warn(warning)
-
-
-def _cut(model: PreTrainedModel, config: PruneConfig, result: PruneResult, samples: Tensor) -> None:
-    probe = samples[:PROBE_SAMPLES]
-    if config.verify and not probe.numel():
-        raise ConfigError("verify is on, which measures on calibration text; give samples under 'regularise'.")
-    dense_parameters = count_parameters(model)
-    if config.compensates:
-        # The dense model's own activations, as they are at the moment of the cut.
-        report = compensate_(model, result.plan, samples, batch_size=config.score.batch_size)
-        (result.notes if report.blocks else result.warnings).extend(report.notes())
-        result.decision["compensation"] = vars(report)
-    if config.verify:
-        with masked(model, result.plan):
-            result.verified = {"masked_perplexity": _perplexity(model, probe)}
-    result.compact = replace(compact_(model, result.plan), dense_parameters=dense_parameters)
-    if result.verified is not None:
-        result.verified["compacted_perplexity"] = _perplexity(model, probe)
-    if result.compact.reasons:
-        result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
-
-
-def _perplexity(model: PreTrainedModel, samples: Tensor) -> float:
-    length = samples.shape[1]
-    return perplexity(model, samples.flatten(), window=length, batch_size=1, source="calibration text").perplexity
+    run = StageRun(model, StageText.of(data), checked(config), work, teacher)
+    run.decide()
+    run.train_before_the_cut()
+    run.cut()
+    run.train_after_the_cut()
+    return run.finished()
 
 
 def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: PruneConfig) -> PrunePlan:
@@ -262,8 +160,18 @@ def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: Pr
         model: a dense model of a known family.
         samples: calibration token ids, int64 [N, T].
         config: the method, the ratio and the method's options; or a saved plan to replay.
+
+    Raises:
+        ConfigError: invalid options, or a goal that cannot be reached.
     """
-    return _decide(model, _ids(samples), config, None).plan
+    return _planning(model, {"regularise": samples}, config).decide().plan
+
+
+def _planning(model: PreTrainedModel, data: Mapping[str, TokenSamples | Tensor], config: PruneConfig) -> StageRun:
+    """A run that stops at the plan: without stages, and so without what only they need."""
+    config = checked(config)
+    stages = replace(config.stages, before=(), after=())
+    return StageRun(model, StageText.of(data), replace(config, stages=stages, verify=False))
 
 
 def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PlanDecision:
@@ -277,18 +185,15 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     Returns:
         The plan, with the notes and warnings that a cut by it would come with.
     """
-    check_run(config)
+    config = checked(config)
     _check_sources(config)
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
-    samples = _ids(draw_samples(model, tokenizer, config).get("regularise", NO_SAMPLES))
-    decision = _decide(model, samples, config, None)
-    if config.stages.prune:
-        _check_target(model, config, decision.plan)
-    if not config.compensates:
+    decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
+    if not config.adds_biases:
         return decision
     note = (
         "The plan holds no biases: those of the bias compensation are made when it is cut, also in a replay (--plan) "
-        "with score.compensate=true."
+        "with cut.reconstruct=bias."
     )
     return replace(decision, notes=(*decision.notes, note))
 
@@ -382,36 +287,6 @@ def recover_checkpoint(
     return report
 
 
-def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
-    """Draw the text of every stage; text of different stages is disjoint.
-
-    Nothing is read when a saved plan is only applied and not verified.
-
-    Raises:
-        ConfigError: the model has no tokenizer.
-        DataError: the text cannot be used, or the sequences are longer than the model allows.
-    """
-    wanted = _wanted_text(config)
-    if wanted and tokenizer is None:
-        raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
-    for data in wanted.values():
-        check_sequence_length(model.config, data.sequence_length)
-    drawn = split_disjoint(tokenizer, wanted) if wanted else {}
-    for samples in drawn.values():
-        check_token_ids(model.config, samples.input_ids[samples.input_ids != IGNORED])
-    return drawn
-
-
-def _wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
-    """The text of every stage that needs one."""
-    if not (_shapes_the_result(config) or config.verify):
-        return {}
-    wanted = {"regularise": config.data}
-    if config.stages.after:
-        wanted["recover"] = config.recovery_data or config.data
-    return wanted
-
-
 def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:
     """Options of a teacher that is not there would do nothing."""
     unused = [f"teacher_{name}" for name, value in options.items() if value is not None]
@@ -420,146 +295,12 @@ def _check_unused_teacher_options(teacher: str | Path | None, **options: str | N
 
 
 def _sources(config: PruneConfig) -> list[str]:
-    return [data.source for data in _wanted_text(config).values()]
+    return [data.source for data in wanted_text(config).values()]
 
 
 def _check_sources(config: PruneConfig) -> None:
     for source in _sources(config):
         check_source(source)
-
-
-def _decide(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: RunFolder | None) -> PlanDecision:
-    kept = work.read_decision() if work is not None else None
-    decision = kept or _new_decision(model, samples, config, work)
-    check_plan(decision.plan, family_for(model), model.config)
-    if work is not None:
-        work.write_decision(decision)
-    return decision
-
-
-def _new_decision(model: PreTrainedModel, samples: Tensor, config: PruneConfig, work: RunFolder | None) -> PlanDecision:
-    if config.plan is not None:
-        note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
-        return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_compensation(config)))
-    if config.method == "none":
-        raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
-    started = time.monotonic()
-    decision = get_method(config.method).decide(model, samples, config, _run(work, "decide"))
-    return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
-
-
-def read_plan(path: str | Path) -> PrunePlan:
-    """Read a plan from a JSON file, or from the record of a checkpoint folder.
-
-    Raises:
-        PlanError: the file is missing or holds no valid plan.
-    """
-    path = Path(path)
-    if path.is_dir():
-        plan = read_pruning_json(path).plan
-        if plan is None:
-            raise PlanError(f"The checkpoint {path} was not cut; its record holds no plan.")
-        return plan
-    try:
-        text = read_bounded(path)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"The plan {path} cannot be read: {error}.") from error
-    return PrunePlan.from_json(text)
-
-
-def _lost_compensation(config: PruneConfig) -> list[str]:
-    """A checkpoint with bias compensation, whose plan is replayed without it."""
-    folder = Path(str(config.plan))
-    if config.compensates or not folder.is_dir():
-        return []
-    decided = read_pruning_json(folder).provenance.get("report", {}).get("decision", {})
-    if "compensation" not in decided:
-        return []
-    return [
-        f"The bias compensation of {folder} is not replayed: the plan says what stays, not the biases. Turn on "
-        "score.compensate to compute them again from this run's calibration text."
-    ]
-
-
-def _check_target(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> None:
-    """Find out before hours of training, not after, that no architecture takes the sizes or the biases."""
-    target = target_of(model, config, plan)
-    if config.target == "stock" and target.stock is None:
-        raise ConfigError(
-            f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "
-            + "; ".join(target.reasons)
-            + ". Use the same widths in every layer (score.uniform), other sizes, or target 'auto' for the pruned "
-            "architecture."
-        )
-
-
-def _act(
-    model: PreTrainedModel,
-    samples: Batch,
-    config: PruneConfig,
-    action: StageAction,
-    name: str,
-    result: PruneResult,
-    work: RunFolder | None,
-    teacher: Teacher | None,
-) -> None:
-    run = _run(work, name)
-    report: Any
-    if action == "regularise":
-        regularise = get_method(config.method).regularise
-        if regularise is None:
-            raise ConfigError(
-                f"method {config.method!r} has nothing to regularise with; take regularise out of stages."
-            )
-        report = regularise(model, samples.ids, result.plan, config, run)
-    elif action == "recover":
-        report = recover(
-            model,
-            samples,
-            config.recover,
-            teacher=teacher if teacher is None or isinstance(teacher, PreTrainedModel) else teacher(),
-            plan=result.plan if result.compact else None,
-            checkpoint_dir=run.checkpoint_dir,
-            resume=run.resume,
-        )
-    else:
-        report = finetune(model, samples, config.finetune, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
-    result.stages.append({"action": action, "name": name, **report.to_dict()})
-    result.warnings += report.warnings
-
-
-def _run(work: RunFolder | None, name: str) -> RunOptions:
-    if work is None:
-        return RunOptions()
-    return RunOptions(checkpoint_dir=work.path / name, resume=work.resume)
-
-
-def _check_stages(
-    model: PreTrainedModel, config: PruneConfig, before: Batch, after: Batch, teacher: Teacher | None
-) -> None:
-    """Find out before anything is computed that a stage lacks what it needs.
-
-    Raises:
-        ConfigError: distillation without a teacher, instruction records where every token has to count, a LoRA rank
-            beyond every projection, or half-precision weights that would be trained.
-    """
-    stages = (*config.stages.before, *config.stages.after)
-    adapted = "recover" in stages and config.recover.adapters == "lora"
-    if adapted:
-        check_rank(model, projection_names(model), config.recover.rank)
-    if {"regularise", "finetune"} & {*stages} or ("recover" in stages and not adapted):
-        check_trainable(dict(model.named_parameters()))
-    if "recover" in stages and config.recover.distill is not None and teacher is None:
-        raise ConfigError(
-            "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
-            "second copy (copy.deepcopy(model)), or a function that loads one when it is needed."
-        )
-    regularises_after = "regularise" in config.stages.after and after.labels is not after.ids
-    if before.labels is not before.ids or regularises_after:
-        raise ConfigError(
-            "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw theirs "
-            "with layout 'stream'."
-        )
 
 
 def _trained_before(marks: str, samples: TokenSamples) -> list[str]:
@@ -568,21 +309,3 @@ def _trained_before(marks: str, samples: TokenSamples) -> list[str]:
     if not again:
         return []
     return [f"{again} passages of this run's text were training text of this checkpoint already; use other text."]
-
-
-def _ids(samples: TokenSamples | Tensor) -> Tensor:
-    return samples if isinstance(samples, Tensor) else samples.input_ids
-
-
-def _tokens(samples: TokenSamples | Tensor) -> Batch:
-    return Batch.of(samples) if isinstance(samples, Tensor) else samples.tokens
-
-
-def _shapes_the_result(config: PruneConfig) -> bool:
-    """Whether text shapes the result: it trains the model, a method reads it to decide, or biases hold its means."""
-    decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
-    return bool(config.stages.before or config.stages.after) or decides or config.compensates
-
-
-def _target_ratio(config: PruneConfig) -> float | None:
-    return config.dress.target_preserved_ratio if config.method == "dress" else None

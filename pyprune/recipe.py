@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
-from pyprune.methods.registry import check_name, check_run, method_preset
+from pyprune.methods.registry import check_name, method_preset, read_config
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
 
@@ -151,30 +151,25 @@ def build_config(
     chosen = _chosen(options, settings)
     if isinstance(method := data.get("method"), str) and method != "none":
         check_name(method)  # a mistake in the recipe, also where --method wins over it
-    if preset is not None or named is not None:
-        start = preset_options(str(named) if preset is None else preset)
+    wanted = str(named) if preset is None and named is not None else preset
+    if wanted is not None:
+        start = preset_options(wanted)
+        _refuse_other_method(wanted, start["method"], chosen.get("method", data.get("method")))
     else:
         start = default_options(merge(data, chosen))
-    if preset is not None:
-        _refuse_other_method(preset, start, data, chosen)
     if recovers is not None:
         start = merge(start, prune_options(recovers))
     if recovery is not None:
         data = merge(data, prune_options(recovery))
-    config = PruneConfig.from_dict(merge(merge(start, data), chosen))
-    check_run(config)
-    return config
+    return read_config(merge(merge(start, data), chosen))
 
 
-def _refuse_other_method(
-    preset: str, start: Mapping[str, Any], recipe: Mapping[str, Any], chosen: Mapping[str, Any]
-) -> None:
-    """A recipe's method would win over the preset that was asked for, which then did little of what its name says."""
-    method = recipe.get("method", start["method"])
-    if "method" not in chosen and method != start["method"]:
+def _refuse_other_method(preset: str, method: str, asked: Any) -> None:
+    """The method would win over the preset, which then did little of what its name says."""
+    if asked is not None and asked != method:
         raise ConfigError(
-            f"The preset {preset!r} is of the method {start['method']!r}, the recipe says method {shown(method)}; "
-            f"leave one of them out, or name the method too (method={start['method']})."
+            f"The preset {preset!r} is of the method {method!r}, but method is {shown(asked)}; leave one of them out, "
+            f"or name the method too (method={method})."
         )
 
 

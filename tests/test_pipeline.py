@@ -20,6 +20,7 @@ from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
+from pyprune.methods.registry import read_config
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
 from pyprune.serving.export import export
@@ -34,14 +35,16 @@ OPTIONS: dict[str, Any] = {
     "ratio": 0.5,
     "data": {"samples": 6, "sequence_length": 32},
     "elder": {"gates": {"first_round_steps": 3, "round_steps": 2, "batch_size": 2}, "train": TRAIN},
-    "dress": {"train": TRAIN},
     "finetune": TRAIN,
     "recover": {"rank": 2, "train": TRAIN},
 }
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    return merge(OPTIONS, changes)
+    method = changes.get("method", "elder")
+    of_method = {"elder": OPTIONS["elder"], "trsp": OPTIONS["elder"], "dress": {"train": TRAIN}}.get(method)
+    base = {name: value for name, value in OPTIONS.items() if name != "elder"}
+    return merge(base | ({method: of_method} if of_method else {}), changes)
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def text(tmp_path: Path) -> Path:
 def config(text: Path, **changes: Any) -> PruneConfig:
     merged = options(**changes)
     merged["data"]["source"] = str(text)
-    return PruneConfig.from_dict(merged)
+    return read_config(merged)
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -160,7 +163,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     settings = config(text, stages={"after": ["recover"]}, elder={"train": {"steps": 4, "checkpoint_interval": 2}})
     prune(model_folder, settings, out=tmp_path / "straight")
 
-    from pyprune.methods.regularise import elder
+    from pyprune.methods.regularise.elder import penalty as elder
 
     real = elder.ElderObjective.before_step
 
@@ -210,16 +213,16 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
 
     work = tmp_path / ".out.work"
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
-    for stopped_at, reached in (("_decide", False), ("_cut", True)):
+    for stopped_at, reached in (("decide", False), ("cut", True)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"pyprune.pipeline.{stopped_at}", interrupt)
+            patch.setattr(f"pyprune.stages.StageRun.{stopped_at}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prune(model_folder, settings, out=tmp_path / "out")
         assert (work / "decision.json").exists() == work.exists() == reached
     with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to continue it, or --overwrite"):
         prune(model_folder, settings, out=tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.pipeline._new_decision", lambda *_: pytest.fail("decided again"))
+        patch.setattr("pyprune.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
 
@@ -234,7 +237,7 @@ def test_a_run_with_other_weights_is_not_resumed(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.pipeline._cut", interrupt)
+        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     weights = model_folder / "model.safetensors"
@@ -255,7 +258,7 @@ def test_an_edited_record_of_an_interrupted_run_is_refused(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.pipeline._cut", interrupt)
+        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     path = tmp_path / ".out.work" / name
@@ -329,7 +332,7 @@ def test_the_source_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path, wa
     folder = write_model(dense, tmp_path / "dense")
     (tmp_path / "plan.json").write_text(family_for(dense).plan(dense.config).drop_layers([1]).to_json())
     options = {"method": "none", "plan": str(tmp_path / "plan.json"), "stages": {"before": []}}
-    prune(folder, PruneConfig.from_dict({**options, "export_dtype": wanted}), out=tmp_path / "out")
+    prune(folder, read_config({**options, "export_dtype": wanted}), out=tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == (wanted or "bfloat16")
     assert {str(t.dtype) for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {
         f"torch.{wanted or 'bfloat16'}"

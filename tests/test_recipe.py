@@ -182,8 +182,8 @@ def test_settings_that_are_no_options(setting: str, phrase: str) -> None:
 
 def test_a_smaller_batch_needs_no_second_option() -> None:
     config = build_config(settings=["elder.train.batch_size=2"])
-    assert (config.elder.train.batch_size, config.elder.train.micro_batch_size) == (2, 8)
-    assert config.elder.train.sequences_per_pass == 2
+    assert (config.options.train.batch_size, config.options.train.micro_batch_size) == (2, 8)
+    assert config.options.train.sequences_per_pass == 2
 
 
 def test_a_name_of_many_parts_is_no_recursion() -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import RENAMED, describe, get_method, own_methods, preset, presets
+from pyprune.methods.registry import RENAMED, describe, get_method, own_methods, preset, presets, read_config
 from pyprune.recipe import build_config
 from tests._support.paths import REPO
 
@@ -24,7 +23,7 @@ RECIPES = sorted((REPO / "recipes").rglob("*.yaml"))
 def test_a_recipe_parses_and_its_first_line_runs_it(path: Path) -> None:
     config = build_config(recipe=path)
     config.validate()
-    assert PruneConfig.from_dict(config.to_dict()) == config
+    assert read_config(config.to_dict()) == config
     first = path.read_text().splitlines()[0]
     assert first.startswith("# pyprune prune ")
     words = shlex.split(first.removeprefix("# "))
@@ -47,33 +46,33 @@ def test_the_recipes_cover_the_families_and_the_eight_cases() -> None:
 def test_the_two_elder_recipes_differ_in_the_regulariser_only() -> None:
     ours = build_config(recipe=REPO / "recipes/llama/smollm2-elder.yaml")
     papers = build_config(recipe=REPO / "recipes/llama/smollm2-elder-published.yaml")
-    assert ours.elder.train == papers.elder.train
-    assert ours.elder.gates == papers.elder.gates
+    assert ours.options.train == papers.options.train
+    assert ours.options.gates == papers.options.gates
     assert ours.data == papers.data
-    assert (ours.elder.schedule, papers.elder.schedule) == ("anneal", "published")
+    assert (ours.options.schedule, papers.options.schedule) == ("anneal", "published")
 
 
 @pytest.mark.parametrize("name", list(presets()))
 def test_a_preset_is_valid_described_and_names_a_method(name: str) -> None:
     config = preset(name)
     config.validate()
-    assert PruneConfig.from_dict(config.to_dict()) == config
+    assert read_config(config.to_dict()) == config
     assert describe(name)
     assert name.startswith(config.method)
 
 
 def test_the_presets_carry_the_papers_constants() -> None:
     dress, opt, elder = preset("dress-paper"), preset("dress-paper-opt"), preset("elder-paper")
-    assert (dress.dress.penalty_weight, opt.dress.penalty_weight) == (1e-3, 5e-3)
+    assert (dress.options.penalty_weight, opt.options.penalty_weight) == (1e-3, 5e-3)
     assert (dress.data.samples, dress.recovery_data and dress.recovery_data.samples) == (750, 250)
     assert (dress.recover.rank, dress.recover.alpha) == (32, 10.0)
-    assert (elder.elder.gates.penalty_weight, elder.elder.penalty_weight) == (5e-3, 1e-3)
+    assert (elder.options.gates.penalty_weight, elder.options.penalty_weight) == (5e-3, 1e-3)
     assert elder.data.samples == 128
-    for training in (dress.dress.train, dress.recover.train, elder.elder.train):
+    for training in (dress.options.train, dress.recover.train, elder.options.train):
         assert (training.learning_rate, training.batch_size) == (2e-5, 64)
         assert (training.early_stop_patience, training.early_stop_min_delta) == (5, 1e-4)
-    assert preset("trsp-paper").elder == elder.elder
-    assert preset("elder-paper-literal").elder.gates.placement == "output"
+    assert preset("trsp-paper").options == elder.options
+    assert preset("elder-paper-literal").options.gates.placement == "output"
 
 
 def test_an_unknown_preset_suggests_one() -> None:

@@ -24,6 +24,7 @@ from pyprune.config.run import PruneConfig, RecoverRunConfig, StageConfig
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
+from pyprune.methods.registry import read_config
 from pyprune.pipeline import prune, prune_, recover_checkpoint
 from pyprune.quality.perplexity import perplexity
 from pyprune.recipe import build_config, build_recovery, merge
@@ -76,7 +77,7 @@ def prune_config(folder: Path, text: Path, **changes: Any) -> PruneConfig:
         "finetune": TRAIN,
         "recover": {"rank": 2, "train": TRAIN},
     }
-    return PruneConfig.from_dict(merge(base, changes))
+    return read_config(merge(base, changes))
 
 
 def run_config(records: Path, **changes: Any) -> RecoverRunConfig:

@@ -13,8 +13,8 @@ from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
-    from pyprune.pipeline import PruneResult
     from pyprune.report import Cell
+    from pyprune.stages import PruneResult
     from pyprune.train.objective import TrainReport
 
 REMOVES = {

@@ -9,7 +9,7 @@ import typer
 
 from pyprune.cli.base import Debug, GgufFile, JsonFile, RemoteCode, Revision, comma_separated, guarded, output
 from pyprune.errors import CheckpointError, ConfigError, OutputError, shown
-from pyprune.methods.score.presets import SCORE_PRESETS
+from pyprune.methods.registry import score_presets
 from pyprune.runtime.progress import say
 
 LONGEST_NUMBER = 20
@@ -25,7 +25,7 @@ def robustness(
         str,
         typer.Option(
             metavar="A,B",
-            help=f"Presets of scoring methods, comma-separated: {', '.join(SCORE_PRESETS)}. smoothgrad gets the noise "
+            help=f"Presets of scoring methods, comma-separated: {', '.join(score_presets())}. smoothgrad gets the noise "
             "draws of moreau.",
         ),
     ] = "taylor,smoothgrad,moreau,moreau-converged",

@@ -167,8 +167,12 @@ class Config:
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if isinstance(value, Config):
-                found += [f"{f.name}: {p}" for p in value._all_problems()]
+                found += [f"{self._label(f.name)}: {p}" for p in value._all_problems()]
         return found
+
+    def _label(self, name: str) -> str:
+        """What a person calls the options in a field."""
+        return name
 
     def _range_problems(self) -> Iterator[str]:
         """One sentence for each number outside its range or not finite, and for each text that can be no name."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_INDEX, LARGEST_SEED, Config, _require, option
+from pyprune.config.base import LARGEST_INDEX, LARGEST_SEED, Config, _first, _require, option
+from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
-from pyprune.config.regularise import DressConfig, ElderConfig
-from pyprune.config.score import LoraPruneConfig, MoreauConfig, ScoreConfig
+from pyprune.config.method import MethodOptions
+from pyprune.config.score import ScoreConfig
 from pyprune.config.train import HALF_DTYPES, RecoverConfig, TrainConfig
+from pyprune.errors import ConfigError, shown
 
 RatioOf = Literal["layers", "hidden", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
@@ -99,8 +101,7 @@ class PruneConfig(Config):
     """Everything `pyprune prune` does.
 
     Attributes:
-        method: dress, elder, trsp, a scoring method (magnitude, random, wanda, flap, taylor, loraprune, moreau,
-            moreau_gs, smoothgrad) or none (direct removal of what the plan names).
+        method: name of a method (``pyprune prune --help`` lists them), or none (direct removal of what the plan names).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
         ratio_of: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
@@ -112,13 +113,11 @@ class PruneConfig(Config):
         data: calibration and regularisation text.
         recovery_data: recovery text; must be disjoint from data. None = the same source, other samples.
         stages: what happens before and after the cut.
+        cut: what happens at the moment of the cut.
         verify: measure the masked model before the cut and the compacted one after it, on calibration text
             (holds one more copy of the weights meanwhile).
-        dress: options of DReSS.
-        elder: options of ELDeR/TRSP.
-        score: options that all scoring methods share.
-        moreau: options of MoreauPruner, MoreauPruner-GS and SmoothGrad.
-        loraprune: options of LoRAPrune.
+        score: options that all scoring methods share; None for the defaults, and for methods that score nothing.
+        options: the method's own options; None = its defaults. As plain data they stand under the method's name.
         recover: options of recovery.
         finetune: options of the plain fine-tuning control.
         seed: of the order of samples in stage 1 of ELDeR/TRSP (text and training have seeds of their own).
@@ -136,21 +135,66 @@ class PruneConfig(Config):
     data: DataConfig = field(default_factory=DataConfig)
     recovery_data: DataConfig | None = None
     stages: StageConfig = field(default_factory=StageConfig)
+    cut: CutConfig = field(default_factory=CutConfig)
     verify: bool = False
-    dress: DressConfig = field(default_factory=DressConfig)
-    elder: ElderConfig = field(default_factory=ElderConfig)
-    score: ScoreConfig = field(default_factory=ScoreConfig)
-    moreau: MoreauConfig = field(default_factory=MoreauConfig)
-    loraprune: LoraPruneConfig = field(default_factory=LoraPruneConfig)
+    score: ScoreConfig | None = None
+    options: MethodOptions | None = None
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     finetune: TrainConfig = field(default_factory=TrainConfig)
     seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
+    @classmethod
+    def read(
+        cls, data: Mapping[str, Any], options: type[MethodOptions], problems: Iterable[str] = ()
+    ) -> PruneConfig:
+        """Build from plain data, the method's own options under its name; :meth:`to_dict` gives such data.
+
+        Args:
+            data: JSON or YAML data.
+            options: the class of the method's options (:func:`pyprune.methods.registry.read_config` knows it).
+            problems: what is known to be wrong already.
+
+        Raises:
+            ConfigError: unknown keys or values of the wrong type, all together.
+        """
+        problems = list(problems)
+        method = data.get("method", cls.method)
+        named = method if isinstance(method, str) and method != "none" else ""
+        own = options()
+        if named in data:
+            if isinstance(data[named], Mapping):
+                own = options._parse(data[named], f"{named}.", problems)
+            else:
+                problems.append(f"{named} is {shown(data[named])}; expected a mapping of the method's options.")
+        if "options" in data:
+            problems.append(f"There is no option 'options'; the options of a method stand under its name ({named}).")
+        config = cls._parse({k: v for k, v in data.items() if k not in (named, "options")}, "", problems)
+        if problems:
+            raise ConfigError(_first(problems))
+        config = replace(config, options=own)
+        config.validate()
+        return config
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data that :meth:`read` reads back to an equal object."""
+        data = super().to_dict()
+        own = data.pop("options")
+        return data if own is None or self.method == "none" else {**data, self.method: own}
+
+    @override
+    def _label(self, name: str) -> str:
+        return self.method if name == "options" else name
+
     @property
-    def compensates(self) -> bool:
+    def score_options(self) -> ScoreConfig:
+        """What ``score`` says, or its defaults."""
+        return self.score or ScoreConfig()
+
+    @property
+    def adds_biases(self) -> bool:
         """Whether the cut gives the mean of what it takes back as biases."""
-        wanted = self.score.compensate
-        return self.stages.prune and (self.method == "flap" if wanted is None else wanted)
+        return self.stages.prune and self.cut.reconstruct == "bias"
 
     def _trainings(self) -> Iterator[Training]:
         """The trainings of all stages, in order."""
@@ -161,10 +205,8 @@ class PruneConfig(Config):
                 yield Training(action, "recover.train", self.recover.train, data, self.recover.adapters == "none")
             elif action == "finetune":
                 yield Training(action, "finetune", self.finetune, data, True)
-            elif self.method == "dress":
-                yield Training(action, "dress.train", self.dress.train, data, True)
-            else:
-                yield Training(action, "elder.train", self.elder.train, data, True)
+            elif self.options is not None and self.options.training is not None:
+                yield Training(action, f"{self.method}.train", self.options.training, data, True)
 
     @override
     def problems(self) -> list[str]:
@@ -181,8 +223,14 @@ class PruneConfig(Config):
             found,
         )
         _require(
-            self.stages.prune or not self.score.compensate,
-            "score.compensate gives back what the cut takes, but stages.prune is off; turn one of them round.",
+            self.stages.prune or self.cut.reconstruct == "none",
+            f"cut.reconstruct is {self.cut.reconstruct!r}, but stages.prune is off: nothing is cut; set it to none.",
+            found,
+        )
+        _require(
+            self.cut.reconstruct != "bias" or self.score is None or set(self.score.axes) != {"hidden"},
+            "cut.reconstruct is 'bias', but score.axes is ['hidden']; a bias stands for heads and FFN channels, so "
+            "open one.",
             found,
         )
         if self.method == "none":

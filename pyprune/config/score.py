@@ -1,15 +1,14 @@
-"""The options of the scoring methods."""
+"""What the options of all scoring methods share; what one of them has alone is next to it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_INDEX, LARGEST_SEED, LARGEST_WEIGHT, Config, Norm, _require, option
-from pyprune.config.train import LARGEST_BATCH, LARGEST_RANK, TrainConfig
-from pyprune.errors import shown
+from pyprune.config.base import LARGEST_INDEX, Config, _require, option
+from pyprune.config.train import LARGEST_BATCH
 
 ScoreAxis = Literal["heads", "ffn", "hidden"]
 
@@ -41,17 +40,9 @@ class ScoreConfig(Config):
         iterations: rounds; each removes its share of the goal and scores the masked model anew.
         ffn_multiple: FFN widths that result are multiples of this; channels go in bundles.
         allow_empty: a layer may lose its last unit of an axis, and the sub-block is skipped.
-        magnitude: of the method magnitude: l1 = sum of |w|, l2 = sum of w^2.
-        taylor: of the method taylor: vectorize |sum S|, param_first sum |S| with S = w g; param_second and param_mix
-            use the second-order term.
-        wanda: of the method wanda: coupled (every matrix that a structure owns a part of) or output (its columns of the
-            attention's and the MLP's output projections alone).
-        compensate: give the mean of what the output projections lose back as a bias
-            (:mod:`pyprune.cut.compensate`); any method may; None = flap does, no other.
         batch_size: sequences in one forward and backward pass; None = all samples at once. More than one pass a step
             holds the mean gradient of all open parameters.
         layerwise: take gradients one layer at a time (False holds those of all open parameters at once).
-        seed: of the method random.
     """
 
     axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
@@ -69,13 +60,8 @@ class ScoreConfig(Config):
     iterations: int = option(1, at_least=1, at_most=1_000)
     ffn_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
     allow_empty: bool = False
-    magnitude: Norm = "l1"
-    taylor: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
-    wanda: Literal["coupled", "output"] = "coupled"
-    compensate: bool | None = None
     batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
     layerwise: bool = True
-    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @property
     def counts(self) -> dict[ScoreAxis, int]:
@@ -121,11 +107,6 @@ class ScoreConfig(Config):
             found,
         )
         _require(
-            not self.compensate or set(self.axes) != {"hidden"},
-            "compensate is on, but axes is ['hidden']; a bias stands for heads and FFN channels, so open one.",
-            found,
-        )
-        _require(
             set(self.axes) != {"hidden"} or (self.layers, self.first_layer, self.last_layer) == ((), 0, -1),
             "axes is ['hidden'], whose channels run through every layer; leave layers, first_layer and last_layer out.",
             found,
@@ -139,81 +120,6 @@ class ScoreConfig(Config):
             self.normalise != "size" or self.aggregation != "prod",
             "normalise is 'size' and aggregation is 'prod': a product is kept as its logarithm, which a number of "
             "parameters cannot divide; use normalise none or standard, or another aggregation.",
-            found,
-        )
-        return found
-
-
-@dataclass(frozen=True)
-class MoreauConfig(Config):
-    """MoreauPruner, MoreauPruner-GS and SmoothGrad (Wang et al., "MoreauPruner", Algorithm 1).
-
-    Attributes:
-        steps: T, gradient steps on the Moreau envelope; with a tolerance, the most steps. SmoothGrad has none.
-        rho: weight of the proximal term.
-        gamma: step size.
-        eta: weight of the group norm; 0 for moreau, > 0 for moreau_gs.
-        sigma: standard deviation of the noise, relative to each weight.
-        draws: m, noise draws averaged in one step (the passes of SmoothGrad).
-        redraw: new noise at every step; False repeats the first step's, which a converging run needs.
-        tolerance: stop once the envelope's optimality condition, delta = -rho g, is missed by less than this share of
-            the displacement's norm; None = all steps.
-        seed: of the noise.
-    """
-
-    steps: int = option(10, at_least=1, at_most=1_000_000)
-    rho: float = option(0.05, above=0, at_most=LARGEST_WEIGHT)
-    gamma: float = option(1e-3, above=0, at_most=LARGEST_WEIGHT)
-    eta: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
-    sigma: float = option(0.05, at_least=0, at_most=1e30)
-    draws: int = option(1, at_least=1, at_most=1_000_000)
-    redraw: bool = True
-    tolerance: float | None = option(None, above=0, below=1, otherwise=", or null for all steps")
-    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
-
-    @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.gamma <= self.rho,
-            f"gamma is {shown(self.gamma)} and rho is {shown(self.rho)}; gamma must not exceed rho.",
-            found,
-        )
-        return found
-
-
-@dataclass(frozen=True)
-class LoraPruneConfig(Config):
-    """LoRAPrune (Zhang et al. 2023): importance from the weights and gradients of LoRA factors in training.
-
-    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code; the number of steps and
-    the batch are ours (they train for epochs on instructions, here the calibration text is read). The gradient norm is
-    not clipped, because that would weigh the steps' scores differently.
-
-    Attributes:
-        rank: LoRA rank.
-        alpha: LoRA scale numerator (scale = alpha / rank).
-        dropout: LoRA dropout probability.
-        momentum: share of the earlier steps' importance that a step keeps, in [0, 1); 0 = the last step alone.
-        train: the training loop's options; its seed is that of the factors too.
-    """
-
-    rank: int = option(8, at_least=1, at_most=LARGEST_RANK)
-    alpha: float = option(16.0, above=0, at_most=LARGEST_WEIGHT)
-    dropout: float = option(0.05, at_least=0, below=1)
-    momentum: float = option(0.9, at_least=0, below=1)
-    train: TrainConfig = field(
-        default_factory=lambda: TrainConfig(
-            learning_rate=1e-4, steps=32, batch_size=8, micro_batch_size=8, max_grad_norm=None
-        )
-    )
-
-    @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.train.early_stop_patience is None,
-            "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
             found,
         )
         return found

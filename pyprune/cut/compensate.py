@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.cut.target import Target, choose_target
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, check_plan, family_for
@@ -130,14 +129,19 @@ def with_output_biases_(model: PreTrainedModel, family: Family) -> int:
     return sum(module.weight.shape[0] for module in missing)
 
 
-def target_of(model: PreTrainedModel, config: PruneConfig, plan: PrunePlan) -> Target:
-    """What a plan turns a dense model into, with the biases that the cut will give back.
+def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Target:
+    """What a plan turns a dense model into.
+
+    Args:
+        model: dense.
+        plan: what stays.
+        biases: whether the cut will give back biases.
 
     Raises:
         UnsupportedModelError: the family cannot carry the biases.
     """
     family = family_for(model)
-    return choose_target(family, compensated_config(model, family) if config.compensates else model.config, plan)
+    return choose_target(family, compensated_config(model, family) if biases else model.config, plan)
 
 
 def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConfig:
@@ -163,6 +167,6 @@ def _without_bias(model: PreTrainedModel, family: Family) -> list[nn.Linear]:
     if missing and not family.carries_output_bias:
         raise UnsupportedModelError(
             f"This {family.model_type!r} model has no biases on its output projections, and no architecture of its "
-            "family can carry them. Set score.compensate to false to cut without compensation."
+            "family can carry them. Set cut.reconstruct to none to cut without compensation."
         )
     return missing

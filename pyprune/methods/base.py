@@ -1,10 +1,15 @@
-"""What a method is: it decides a plan and, where it regularises, trains the model towards it."""
+"""What a method is: it decides a plan and, where it regularises, trains the model towards it. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from pyprune.config.method import MethodOptions
+from pyprune.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,6 +17,8 @@ if TYPE_CHECKING:
 
     from pyprune.config.run import PruneConfig
     from pyprune.plan import PrunePlan
+
+Options = TypeVar("Options", bound=MethodOptions)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class PlanDecision:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a stage's training is run, beside what the configuration says.
+    """How a stage's training is run, in addition to what the configuration says.
 
     Attributes:
         validation: token ids, int64 [M, T], for early stopping; None holds some samples out when needed.
@@ -50,14 +57,6 @@ class RunOptions:
         return None if self.checkpoint_dir is None else self.checkpoint_dir / stage
 
 
-def nothing_to_do(unit: str) -> str:
-    """Say that a replayed plan leaves a regulariser without work."""
-    return (
-        f"The regulariser had no effect: the plan removes no {unit}, so nothing was penalised and the language model "
-        "alone was trained. Choose the method that fits the plan, or 'finetune' as the stage."
-    )
-
-
 class StageReport(Protocol):
     """What every regulariser returns."""
 
@@ -68,8 +67,25 @@ class StageReport(Protocol):
         ...
 
 
+def with_no_work_said(report: StageReport, removed: tuple[int, ...], unit: str) -> StageReport:
+    """Add a warning to a regulariser's report if the plan, a replayed one, left it nothing to penalise.
+
+    Args:
+        report: of the stage.
+        removed: what the plan removes of the method's unit.
+        unit: singular.
+    """
+    if not removed:
+        report.warnings.insert(
+            0,
+            f"The regulariser had no effect: the plan removes no {unit}, so nothing was penalised and the language "
+            "model alone was trained. Choose the method that fits the plan, or 'finetune' as the stage.",
+        )
+    return report
+
+
 class Decide(Protocol):
-    """Choose what goes."""
+    """Choose what to remove."""
 
     def __call__(
         self, model: PreTrainedModel, samples: Tensor, config: PruneConfig, run: RunOptions = ..., /
@@ -86,27 +102,51 @@ class Regularise(Protocol):
         model: PreTrainedModel,
         samples: Tensor,
         plan: PrunePlan,
-        config: PruneConfig,
+        options: Any,
         run: RunOptions = ...,
         /,
     ) -> StageReport:
-        """Change the weights in place."""
+        """Change the weights in place; ``options`` are the method's own."""
         ...
 
 
 @dataclass(frozen=True)
-class Method:
-    """A method that the registry finds by its file.
+class Deferred:
+    """A function that is imported when it is first called, so that declaring a method imports no torch.
 
     Attributes:
-        name: the file's name.
-        axis: the axis it removes from (also the default unit of the ratio).
+        path: "module:name".
+    """
+
+    path: str
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        module, _, name = self.path.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Import it and call it."""
+        return self.load()(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method that the registry finds by its file or folder.
+
+    Attributes:
+        name: the file's or folder's name.
+        axis: the axis it removes from.
         summary: one line for people.
         decide: (model, samples [N, T], config, run) -> PlanDecision.
-        regularise: (model, samples [N, T], plan, config, run) -> report; None for a method that only scores. The
-            plan is of the dense model; on a model that was already cut to it nothing is left to penalise and the stage
-            trains the language model alone, with the same options.
+        regularise: (model, samples [N, T], plan, the method's options, run) -> report; None for a method that only
+            scores. The plan is of the dense model; on a model that was already cut to it nothing is left to penalise
+            and the stage trains the language model alone, with the same options.
         reads_text: whether ``decide`` looks at the samples.
+        options: the class of the method's own options.
+        presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
+            run of the method starts from; the plain options where it is missing) and ``name-...``.
     """
 
     name: str
@@ -115,3 +155,24 @@ class Method:
     decide: Decide
     regularise: Regularise | None
     reads_text: bool = True
+    options: type[MethodOptions] = MethodOptions
+    presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it scores structures, and so reads the options that all such methods share (``score``)."""
+        return self.axis == "structures"
+
+
+def own_options(config: PruneConfig, kind: type[Options]) -> Options:
+    """The options of a run's method, which must be of the class that the method declares; None stands for its defaults.
+
+    Raises:
+        ConfigError: they are another method's.
+    """
+    found = kind() if config.options is None else config.options
+    if not isinstance(found, kind):
+        raise ConfigError(
+            f"The options of method {config.method!r} are a {type(found).__name__}; it takes a {kind.__name__}."
+        )
+    return found

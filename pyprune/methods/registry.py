@@ -1,34 +1,36 @@
-"""Methods, found by looking: one file a method under regularise/ and score/, imported only when asked for.
+"""Methods, found by looking: one file or folder a method under regularise/ and score/.
 
-A method file defines ``METHOD`` whose ``name`` is the file's name. Nothing is registered by import, and no
-list is kept by hand; two files of one name are an error. Installed packages bring methods by entry points of the group
-``pyprune.methods``: the method's name -> a module with ``METHOD`` (and ``PRESETS``, there or in its submodule
-``presets``), or the method itself. None of them is imported before it is asked for.
+It defines ``METHOD``, whose ``name`` is that of the file: what the method does, its options and its presets. Nothing is
+registered by import, and no list is kept by hand; two files of one name are an error. Declaring a method imports no
+torch: what computes is imported when it is called. Installed packages bring methods by entry points of the group
+``pyprune.methods``: the method's name -> a module with ``METHOD``, or the method itself. None of them is imported
+before it is asked for.
 
-Presets are found in ``presets.py`` of both folders, which import no torch. The preset named like a method is what a
-run of that method starts from, however it was named: --method, --preset or a recipe's ``method``.
+The preset named like a method is what a run of that method starts from, however it was named: --method, --preset or a
+recipe's ``method``.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, did_you_mean, shown
-
-if TYPE_CHECKING:
-    from pyprune.config.run import PruneConfig
-    from pyprune.methods.base import Method
+from pyprune.methods.base import Method
 
 _PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score")
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
-_NOT_METHODS = ("base", "presets")
+_NOT_METHODS = ("base",)
 
 RENAMED = {
     "dress-opt": "dress-paper-opt",
@@ -42,7 +44,7 @@ RENAMED = {
 
 @cache
 def own_methods() -> dict[str, str]:
-    """Method name -> module path of pyprune's own methods, without importing any of them.
+    """Method name -> module path of pyprune's own methods.
 
     Raises:
         ConfigError: two files define the same method name.
@@ -102,30 +104,54 @@ def _source(entry: EntryPoint) -> str:
     return f"The entry point {shown(entry.name)} ({entry.value}) of {GROUP}"
 
 
-def is_scoring(name: str) -> bool:
-    """Whether a known method scores structures (of our own: it lies under score/) and has no regulariser.
+def read_config(data: Mapping[str, Any]) -> PruneConfig:
+    """Build a configuration from plain data, and validate it with what its method says of it.
+
+    Args:
+        data: JSON or YAML data, the options of the method under its name, as :meth:`PruneConfig.to_dict` gives it.
 
     Raises:
-        ConfigError: the method of another package cannot be loaded.
+        ConfigError: every problem: unknown keys, values that are not allowed, options of another method.
     """
-    if name in own_methods():
-        return own_methods()[name].startswith("pyprune.methods.score.")
-    return get_method(name).regularise is None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"The options are {shown(data)}; expected a mapping.")
+    method = data.get("method", PruneConfig.method)
+    known = method_modules()
+    options = get_method(method).options if isinstance(method, str) and method in known else MethodOptions
+    others = [name for name in data if name != method and name in known]
+    own = {name: value for name, value in data.items() if name not in others}
+    return checked(PruneConfig.read(own, options, _naming_problems(method, others)))
 
 
-def check_run(config: PruneConfig) -> None:
-    """Validate a configuration, together with what its method says of it; of ours nothing is imported for that.
+def _naming_problems(method: Any, others: Sequence[str]) -> list[str]:
+    """A method that does not exist, and options of methods that do not run, which would do nothing."""
+    found = []
+    if isinstance(method, str) and method not in (*method_modules(), "none"):
+        found.append(did_you_mean(method, method_modules(), "method"))
+    if others:
+        found.append(
+            f"There are options of {' and '.join(map(repr, others))}, but method is {shown(method)}; leave them out, or "
+            "name the method that you mean."
+        )
+    return found
+
+
+def checked(config: PruneConfig) -> PruneConfig:
+    """Validate a configuration together with what its method says of it, and fill in the method's default options.
 
     Raises:
         ConfigError: every problem, also an unknown method and options that it would not read.
     """
     found = _method_problems(config)
+    if not found and config.options is None and config.method != "none":
+        config = replace(config, options=get_method(config.method).options())
     try:
         config.validate()
     except ConfigError as error:
         raise ConfigError([*error.problems, *found]) from None
     if found:
         raise ConfigError(found)
+    return config
 
 
 def _method_problems(config: PruneConfig) -> list[str]:
@@ -133,15 +159,25 @@ def _method_problems(config: PruneConfig) -> list[str]:
         return []
     if config.method not in method_modules():
         return [did_you_mean(config.method, method_modules(), "method")]
-    if not is_scoring(config.method):
-        uniform = f"score.uniform is on, but method {config.method!r} scores nothing: its widths are its own."
-        return [uniform] if config.score.uniform else []
-    if "regularise" in (*config.stages.before, *config.stages.after):
-        return [
-            f"method is {config.method!r}, which scores and regularises nothing; take regularise out of stages.before "
-            "and stages.after."
-        ]
-    return []
+    method = get_method(config.method)
+    found = []
+    if config.options is not None and not isinstance(config.options, method.options):
+        found.append(
+            f"The options of method {config.method!r} are a {type(config.options).__name__}; it takes a "
+            f"{method.options.__name__}."
+        )
+    if config.score is not None and not method.scores:
+        given = [f"score.{name}" for name, value in vars(config.score).items() if value != getattr(ScoreConfig, name)]
+        found.append(
+            f"{' and '.join(given) or 'score'} cannot be used: method {config.method!r} scores no structures, its sizes "
+            "are its own. Leave it out."
+        )
+    if method.regularise is None and "regularise" in (*config.stages.before, *config.stages.after):
+        found.append(
+            f"method is {config.method!r}, which regularises nothing; take regularise out of stages.before and "
+            "stages.after."
+        )
+    return found
 
 
 def check_name(name: str) -> None:
@@ -168,8 +204,6 @@ def get_method(name: str) -> Method:
 
 
 def _installed_method(entry: EntryPoint) -> Method:
-    from pyprune.methods.base import Method
-
     found = _load(entry)
     method = getattr(found, "METHOD", found)
     if not isinstance(method, Method) or method.name != entry.name:
@@ -193,9 +227,29 @@ def _load(entry: EntryPoint) -> Any:
 def presets() -> dict[str, Callable[[], PruneConfig]]:
     """Preset name -> function that builds it (its docstring describes it), of our own methods; imports no torch."""
     found: dict[str, Callable[[], PruneConfig]] = {}
-    for package in _PACKAGES:
-        found |= import_module(f"{package}.presets").PRESETS
+    for name in own_methods():
+        found |= _presets_of(get_method(name))
     return found
+
+
+def score_presets() -> dict[str, Callable[[], PruneConfig]]:
+    """The presets of our own scoring methods, without the second names of those that give the same options."""
+    scoring = {name for name in own_methods() if get_method(name).scores}
+    return {
+        name: make
+        for name, make in presets().items()
+        if name.partition("-")[0] in scoring and not name.endswith("-paper")
+    }
+
+
+def _presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
+    """The presets of a method; where it brings none of its name, a run starts from its plain options."""
+
+    def plain() -> PruneConfig:
+        return PruneConfig(method=method.name, options=method.options())
+
+    plain.__doc__ = method.summary
+    return {method.name: plain, **method.presets}
 
 
 def preset(name: str) -> PruneConfig:
@@ -230,26 +284,14 @@ def _maker(name: str) -> Callable[[], PruneConfig]:
 
 
 def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]]:
-    """What a package brings in ``PRESETS``; the preset of the method's name is the plain options where it has none."""
     method = _installed_method(entry)
-    module = import_module(entry.module)
-    if not hasattr(module, "PRESETS") and hasattr(module, "__path__") and find_spec(f"{entry.module}.presets"):
-        module = _load(EntryPoint(entry.name, f"{entry.module}.presets", GROUP))
-    brought: dict[str, Callable[[], PruneConfig]] = getattr(module, "PRESETS", {})
-    wrong = [name for name in brought if name.partition("-")[0] != method.name]
+    wrong = [name for name in method.presets if name.partition("-")[0] != method.name]
     if wrong:
         raise ConfigError(
             f"{_source(entry)} brings the preset {shown(wrong[0])}; its presets must be called {method.name!r} or "
             f"'{method.name}-...'."
         )
-    return {method.name: lambda: _plain(method)} | brought
-
-
-def _plain(method: Method) -> PruneConfig:
-    from pyprune.config.run import PruneConfig
-    from pyprune.methods.score.presets import scoring
-
-    return scoring(method.name) if method.regularise is None else PruneConfig(method=method.name)
+    return _presets_of(method)
 
 
 def method_preset(method: str) -> PruneConfig:

@@ -26,7 +26,7 @@ from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, OutputError
-from pyprune.methods.registry import RENAMED, method_modules, preset, presets
+from pyprune.methods.registry import RENAMED, checked, method_modules, preset, presets
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config, merge, parse_setting
 from tests._support.models import tiny_model
@@ -560,8 +560,8 @@ def test_settings_win_over_options_recipe_and_preset(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("preset: elder-paper\nratio: 0.3\nelder: {penalty_weight: 0.5, gates: {batch_size: 7}}\n")
     config = build_config(recipe=path, options={"ratio": 0.4, "method": None}, settings=["elder.penalty_weight=2e-3"])
-    assert (config.ratio, config.elder.penalty_weight, config.elder.gates.batch_size) == (0.4, 2e-3, 7)
-    assert config.elder.train == preset("elder-paper").elder.train
+    assert (config.ratio, config.options.penalty_weight, config.options.gates.batch_size) == (0.4, 2e-3, 7)
+    assert config.options.train == preset("elder-paper").options.train
 
 
 @pytest.mark.parametrize("stages", ["", "stages: {before: [], after: []}\n"])
@@ -578,7 +578,7 @@ def test_a_recovery_asked_for_beside_a_recipe_is_done(tmp_path: Path, stages: st
 def test_a_preset_of_another_method_than_the_recipes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("method: elder\nratio: 0.3\n")
-    with pytest.raises(ConfigError, match="preset 'taylor' is of the method 'taylor', the recipe says method 'elder'"):
+    with pytest.raises(ConfigError, match="preset 'taylor' is of the method 'taylor', but method is 'elder'"):
         build_config(recipe=path, preset="taylor")
     assert build_config(recipe=path, preset="taylor", options={"method": "taylor"}).method == "taylor"
     assert build_config(recipe=path, preset="elder").ratio == 0.3
@@ -597,8 +597,9 @@ def test_a_plan_alone_is_applied_without_training() -> None:
 
 def test_a_recipe_is_complete_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps(PruneConfig(ratio=0.5).to_dict()))
-    assert build_config(recipe=path) == PruneConfig(ratio=0.5)
+    complete = checked(PruneConfig(ratio=0.5))
+    path.write_text(json.dumps(complete.to_dict()))
+    assert build_config(recipe=path) == complete
     path.write_text("")
     assert build_config(recipe=path) == preset("elder")
 

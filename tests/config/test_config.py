@@ -9,14 +9,23 @@ import pytest
 
 from pyprune.config.base import LARGEST_SEED, MOST_PROBLEMS, Config, Range
 from pyprune.config.data import DataConfig
-from pyprune.config.regularise import DressConfig
 from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.config.train import LARGEST_BATCH, LONGEST_RUN, RecoverConfig, TrainConfig, largest_divisor
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import check_run
+from pyprune.methods.base import own_options
+from pyprune.methods.registry import checked, get_method, own_methods, preset, presets, read_config
+from pyprune.methods.regularise.dress import DressOptions
 
+
+def classes_below(kind: type[Config]) -> set[type[Config]]:
+    return {c for below in kind.__subclasses__() for c in (below, *classes_below(below))}
+
+
+METHODS = sorted(own_methods())
+presets()  # imports every method's options
 CLASSES = sorted(
-    (c for c in Config.__subclasses__() if c.__module__.startswith("pyprune.config.")), key=lambda c: c.__name__
+    (c for c in classes_below(Config) if c.__module__.startswith(("pyprune.config.", "pyprune.methods."))),
+    key=lambda c: c.__name__,
 )
 NUMBERS = [
     (c, f.name)
@@ -41,24 +50,42 @@ def problems_of(kind: type[Config], **values: Any) -> list[str]:
 
 
 def test_options_round_trip() -> None:
-    config = PruneConfig.from_dict({"method": "dress", "ratio": 0.3, "dress": {"norm": "l1", "channels": []}})
-    assert config.dress.norm == "l1"
-    assert PruneConfig.from_dict(config.to_dict()) == config
+    config = read_config({"method": "dress", "ratio": 0.3, "dress": {"norm": "l1", "channels": []}})
+    assert own_options(config, DressOptions).norm == "l1"
+    assert read_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plain_data_holds_the_options_of_the_method_that_runs_and_no_others(method: str) -> None:
+    data = preset(method).to_dict()
+    assert [name for name in METHODS if name in data] == [method]
+    assert (data["score"] is None) != get_method(method).scores
+
+
+def test_options_of_another_method_are_refused() -> None:
+    with pytest.raises(ConfigError, match="There are options of 'dress', but method is 'elder'; leave them out"):
+        read_config({"dress": {"norm": "l1"}})
+    with pytest.raises(ConfigError, match=r"score\.axes cannot be used: method 'elder' scores no structures"):
+        read_config({"score": {"axes": ["ffn"]}})
+    with pytest.raises(ConfigError, match="The options of method 'elder' are a DressOptions; it takes a ElderOptions"):
+        checked(PruneConfig(method="elder", options=DressOptions()))
+    with pytest.raises(ConfigError, match=r"There is no option .options.; .* under its name"):
+        read_config({"options": {"norm": "l1"}})
 
 
 def test_every_problem_is_reported_at_once_with_suggestions() -> None:
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict({"methd": "x", "ratio": "lots", "dress": {"norm": "l3"}, "seed": 1.5})
+        read_config({"methd": "x", "ratio": "lots", "elder": {"norm": "l3"}, "seed": 1.5})
     text = str(caught.value)
     assert "Did you mean 'method'" in text
     assert "ratio is 'lots'" in text
-    assert "value of dress.norm 'l3'" in text
+    assert "value of elder.norm 'l3'" in text
     assert "seed is 1.5; expected int" in text
 
 
 def test_values_are_checked_after_types() -> None:
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict({"ratio": 1.0, "finetune": {"steps": 0, "micro_batch_size": 0}})
+        read_config({"ratio": 1.0, "finetune": {"steps": 0, "micro_batch_size": 0}})
     assert len(caught.value.problems) == 3
 
 
@@ -71,28 +98,28 @@ def test_values_are_checked_after_types() -> None:
         ("finetune", "early_stop_min_delta", -1.0),
         ("finetune", "max_grad_norm", -1.0),
         ("finetune", "weight_decay", -0.1),
-        ("dress", "prox_step", 0.0),
+        ("elder", "anneal_share", 0.0),
         ("recover", "dropout", 1.0),
     ],
 )
 def test_values_that_would_fail_or_do_nothing_in_training(section: str, name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
-        PruneConfig.from_dict({section: {name: value}})
+        read_config({section: {name: value}})
 
 
 def test_a_method_must_exist_and_be_able_to_do_its_stages() -> None:
     """Before a model is loaded, not hours later."""
     with pytest.raises(ConfigError, match="Did you mean 'dress'") as unknown:
-        check_run(PruneConfig(method="dres", ratio=2.0))
+        checked(PruneConfig(method="dres", ratio=2.0))
     assert len(unknown.value.problems) == 2, "all that is wrong comes together"
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict({"method": "none"})
+        read_config({"method": "none"})
     assert len(caught.value.problems) == 2
     with pytest.raises(ConfigError, match="nothing to regularise with"):
-        PruneConfig.from_dict({"method": "none", "plan": "plan.json"})
-    with pytest.raises(ConfigError, match="scores and regularises nothing"):
-        check_run(PruneConfig(method="taylor"))
-    check_run(PruneConfig.from_dict({"method": "none", "plan": "plan.json", "stages": {"before": ["finetune"]}}))
+        read_config({"method": "none", "plan": "plan.json"})
+    with pytest.raises(ConfigError, match="regularises nothing"):
+        checked(PruneConfig(method="taylor"))
+    checked(read_config({"method": "none", "plan": "plan.json", "stages": {"before": ["finetune"]}}))
 
 
 def test_yaml_style_numbers_are_numbers() -> None:
@@ -103,18 +130,18 @@ def test_yaml_style_numbers_are_numbers() -> None:
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(ConfigError, match="reads version 1"):
-        PruneConfig.from_dict({"version": 9})
+        read_config({"version": 9})
 
 
 def test_verifying_a_cut_that_is_not_made_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stages\.prune is off"):
-        PruneConfig.from_dict({"verify": True, "stages": {"prune": False}})
+        read_config({"verify": True, "stages": {"prune": False}})
 
 
 def test_there_are_numbers_to_check() -> None:
     assert len(CLASSES) >= 12
     assert len(NUMBERS) >= 50
-    assert (DressConfig, "channels") in NUMBERS
+    assert (DressOptions, "channels") in NUMBERS
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda x: x if isinstance(x, str) else x.__name__)
@@ -180,7 +207,7 @@ def test_messages_name_the_limit_that_is_broken() -> None:
 )
 def test_lists_of_indices_say_their_first_mistake(layers: list[Any], phrase: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict({"elder": {"layers": layers}})
+        read_config({"elder": {"layers": layers}})
     assert len(caught.value.problems) == 1
     assert phrase in str(caught.value)
 
@@ -190,7 +217,7 @@ def test_lists_of_indices_say_their_first_mistake(layers: list[Any], phrase: str
 def test_names_hold_no_control_characters(section: str, name: str, value: str) -> None:
     """They would reach file systems, hubs and terminals."""
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict({section: {name: value}} if section else {name: value})
+        read_config({section: {name: value}} if section else {name: value})
     assert len(str(caught.value)) < 300
     assert "control character" in str(caught.value) or "5,000 characters" in str(caught.value)
     assert str(caught.value).isprintable()
@@ -221,20 +248,20 @@ HUGE = "x" * 1_000_000
 )
 def test_messages_about_huge_values_are_short(data: dict[Any, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        PruneConfig.from_dict(data)
+        read_config(data)
     assert len(caught.value.args[0]) < 4000
     assert len(caught.value.problems) <= MOST_PROBLEMS + 1
 
 
 def test_how_many_problems_are_left_out_is_said() -> None:
     with pytest.raises(ConfigError, match=r"There are 40 problems more\."):
-        PruneConfig.from_dict({f"o{i}": 1 for i in range(50)})
+        read_config({f"o{i}": 1 for i in range(50)})
 
 
 @pytest.mark.parametrize("data", [[], None, "ratio", 5])
 def test_options_that_are_no_mapping(data: Any) -> None:
     with pytest.raises(ConfigError, match="expected a mapping"):
-        PruneConfig.from_dict(data)
+        read_config(data)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -254,16 +281,16 @@ def test_half_precision_is_refused_where_all_weights_are_trained(
 ) -> None:
     """Long before the training, which is hours later, would refuse it."""
     with pytest.raises(ConfigError, match=f"dtype is '{dtype}', but {trained} trains all weights"):
-        PruneConfig.from_dict({**stages, "dtype": dtype})
-    PruneConfig.from_dict({**stages, "dtype": "float32"})
+        read_config({**stages, "dtype": dtype})
+    read_config({**stages, "dtype": "float32"})
 
 
 def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
     for method in ("moreau", "elder"):
         untrained = {"method": method, "stages": {"before": []}, "dtype": "bfloat16"}
-        assert PruneConfig.from_dict(untrained).dtype == "bfloat16"
+        assert read_config(untrained).dtype == "bfloat16"
     lora = {"method": "taylor", "stages": {"before": [], "after": ["recover"]}, "dtype": "float16"}
-    assert PruneConfig.from_dict(lora).recover.adapters == "lora"
+    assert read_config(lora).recover.adapters == "lora"
     assert RecoverRunConfig.from_dict({"dtype": "bfloat16"}).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="recover trains all weights"):
         RecoverRunConfig.from_dict({"dtype": "bfloat16", "recover": {"adapters": "none"}})
@@ -272,10 +299,10 @@ def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
 def test_early_stopping_on_a_single_sample_is_refused_before_the_gates() -> None:
     train = {"train": {"early_stop_patience": 5}}
     with pytest.raises(ConfigError, match=r"elder\.train\.early_stop_patience holds a sample out"):
-        PruneConfig.from_dict({"data": {"samples": 1}, "elder": train})
+        read_config({"data": {"samples": 1}, "elder": train})
     with pytest.raises(ConfigError, match=r"recover\.train\.early_stop_patience"):
         RecoverRunConfig.from_dict({"data": {"samples": 1}, "recover": train})
-    PruneConfig.from_dict({"data": {"samples": 1}, "dress": train})
+    read_config({"method": "elder", "stages": {"before": []}, "data": {"samples": 1}, "elder": train})
 
 
 def test_weight_decay_that_adam_lacks_is_refused_before_the_work() -> None:

@@ -21,25 +21,33 @@ from tests._support.text import write_model
 MODULE = """
 from dataclasses import replace
 
-from pyprune.methods.score.base import score_method
-from pyprune.methods.score.presets import scoring
+from dataclasses import dataclass
+
+from pyprune.config.base import option
+from pyprune.config.method import MethodOptions
+from pyprune.methods.base import own_options
+from pyprune.methods.score import score_method, scoring
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    power: int = option(1, at_least=1, at_most=4)
 
 
 def score(run):
+    power = own_options(run.config, Options).power
     for param in run.opened:
-        run.add_elements(param, run.weight(param))
+        run.add_elements(param, run.weight(param).abs() ** power)
 
 
-METHOD = score_method("{name}", "Remove the smallest.", score, text=False)
-"""
-PRESETS = """
-
-def _paper():
+def paper():
     "The paper's ratio."
-    return replace(scoring("{name}"), ratio=0.3)
+    return replace(scoring("{name}", Options(power=2)), ratio=0.3)
 
 
-PRESETS = {{"{name}-paper": _paper}}
+METHOD = score_method(
+    "{name}", "Remove the smallest.", score, text=False, options=Options, presets={{"{preset}-paper": paper}}
+)
 """
 
 
@@ -62,13 +70,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_method_of_another_package_is_listed_prunes_and_is_recorded(site: Path, tmp_path: Path) -> None:
-    install(site, "tally", (MODULE + PRESETS).format(name="tally"))
+    install(site, "tally", MODULE.format(name="tally", preset="tally"))
     write_model(tiny_model("llama"), tmp_path / "dense")
     arguments = ["prune", tmp_path / "dense", "--method", "tally", "--ratio", "0.2", "--out", tmp_path / "out"]
+    arguments += ["--set", "tally.power=3"]
     result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
     record = read_pruning_json(tmp_path / "out", verify_files=True)
     assert (record.provenance["method"], record.provenance["config"]["method"]) == ("tally", "tally")
+    assert record.provenance["config"]["tally"] == {"power": 3}, "a record holds the options of the method that ran"
+    wrong = CliRunner().invoke(app, list(map(str, [*arguments[:-1], "tally.power=9", "--overwrite"])))
+    assert "tally: power is 9; it must be at most 4" in wrong.stderr
     assert record.plan is not None
     assert any(len(layer.ffn) < record.plan.dense.intermediate_size for layer in record.plan.layers)
     assert build_config(options={"method": "tally"}) == build_config(preset="tally") == preset("tally")
@@ -111,16 +123,13 @@ def test_two_methods_of_one_name_are_refused(site: Path) -> None:
         method_modules()
 
 
-def test_a_folder_of_a_method_has_its_presets_in_a_file(site: Path) -> None:
-    (site / "folder").mkdir()
-    (site / "folder/__init__.py").write_text(MODULE.format(name="census"))
-    (site / "folder/presets.py").write_text(MODULE[: MODULE.index("def score")] + PRESETS.format(name="census"))
-    install(site, "census", "", value="folder:METHOD")
-    assert preset("census-paper").ratio == 0.3
+def test_a_method_without_presets_starts_from_what_all_scoring_methods_do(site: Path) -> None:
     (site / "plain").mkdir()
-    (site / "plain/__init__.py").write_text(MODULE.format(name="poll"))
-    install(site, "poll", "", value="plain")
-    assert (preset("poll").method, preset("poll").stages.before) == ("poll", ())
+    (site / "plain/__init__.py").write_text(MODULE.format(name="poll", preset="poll"))
+    install(site, "poll", "", value="plain:METHOD")
+    found = preset("poll")
+    assert (found.method, found.stages.before, found.ratio) == ("poll", (), 0.2)
+    assert found.options == get_method("poll").options()
 
 
 @pytest.mark.parametrize("name", ["none", "two-words"])
@@ -131,7 +140,7 @@ def test_a_name_that_no_method_can_have_is_refused(site: Path, name: str) -> Non
 
 
 def test_presets_have_the_name_of_their_method(site: Path) -> None:
-    install(site, "thief", MODULE.format(name="thief") + "PRESETS = {'elder': None}\n")
-    with pytest.raises(ConfigError, match=r"brings the preset 'elder'; its presets must be called 'thief'"):
+    install(site, "thief", MODULE.format(name="thief", preset="elder"))
+    with pytest.raises(ConfigError, match=r"brings the preset 'elder-paper'; its presets must be called 'thief'"):
         preset("thief")
     assert "thief" not in {*presets(), *own_methods()}

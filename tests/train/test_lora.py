@@ -38,7 +38,7 @@ def test_a_rank_beyond_every_projection_is_refused_before_adapters_exist(rank: i
 @pytest.mark.usefixtures("no_adapters")
 def test_loraprune_refuses_it_too() -> None:
     config = build_config(preset="loraprune")
-    config = replace(config, loraprune=replace(config.loraprune, rank=1000, train=TRAIN))
+    config = replace(config, options=replace(config.options, rank=1000, train=TRAIN))
     with pytest.raises(ConfigError, match=r"rank is 1000, .* has 48 channels"):
         get_method("loraprune").decide(tiny_model(), tiny_batch(), config)
 

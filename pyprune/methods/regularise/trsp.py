@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pyprune.config.run import PruneConfig
 from pyprune.methods.regularise.elder import METHOD as ELDER
+
+
+def _trsp() -> PruneConfig:
+    """TRSP, recommended: the same as elder."""
+    return replace(ELDER.presets["elder"](), method="trsp")
+
+
+def _trsp_paper() -> PruneConfig:
+    """TRSP with its paper's constants; ELDeR under its first name."""
+    return replace(ELDER.presets["elder-paper"](), method="trsp")
+
 
 METHOD = replace(
     ELDER,
     name="trsp",
-    summary="Learn which layers matter least, make them the identity during training, drop them (TRSP = ELDeR).",
+    summary="TRSP: ELDeR under its first name.",
+    presets={"trsp": _trsp, "trsp-paper": _trsp_paper},
 )

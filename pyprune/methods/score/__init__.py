@@ -1,1 +1,117 @@
-"""Scoring methods: find the structures that matter least and remove them. One file a method; see ``base.py``."""
+"""Scoring methods: find the structures that matter least and remove them.
+
+To add one, write a folder here whose name is the method's (or a file, or a module in a package of your own, named by an
+entry point of the group ``pyprune.methods``). Nothing is registered by hand. It declares ``METHOD``, with no import of
+torch:
+
+    METHOD = score_method("NAME", "One line.", f"{__name__}.score:score", options=NameOptions, presets={"NAME": _name})
+
+where ``score(run)`` gives the scores of one round; :mod:`pyprune.methods.score.base` says what it may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyprune.config.data import DataConfig
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.score import ScoreConfig
+from pyprune.methods.base import Deferred, Method, PlanDecision
+
+if TYPE_CHECKING:
+    from pyprune.methods.score.base import Scoring
+
+Scorer = Callable[["Scoring"], None]
+"""Adds the scores of every open structure to the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreMethod(Method):
+    """A method that scores structures.
+
+    Attributes:
+        scorer: adds the scores of one round; for those who rank the same scores to several goals.
+    """
+
+    scorer: Scorer
+
+
+@dataclass(frozen=True)
+class _DecideByScores:
+    scorer: Scorer
+
+    def __call__(self, model: Any, samples: Any, config: PruneConfig, run: Any = None) -> PlanDecision:
+        from pyprune.methods.score.base import decide_by_scores
+
+        return decide_by_scores(self.scorer, model, samples, config)
+
+
+def score_method(
+    name: str,
+    summary: str,
+    scorer: Scorer | str,
+    *,
+    text: bool = True,
+    options: type[MethodOptions] = MethodOptions,
+    presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
+) -> ScoreMethod:
+    """The registry's entry of a scoring method.
+
+    Args:
+        name: the name of the file or folder.
+        summary: one line for people.
+        scorer: adds the scores; "module:name" for a function that is imported when it is first called.
+        text: whether the scorer reads calibration text.
+        options: the class of the method's own options.
+        presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
+    """
+    function = Deferred(scorer) if isinstance(scorer, str) else scorer
+    given = dict(presets or {})
+    return ScoreMethod(
+        name=name,
+        axis="structures",
+        summary=summary,
+        scorer=function,
+        decide=_DecideByScores(function),
+        regularise=None,
+        reads_text=text,
+        options=options,
+        presets=given if name in given else {name: _Start(name, summary, options), **given},
+    )
+
+
+class _Start:
+    """The preset of a method that brings none of its name."""
+
+    def __init__(self, name: str, summary: str, options: type[MethodOptions]) -> None:
+        self.name = name
+        self.options = options
+        self.__doc__ = summary
+
+    def __call__(self) -> PruneConfig:
+        return scoring(self.name, self.options())
+
+
+def scoring(method: str, options: MethodOptions | None = None) -> PruneConfig:
+    """What all scoring methods start from: 20 % of the parameters, ranked globally, one shot, no recovery.
+
+    Calibration is MoreauPruner's 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
+    ours.
+    """
+    return PruneConfig(
+        method=method,
+        ratio=0.2,
+        ratio_of="parameters",
+        data=DataConfig("wikitext2", "train", samples=10, sequence_length=128),
+        stages=StageConfig(before=(), after=()),
+        score=ScoreConfig(),
+        options=options or MethodOptions(),
+    )
+
+
+def with_paper(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+    """Presets of a method for which nothing better than the paper's constants is known: both names give the same."""
+    return {name: make, f"{name}-paper": make}

@@ -27,11 +27,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyprune.config.score import MoreauConfig
 from pyprune.families import NamedParam
+from pyprune.methods.base import own_options
 from pyprune.methods.score._gradients import GradientReport, Summed, take_gradients
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import ScoreError, Scoring
+from pyprune.methods.score.moreau import MoreauOptions
+from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.ops import moreau_step, perturb
 
 RECENT = 10
@@ -92,7 +94,7 @@ class Descent:
             envelope, is missed relative to delta, whatever the step size.
     """
 
-    config: MoreauConfig
+    config: MoreauOptions
     noise: Noise
     deltas: dict[str, Tensor]
     losses: list[float] = field(default_factory=list)
@@ -101,7 +103,7 @@ class Descent:
     @classmethod
     def start(cls, run: Scoring) -> Descent:
         """Zero displacement of every open parameter."""
-        config = run.config.moreau
+        config = own_options(run.config, MoreauOptions)
         deltas = {p.name: wide_zeros(p) for p in run.opened}
         return cls(config, Noise(run.opened, config.sigma, config.seed), deltas)
 
@@ -120,7 +122,7 @@ class Descent:
             if run.masked:
                 grad = grad.masked_fill(param.parameter == 0, 0.0)
             before = delta.clone()
-            moreau_step(delta, grad.contiguous(), config.gamma, config.rho, config.eta, axis=0)
+            moreau_step(delta, grad.contiguous(), config.gamma, config.rho, config.group_weight, axis=0)
             moved += float((delta - before).double().square().sum())
             size += float(delta.double().square().sum())
 
@@ -149,7 +151,7 @@ class Descent:
 
 def score_by_descent(run: Scoring) -> None:
     """Add I = |delta_T w0| / rho of every open parameter."""
-    config = run.config.moreau
+    config = own_options(run.config, MoreauOptions)
     with measured(run) as account:
         descent = Descent.start(run)
         for number in range(config.steps):
@@ -180,7 +182,7 @@ def _advice(descent: Descent) -> str:
 
 def score_by_smooth_gradient(run: Scoring) -> None:
     """Add |mean over m draws of grad f(w0 + z) * w0| of every open parameter."""
-    config = run.config.moreau
+    config = own_options(run.config, SmoothGradOptions)
     noise = Noise(run.opened, config.sigma, config.seed)
     with measured(run) as account:
         report = take_gradients(

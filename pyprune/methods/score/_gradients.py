@@ -86,9 +86,9 @@ def take_gradients(
     samples = run.samples.to(run.model.device)
     if not samples.numel():
         raise DataError(f"{run.config.method} reads gradients on calibration text; give samples.")
-    batches = samples.split(run.config.score.batch_size or len(samples))
+    batches = samples.split(run.score.batch_size or len(samples))
     passes = [(draw, batch) for draw in range(draws) for batch in batches]
-    layerwise = run.config.score.layerwise
+    layerwise = run.score.layerwise
     loss = 0.0
     with still(run.model):
         for number, (draw, batch) in enumerate(passes):

@@ -79,7 +79,7 @@ class Ranking:
         self.scope = scope
         self.config = config
         self.why_not_stock = why_not_stock
-        self.score: ScoreConfig = config.score
+        self.score: ScoreConfig = config.score_options
 
     def plan(self, scores: StructureScores, before: PrunePlan, done: Fraction) -> PrunePlan:
         """The plan after a round.

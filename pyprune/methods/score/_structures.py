@@ -131,7 +131,10 @@ class OpenUnits:
         return axis in ("heads", "ffn") and axis in self.axes
 
     def opened(self, model: PreTrainedModel) -> tuple[NamedParam, ...]:
-        """The parameters that own at least one open structure, in the model's order."""
+        """The parameters that own at least one open structure, in the model's order.
+
+        Methods that change weights change such a parameter as a whole, a fused one with its closed projections.
+        """
         return tuple(p for p in named_axes(model) if self.dims(p.row, p.layer))
 
     def units(self, axis: str) -> int:

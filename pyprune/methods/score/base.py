@@ -1,33 +1,28 @@
 """The one interface of all scoring methods: give element scores, the rest follows.
 
-To add a method, write ``pyprune/methods/score/NAME.py`` (the file's name is the method's name; nothing is registered
-by hand):
-
     def score(run: Scoring) -> None:
         for param in run.opened:                       # parameters with open structures, in the model's order
             run.add(param, some_tensor_like_the_weight)  # element score = |tensor * weight|
 
-    METHOD = score_method("NAME", "One line for people.", score)
-
-and, unless it starts from the plain defaults, a preset of the same name in ``pyprune/methods/score/presets.py``. What a
-scorer may call:
+What a scorer may call:
 
 * ``run.add(param, factor)``: element scores ``factor * weight`` (the weight as removal sees it: 1 + w for Gemma's
   norms), reduced to structures at once, so add each parameter as soon as its scores exist. May be called several times;
   scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
 * ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
 * ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
-* ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.config``, ``run.scope`` (open axes and layers),
-  ``run.note(...)``, ``run.warn(...)`` and ``run.details`` for the report.
+* ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (what all scoring methods share),
+  ``own_options(run.config, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
+  and ``run.details`` for the report.
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
 (``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
-``pyprune/activations.py`` statistics of what modules read and write.
+``pyprune/probe/activations.py`` statistics of what modules read and write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -38,18 +33,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import masked
 from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
-from pyprune.methods.base import Method, PlanDecision, RunOptions
+from pyprune.methods.base import PlanDecision
 from pyprune.methods.ratio import share_of_parameters
+from pyprune.methods.score import Scorer
 from pyprune.methods.score._rank import Ranking
 from pyprune.methods.score._structures import OpenUnits, ScoreError, StructureScores, open_units, opened_places
 from pyprune.plan import PrunePlan
 
 __all__ = [
-    "ScoreError", "ScoreMethod", "Scorer", "Scoring",
-    "decide_by_scores", "ranking_of", "score_method", "score_spread",
+    "ScoreError", "Scoring", "decide_by_scores", "ranking_of", "score_spread",
 ]  # fmt: skip
 
 NEAR = 0.9
@@ -90,9 +86,14 @@ class Scoring:
     @classmethod
     def of(cls, model: PreTrainedModel, samples: Tensor, config: PruneConfig, *, masked: bool = False) -> Scoring:
         """Open the structures that the options name, with no scores yet."""
-        scope = open_units(model, config.score)
-        scores = StructureScores(scope, config.score.aggregation)
+        scope = open_units(model, config.score_options)
+        scores = StructureScores(scope, config.score_options.aggregation)
         return cls(model, samples, config, scope, scope.opened(model), masked, scores)
+
+    @property
+    def score(self) -> ScoreConfig:
+        """The options that all scoring methods share."""
+        return self.config.score_options
 
     @torch.no_grad()
     def weight(self, param: NamedParam) -> Tensor:
@@ -136,50 +137,6 @@ class Scoring:
         self.warnings.append(text)
 
 
-Scorer = Callable[[Scoring], None]
-"""Adds the scores of every open structure to the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreMethod(Method):
-    """A method that scores structures.
-
-    Attributes:
-        scorer: adds the scores of one round; for those who rank the same scores to several goals.
-    """
-
-    scorer: Scorer
-
-
-def score_method(name: str, summary: str, scorer: Scorer, *, text: bool = True) -> ScoreMethod:
-    """The registry's entry of a scoring method.
-
-    Args:
-        name: the file's name.
-        summary: one line for people.
-        scorer: adds the scores.
-        text: whether the scorer reads calibration text.
-    """
-
-    def decide(
-        model: PreTrainedModel,
-        samples: Tensor,
-        config: PruneConfig,
-        run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-    ) -> PlanDecision:
-        return decide_by_scores(scorer, model, samples, config)
-
-    return ScoreMethod(
-        name=name,
-        axis="structures",
-        summary=summary,
-        scorer=scorer,
-        decide=decide,
-        regularise=None,
-        reads_text=text,
-    )
-
-
 def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
@@ -199,7 +156,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     config.validate()
     ranking = ranking_of(model, config)
     ranking.check_goal()
-    rounds = config.score.iterations
+    rounds = config.score_options.iterations
     plan = ranking.identity
     run = Scoring.of(model, samples, config)
     warnings: list[str] = []
@@ -213,7 +170,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
     notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
     warnings += _shortfall(ranking, share)
-    if config.score.uniform:
+    if config.score_options.uniform:
         notes += _uniform_notes(config, plan)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
     details = {"rounds": rounds, "share_removed": share, "group_scores": score_spread(run), **run.details}
@@ -227,25 +184,25 @@ def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
         ConfigError: open layers that the model does not have.
     """
     family = family_for(model)
-    scope = open_units(model, config.score)
+    scope = open_units(model, config.score_options)
 
     def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
-        return target_of(model, config, plan).why_not_stock
+        return target_of(model, plan, biases=config.adds_biases).why_not_stock
 
     return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
 
 
 def _shortfall(ranking: Ranking, share: float) -> list[str]:
     config = ranking.config
-    if config.score.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
+    if config.score_options.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
         return []
-    if config.score.is_local or config.score.axes == ("hidden",):
+    if config.score_options.is_local or config.score_options.axes == ("hidden",):
         why = "every further step is larger than what is left of the goal"
         closer = ["smaller steps (score.ffn_multiple, hidden_multiple)", "the ranking 'global'", "more open layers"]
     else:
         why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
         closer = ["smaller steps (score.ffn_multiple)", "the ranking 'local', which goes on with smaller steps"]
-    if "heads" in config.score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
+    if "heads" in config.score_options.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     return [
         f"Only {share:.2%} of the parameters are removed, {config.ratio:.2%} were asked for: {why}. What may come "
@@ -254,8 +211,8 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
 
 
 def _goal_note(config: PruneConfig, share: float, left: int) -> str:
-    if config.score.counts:
-        counts = ", ".join(f"{axis} {count}" for axis, count in config.score.counts.items())
+    if config.score_options.counts:
+        counts = ", ".join(f"{axis} {count}" for axis, count in config.score_options.counts.items())
         asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
     else:
         asked = f"asked for {config.ratio:.2%}"
@@ -266,7 +223,8 @@ def _uniform_notes(config: PruneConfig, plan: PrunePlan) -> list[str]:
     notes = [
         "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
     ]
-    if "heads" in config.score.axes and all(len(x.query_heads) == plan.dense.num_attention_heads for x in plan.layers):
+    heads = plan.dense.num_attention_heads
+    if "heads" in config.score_options.axes and all(len(layer.query_heads) == heads for layer in plan.layers):
         notes.append("uniform: no heads go; every smaller number is beyond the goal or fits no stock architecture.")
     return notes
 
@@ -316,6 +274,6 @@ def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[st
         zeros = float((values == 0).double().mean())
         if values.numel() > 1 and bool((values == values[0]).all()):
             found.append(f"The scores say nothing: every unit of {axis} has the score {float(values[0]):.4g}.")
-        elif run.config.score.aggregation != "prod" and zeros > MANY_ZEROS:
+        elif run.score.aggregation != "prod" and zeros > MANY_ZEROS:
             found.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
     return found

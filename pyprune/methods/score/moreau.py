@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
-from pyprune.errors import ConfigError
-from pyprune.methods.score._descent import score_by_descent
-from pyprune.methods.score.base import Scoring, score_method
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, _require, option
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.errors import shown
+from pyprune.methods.score import score_method, scoring, with_paper
 
 
-def score(run: Scoring) -> None:
-    """T steps of Algorithm 1 without the group norm.
+@dataclass(frozen=True)
+class MoreauOptions(MethodOptions):
+    """Options of MoreauPruner (Wang et al., "MoreauPruner", Algorithm 1).
 
-    Raises:
-        ConfigError: eta is not 0.
+    Attributes:
+        steps: T, gradient steps on the Moreau envelope; with a tolerance, the most steps.
+        rho: weight of the proximal term.
+        gamma: step size.
+        sigma: standard deviation of the noise, relative to each weight.
+        draws: m, noise draws averaged in one step.
+        redraw: new noise at every step; False repeats the first step's, which a converging run needs.
+        tolerance: stop once the envelope's optimality condition, delta = -rho g, is missed by less than this share of
+            the displacement's norm; None = all steps.
+        seed: of the noise.
     """
-    if run.config.moreau.eta != 0:
-        raise ConfigError(f"moreau.eta is {run.config.moreau.eta}, but method moreau has none; use moreau_gs.")
-    score_by_descent(run)
+
+    steps: int = option(10, at_least=1, at_most=1_000_000)
+    rho: float = option(0.05, above=0, at_most=LARGEST_WEIGHT)
+    gamma: float = option(1e-3, above=0, at_most=LARGEST_WEIGHT)
+    sigma: float = option(0.05, at_least=0, at_most=1e30)
+    draws: int = option(1, at_least=1, at_most=1_000_000)
+    redraw: bool = True
+    tolerance: float | None = option(None, above=0, below=1, otherwise=", or null for all steps")
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+    @property
+    def group_weight(self) -> float:
+        """Weight of the group norm on the displacement, the paper's eta: none."""
+        return 0.0
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.gamma <= self.rho,
+            f"gamma is {shown(self.gamma)} and rho is {shown(self.rho)}; gamma must not exceed rho.",
+            found,
+        )
+        return found
 
 
-METHOD = score_method("moreau", "MoreauPruner: robust scores from the gradient of the Moreau envelope.", score)
+def _moreau() -> PruneConfig:
+    """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
+    return scoring("moreau", MoreauOptions(steps=10, rho=0.05, gamma=1e-3, sigma=0.05, draws=1))
+
+
+def _moreau_converged() -> PruneConfig:
+    """MoreauPruner run to the minimiser of the envelope (within 5 %), with fixed noise and larger steps (ours)."""
+    return scoring("moreau", MoreauOptions(steps=100, rho=0.05, gamma=1e-2, sigma=0.05, redraw=False, tolerance=0.05))
+
+
+METHOD = score_method(
+    "moreau",
+    "MoreauPruner: robust scores from the gradient of the Moreau envelope.",
+    "pyprune.methods.score._descent:score_by_descent",
+    options=MoreauOptions,
+    presets={**with_paper("moreau", _moreau), "moreau-converged": _moreau_converged},
+)

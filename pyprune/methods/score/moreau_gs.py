@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from pyprune.errors import ConfigError
-from pyprune.methods.score._descent import score_by_descent
-from pyprune.methods.score.base import Scoring, score_method
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_WEIGHT, option
+from pyprune.config.run import PruneConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.score.moreau import MoreauOptions
 
 
-def score(run: Scoring) -> None:
-    """T steps of Algorithm 1 with the group soft-threshold.
+@dataclass(frozen=True)
+class MoreauGsOptions(MoreauOptions):
+    """Options of MoreauPruner-GS: those of MoreauPruner, and the weight of the group norm.
 
-    Raises:
-        ConfigError: eta is 0.
+    Attributes:
+        rho: weight of the proximal term.
+        gamma: step size.
+        eta: weight of the group norm.
     """
-    if run.config.moreau.eta == 0:
-        raise ConfigError("moreau.eta is 0, which is method moreau; moreau_gs needs eta > 0 (the paper: 5e-6).")
-    score_by_descent(run)
+
+    rho: float = option(0.2, above=0, at_most=LARGEST_WEIGHT)
+    gamma: float = option(2e-4, above=0, at_most=LARGEST_WEIGHT)
+    eta: float = option(5e-6, above=0, at_most=LARGEST_WEIGHT)
+
+    @property
+    @override
+    def group_weight(self) -> float:
+        return self.eta
 
 
-METHOD = score_method("moreau_gs", "MoreauPruner-GS: MoreauPruner with group sparsity of the displacement.", score)
+def _moreau_gs() -> PruneConfig:
+    """MoreauPruner-GS with the paper's constants: T 10, rho 0.2, gamma 2e-4, eta 5e-6, sigma 0.05."""
+    return scoring("moreau_gs", MoreauGsOptions(steps=10, rho=0.2, gamma=2e-4, eta=5e-6, sigma=0.05, draws=1))
+
+
+METHOD = score_method(
+    "moreau_gs",
+    "MoreauPruner-GS: MoreauPruner with group sparsity of the displacement.",
+    "pyprune.methods.score._descent:score_by_descent",
+    options=MoreauGsOptions,
+    presets=with_paper("moreau_gs", _moreau_gs),
+)

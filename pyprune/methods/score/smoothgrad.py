@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-from pyprune.methods.score._descent import score_by_smooth_gradient
-from pyprune.methods.score.base import score_method
+from dataclasses import dataclass
+
+from pyprune.config.base import LARGEST_SEED, option
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+
+
+@dataclass(frozen=True)
+class SmoothGradOptions(MethodOptions):
+    """Options of SmoothGrad.
+
+    Attributes:
+        sigma: standard deviation of the noise, relative to each weight.
+        draws: noisy passes whose gradients are averaged.
+        seed: of the noise.
+    """
+
+    sigma: float = option(0.05, at_least=0, at_most=1e30)
+    draws: int = option(100, at_least=1, at_most=1_000_000)
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+
+def _smoothgrad() -> PruneConfig:
+    """SmoothGrad with the paper's constants: 100 noisy passes, sigma 0.05."""
+    return scoring("smoothgrad", SmoothGradOptions(sigma=0.05, draws=100))
+
 
 METHOD = score_method(
-    "smoothgrad", "SmoothGrad: first-order scores from gradients averaged over noisy weights.", score_by_smooth_gradient
+    "smoothgrad",
+    "SmoothGrad: first-order scores from gradients averaged over noisy weights.",
+    "pyprune.methods.score._descent:score_by_smooth_gradient",
+    options=SmoothGradOptions,
+    presets=with_paper("smoothgrad", _smoothgrad),
 )

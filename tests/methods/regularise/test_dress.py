@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.regularise import DressConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.compact import compact_
@@ -20,9 +19,9 @@ from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, named_axes
 from pyprune.methods.base import RunOptions
-from pyprune.methods.regularise import dress
-from pyprune.methods.regularise.dress import (
-    METHOD,
+from pyprune.methods.regularise.dress import METHOD, DressOptions
+from pyprune.methods.regularise.dress import training as dress
+from pyprune.methods.regularise.dress.training import (
     DressObjective,
     channel_scores,
     regularise_dress,
@@ -53,7 +52,7 @@ def channels_of(model: PreTrainedModel, name: str, dim: int, offset: bool = Fals
     return weight.movedim(dim, 0)[list(R)]
 
 
-def ratio_after(model: PreTrainedModel, config: DressConfig) -> float:
+def ratio_after(model: PreTrainedModel, config: DressOptions) -> float:
     ratio = regularise_dress(model, samples(), R, config).preserved_ratio
     assert ratio is not None
     return ratio
@@ -67,7 +66,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_the_penalty_is_the_papers_sum_counted_by_hand(norm: str) -> None:
     model = tiny_model("llama-head-dim")  # tied head
-    objective = DressObjective(R, DressConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
+    objective = DressObjective(R, DressOptions(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -86,7 +85,7 @@ def test_the_penalty_is_the_papers_sum_counted_by_hand(norm: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_with_a_hidden_axis_is_penalised_in_R_only(family: str) -> None:
     model = tiny_model(family)
-    objective = DressObjective(R, DressConfig())
+    objective = DressObjective(R, DressOptions())
     objective.setup(model, TRAIN)
     penalty = objective.step_penalty(model)
     assert penalty is not None
@@ -107,7 +106,7 @@ def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) 
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
     train = replace(TRAIN, steps=60, learning_rate=1e-2)
-    config = DressConfig(norm=norm, penalty_weight=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
+    config = DressOptions(norm=norm, penalty_weight=0.3 if norm == "l2" else 0.05, train=train)  # type: ignore[arg-type]
     report = regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert report.preserved_ratio is not None
@@ -121,7 +120,7 @@ def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) 
 
 def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
     model = tiny_model()
-    config = DressConfig(
+    config = DressOptions(
         norm="l1", solver="prox", penalty_weight=0.05, train=replace(TRAIN, steps=60, learning_rate=1e-2)
     )
     assert ratio_after(model, config) < 0.3
@@ -135,7 +134,7 @@ def test_l1_prox_cuts_elements_to_exact_zero_in_the_adam_metric() -> None:
 def test_the_adam_metric_threshold_is_the_closed_form() -> None:
     model, plain = tiny_model(), tiny_model()
     train = replace(TRAIN, steps=1, learning_rate=1e-2)
-    config = DressConfig(norm="l1", solver="prox", penalty_weight=1e-3, train=train)
+    config = DressOptions(norm="l1", solver="prox", penalty_weight=1e-3, train=train)
     name = "model.layers.0.mlp.down_proj.weight"
     moments: dict[str, Tensor] = {}
 
@@ -158,7 +157,7 @@ def test_the_adam_metric_threshold_is_the_closed_form() -> None:
 def test_l2_prox_removes_whole_groups(family: str) -> None:
     model = tiny_model(family)
     train = replace(TRAIN, steps=16)
-    config = DressConfig(norm="l2", solver="prox", penalty_weight=1.0, prox_step=0.3, train=train)
+    config = DressOptions(norm="l2", solver="prox", penalty_weight=1.0, prox_step=0.3, train=train)
     assert ratio_after(model, config) < 0.05
     groups = channels_of(model, "model.layers.1.mlp.up_proj.weight", 1)
     zero = (groups == 0).all(dim=1)
@@ -188,7 +187,7 @@ def test_every_step_goes_through_the_ops_and_equals_their_references(
         result: Tensor = original(*arguments, **keywords)
         return result
 
-    config = DressConfig(train=replace(TRAIN, steps=3), **options)
+    config = DressOptions(train=replace(TRAIN, steps=3), **options)
     models = {}
     for backend in ("python", "auto"):
         monkeypatch.setenv("PYPRUNE_BACKEND", backend)
@@ -208,14 +207,14 @@ def test_every_step_goes_through_the_ops_and_equals_their_references(
 
 def test_prox_at_the_learning_rate_is_a_no_op_and_says_so() -> None:
     model = tiny_model()
-    config = DressConfig(norm="l2", solver="prox", penalty_weight=1e-3, train=replace(TRAIN, learning_rate=2e-5))
+    config = DressOptions(norm="l2", solver="prox", penalty_weight=1e-3, train=replace(TRAIN, learning_rate=2e-5))
     report = regularise_dress(model, samples(), R, config)
     assert "had no effect" in report.warnings[0]
 
 
 def test_a_missed_target_is_a_warning() -> None:
     model = tiny_model()
-    config = DressConfig(penalty_weight=0.3, target_preserved_ratio=0.01, train=replace(TRAIN, learning_rate=1e-2))
+    config = DressOptions(penalty_weight=0.3, target_preserved_ratio=0.01, train=replace(TRAIN, learning_rate=1e-2))
     report = regularise_dress(model, samples(), R, config)
     assert "missed its target" in report.warnings[0]
 
@@ -224,7 +223,7 @@ def test_a_missed_target_is_a_warning() -> None:
 def test_annealing_reaches_exact_zero_and_the_cut_changes_nothing(family: str) -> None:
     model = tiny_model(family)
     plan = plan_of(model)
-    config = DressConfig(schedule="anneal", anneal_share=0.5, train=TRAIN)
+    config = DressOptions(schedule="anneal", anneal_share=0.5, train=TRAIN)
     assert ratio_after(model, config) == 0.0
     offset = family == "gemma3"
     for param in named_axes(model):
@@ -243,7 +242,7 @@ def test_annealing_reaches_exact_zero_and_the_cut_changes_nothing(family: str) -
 def test_compacted_equals_masked_after_every_solver(solver: str) -> None:
     model = tiny_model("phi")
     plan = plan_of(model)
-    config = DressConfig(solver=solver, penalty_weight=0.01, prox_step=1e-2, train=TRAIN)  # type: ignore[arg-type]
+    config = DressOptions(solver=solver, penalty_weight=0.01, prox_step=1e-2, train=TRAIN)  # type: ignore[arg-type]
     regularise_dress(model, samples(), R, config)
     with masked(copy.deepcopy(model), plan) as reference:
         expected = logits(reference)
@@ -253,7 +252,7 @@ def test_compacted_equals_masked_after_every_solver(solver: str) -> None:
 
 def test_the_gauge_is_kept_during_training() -> None:
     model = tiny_model("phi")
-    regularise_dress(model, samples(), R, DressConfig(penalty_weight=0.01, train=TRAIN))
+    regularise_dress(model, samples(), R, DressOptions(penalty_weight=0.01, train=TRAIN))
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is not None and param.row.role in ("embedding", "writer"):
@@ -262,7 +261,7 @@ def test_the_gauge_is_kept_during_training() -> None:
 
 
 def test_the_annealed_factor_falls_to_exactly_zero_at_its_share() -> None:
-    objective = DressObjective(R, DressConfig(schedule="anneal", anneal_share=0.5))
+    objective = DressObjective(R, DressOptions(schedule="anneal", anneal_share=0.5))
     objective.setup(tiny_model(), replace(TRAIN, steps=8))
     assert [objective.factor(s) for s in range(9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert [objective.settled(s) for s in (3, 4)] == [False, True]
@@ -270,23 +269,23 @@ def test_the_annealed_factor_falls_to_exactly_zero_at_its_share() -> None:
 
 def test_selections() -> None:
     model = tiny_model()
-    assert select_channels(model, 3, DressConfig(select="last")) == (45, 46, 47)
-    assert select_channels(model, 3, DressConfig(select="first")) == (0, 1, 2)
-    segments = select_channels(model, 8, DressConfig(select="segments", segments=4))
+    assert select_channels(model, 3, DressOptions(select="last")) == (45, 46, 47)
+    assert select_channels(model, 3, DressOptions(select="first")) == (0, 1, 2)
+    segments = select_channels(model, 8, DressOptions(select="segments", segments=4))
     assert segments == (10, 11, 22, 23, 34, 35, 46, 47)
     for count in range(1, 48):
         for pieces in (1, 5, 7, 48):
-            chosen = select_channels(model, count, DressConfig(select="segments", segments=pieces))
+            chosen = select_channels(model, count, DressOptions(select="segments", segments=pieces))
             assert len(set(chosen)) == len(chosen) == count
-    explicit = DressConfig(select="explicit", channels=(5, 2))
+    explicit = DressOptions(select="explicit", channels=(5, 2))
     assert select_channels(model, 2, explicit) == (2, 5)
     with pytest.raises(ConfigError, match="ask for 3"):
         select_channels(model, 3, explicit)
     with pytest.raises(ConfigError, match=r"0\.\.47"):
-        select_channels(model, 1, DressConfig(select="explicit", channels=(48,)))
+        select_channels(model, 1, DressOptions(select="explicit", channels=(48,)))
     for count in (0, 48):
         with pytest.raises(ConfigError, match="1 to 47"):
-            select_channels(model, count, DressConfig())
+            select_channels(model, count, DressOptions())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "opt"])
@@ -295,7 +294,7 @@ def test_the_score_picks_planted_small_channels(family: str) -> None:
     planted = (3, 17, 40)
     plan = plan_of(model, planted)
     with masked(model, plan):
-        assert select_channels(model, 3, DressConfig(select="scored")) == planted
+        assert select_channels(model, 3, DressOptions(select="scored")) == planted
         assert channel_scores(model).count_nonzero() == 45
     scores = channel_scores(model)
     assert scores.min() > 0
@@ -305,14 +304,14 @@ def test_the_score_picks_planted_small_channels(family: str) -> None:
 def test_full_parameter_regularisation_shrinks_everything() -> None:
     model = tiny_model()
     before = weight_sums(model, plan_of(model))
-    config = DressConfig(penalty_weight=0.3, penalise="all", train=replace(TRAIN, steps=30, learning_rate=1e-2))
+    config = DressOptions(penalty_weight=0.3, penalise="all", train=replace(TRAIN, steps=30, learning_rate=1e-2))
     regularise_dress(model, samples(), R, config)
     after = weight_sums(model, plan_of(model))
     assert sum(s.kept for s in after.values()) < 0.7 * sum(s.kept for s in before.values())
 
 
 def test_resuming_gives_the_same_bits(tmp_path: Path) -> None:
-    config = DressConfig(schedule="anneal", train=TRAIN)
+    config = DressOptions(schedule="anneal", train=TRAIN)
     whole = tiny_model()
     regularise_dress(whole, samples(), R, config)
 
@@ -336,11 +335,11 @@ def test_the_method_decides_a_legal_size_and_reports_the_rounding() -> None:
     decision = METHOD.decide(model, samples(), PruneConfig(method="dress", ratio=0.3, hidden_multiple=8))
     assert len(decision.plan.hidden) == 40
     assert any("rounded" in note for note in decision.notes)
-    config = PruneConfig(method="dress", dress=DressConfig(schedule="anneal", train=TRAIN))
-    report = METHOD.regularise(model, samples(), decision.plan, config)
+    config = PruneConfig(method="dress", options=DressOptions(schedule="anneal", train=TRAIN))
+    report = METHOD.regularise(model, samples(), decision.plan, config.options)
     assert report.to_dict()["preserved_ratio"] == 0.0
     compact_(model, decision.plan)
-    again = METHOD.regularise(model, samples(), decision.plan, config)
+    again = METHOD.regularise(model, samples(), decision.plan, config.options)
     assert again.to_dict()["preserved_ratio"] is None
 
 
@@ -351,7 +350,7 @@ def test_effects_show_figures_5_and_6() -> None:
     nothing = compare(before, snapshot(model, plan, probe), target_preserved_ratio=0.3)
     assert nothing.preserved_ratio == 1.0
     assert "no effect" in nothing.warnings[0].lower()
-    regularise_dress(model, samples(), R, DressConfig(schedule="anneal", train=TRAIN))
+    regularise_dress(model, samples(), R, DressOptions(schedule="anneal", train=TRAIN))
     report = compare(before, snapshot(model, plan, probe), target_preserved_ratio=0.05)
     assert report.preserved_ratio == 0.0
     assert report.warnings == []
@@ -374,10 +373,10 @@ FUSED = [
 ]
 
 
-def dress_options(norm: str, solver: str, prox_step: float | None, clip: float | None) -> DressConfig:
+def dress_options(norm: str, solver: str, prox_step: float | None, clip: float | None) -> DressOptions:
     penalty_weight = 0.3 if norm == "l2" or solver == "prox" else 0.05
     train = replace(TRAIN, max_grad_norm=clip, optimizer="fused_adamw", weight_decay=0.1)
-    return DressConfig(norm=norm, solver=solver, prox_step=prox_step, penalty_weight=penalty_weight, train=train)  # type: ignore[arg-type]
+    return DressOptions(norm=norm, solver=solver, prox_step=prox_step, penalty_weight=penalty_weight, train=train)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("norm", "solver", "prox_step", "clip", "family", "taken_over"), FUSED)
@@ -426,7 +425,7 @@ def test_a_run_with_the_penalty_in_the_optimizer_resumes_to_the_same_bits(
 @pytest.mark.parametrize("family", ["gemma3", "phi"])
 def test_the_loops_penalty_gradient_is_that_of_autograd(norm: str, family: str) -> None:
     model, expected = tiny_model(family), tiny_model(family)
-    config = DressConfig(norm=norm, penalty_weight=0.3)  # type: ignore[arg-type]
+    config = DressOptions(norm=norm, penalty_weight=0.3)  # type: ignore[arg-type]
     fast, slow = DressObjective(R, config), DressObjective(R, config)
     for one, objective in ((model, fast), (expected, slow)):
         objective.setup(one, TRAIN)
@@ -459,7 +458,7 @@ def test_frozen_weights_keep_the_proximal_map_outside() -> None:
 
 
 def test_erasing_what_has_no_gradient_is_refused() -> None:
-    adam = DressConfig(penalise="all", norm="l1", solver="prox")
+    adam = DressOptions(penalise="all", norm="l1", solver="prox")
     with pytest.raises(ConfigError, match="erases every weight without a gradient"):
         adam.validate()
     replace(adam, prox_step=1e-3).validate()
@@ -468,4 +467,4 @@ def test_erasing_what_has_no_gradient_is_refused() -> None:
 
 def test_annealing_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match="anneal"):
-        DressConfig(penalise="all", schedule="anneal").validate()
+        DressOptions(penalise="all", schedule="anneal").validate()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.regularise import ElderConfig, GateConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.compact import compact_
@@ -23,14 +22,9 @@ from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.base import RunOptions
 from pyprune.methods.registry import get_method
-from pyprune.methods.regularise.elder import (
-    METHOD,
-    ElderObjective,
-    GateObjective,
-    gated,
-    learn_layer_gates,
-    regularise_elder,
-)
+from pyprune.methods.regularise.elder import METHOD, ElderOptions, GateConfig
+from pyprune.methods.regularise.elder.gates import GateObjective, gated, learn_layer_gates
+from pyprune.methods.regularise.elder.penalty import ElderObjective, regularise_elder
 from pyprune.ops import residual_diff_norm
 from pyprune.probe.effects import compare, snapshot
 from pyprune.probe.hooks import LayerHooks
@@ -120,7 +114,7 @@ def test_a_planted_useless_layer_is_chosen_first(search: str, planted: int) -> N
     train(model, samples(), TrainConfig(steps=10, batch_size=8, micro_batch_size=8, learning_rate=5e-3))
     model.requires_grad_(True)
     before = logits(model)
-    config = ElderConfig(gates=replace(GATES, search=search))  # type: ignore[arg-type]
+    config = ElderOptions(gates=replace(GATES, search=search))  # type: ignore[arg-type]
     report = learn_layer_gates(model, samples(), 2, config)
     assert report.removed[0] == planted
     assert len(set(report.removed)) == 2
@@ -132,7 +126,7 @@ def test_a_planted_useless_layer_is_chosen_first(search: str, planted: int) -> N
 
 
 def test_a_masked_gate_is_reported_as_zero_and_not_chosen_twice() -> None:
-    report = learn_layer_gates(fitted_model(), samples(), 3, ElderConfig(gates=GATES))
+    report = learn_layer_gates(fitted_model(), samples(), 3, ElderOptions(gates=GATES))
     assert len(set(report.removed)) == 3
     assert [r.step for r in report.rounds] == [30, 34, 38]
     assert report.train.steps == 38
@@ -145,13 +139,13 @@ def test_a_masked_gate_is_reported_as_zero_and_not_chosen_twice() -> None:
 def test_the_literal_output_gate_drives_the_last_layers_out() -> None:
     model = fitted_model()
     # The final RMSNorm undoes the last gate's scale, so only the l1 term moves it: always the last layer.
-    config = ElderConfig(gates=replace(GATES, placement="output", first_round_steps=30, round_steps=30))
+    config = ElderOptions(gates=replace(GATES, placement="output", first_round_steps=30, round_steps=30))
     report = learn_layer_gates(model, samples(), 2, config)
     assert report.removed == (3, 2)
 
 
 def test_gates_that_hardly_moved_are_a_warning() -> None:
-    config = ElderConfig(gates=replace(GATES, first_round_steps=1))
+    config = ElderOptions(gates=replace(GATES, first_round_steps=1))
     report = learn_layer_gates(fitted_model(), samples(), 1, config)
     assert "hardly moved" in report.warnings[0]
 
@@ -162,7 +156,7 @@ def test_gate_learning_resumes_to_the_same_rounds(tmp_path: Path) -> None:
             if step == 33:
                 raise KeyboardInterrupt
 
-    model, config = fitted_model(), ElderConfig(gates=GATES)
+    model, config = fitted_model(), ElderOptions(gates=GATES)
     expected = learn_layer_gates(model, samples(), 3, config)
     training = TrainConfig(
         optimizer="adam", learning_rate=3e-2, steps=38, batch_size=2, micro_batch_size=2, max_grad_norm=None
@@ -178,7 +172,7 @@ def test_gate_learning_resumes_to_the_same_rounds(tmp_path: Path) -> None:
 def test_counts_that_leave_no_layer_are_refused() -> None:
     for count in (0, 4):
         with pytest.raises(ConfigError, match="1 to 3"):
-            learn_layer_gates(tiny_model(), samples(), count, ElderConfig())
+            learn_layer_gates(tiny_model(), samples(), count, ElderOptions())
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
@@ -194,7 +188,7 @@ def test_the_penalty_is_the_mean_over_tokens_of_the_layers_change(family: str, n
     for before, after in seen.values():
         for token_in, token_out in zip(before.flatten(0, 1), after.flatten(0, 1), strict=True):
             total += (token_out - token_in).detach().norm(p=1 if norm == "l1" else 2).item() / 24
-    objective = ElderObjective(P, ElderConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
+    objective = ElderObjective(P, ElderOptions(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     terms = objective.micro_loss(model, batch)
     assert terms.penalty is not None
@@ -212,7 +206,7 @@ def padded_samples() -> Tensor:
     return data
 
 
-def loss_over_real_tokens(model: PreTrainedModel, data: Tensor, config: ElderConfig) -> tuple[Tensor, Tensor]:
+def loss_over_real_tokens(model: PreTrainedModel, data: Tensor, config: ElderOptions) -> tuple[Tensor, Tensor]:
     """Loss and penalty, row by row without padding: sums over the tokens, divided by their number."""
     norms: list[Tensor] = []
 
@@ -238,7 +232,7 @@ def test_padding_is_no_token_and_the_micro_batch_size_changes_nothing(
         optimizer="sgd", learning_rate=1e-2, steps=1, batch_size=4, micro_batch_size=micro, max_grad_norm=None,
         gradient_checkpointing=checkpointing,
     )  # fmt: skip
-    config = ElderConfig(norm=norm, penalty_weight=0.5, train=training)  # type: ignore[arg-type]
+    config = ElderOptions(norm=norm, penalty_weight=0.5, train=training)  # type: ignore[arg-type]
     expected, model = tiny_model(), tiny_model()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     loss, penalty = loss_over_real_tokens(expected, data, config)
@@ -259,7 +253,7 @@ def test_a_row_of_padding_alone_has_no_penalty() -> None:
     data = padded_samples()
     with_empty = torch.cat([data[:3], torch.full((1, 16), IGNORED)])
     training = TrainConfig(steps=1, batch_size=3, micro_batch_size=1)
-    config = ElderConfig(penalty_weight=0.5, train=training)
+    config = ElderOptions(penalty_weight=0.5, train=training)
     expected = regularise_elder(tiny_model(), data[:3], P, config).train.history[0].penalty
     padded = replace(config, train=replace(training, batch_size=4))
     found = regularise_elder(tiny_model(), with_empty, P, padded).train.history[0].penalty
@@ -268,7 +262,7 @@ def test_a_row_of_padding_alone_has_no_penalty() -> None:
 
 @pytest.mark.parametrize("schedule", ["published", "anneal"])
 def test_gradient_checkpointing_gives_the_same_weights(schedule: str) -> None:
-    config = ElderConfig(penalty_weight=0.1, schedule=schedule, train=TRAIN)  # type: ignore[arg-type]
+    config = ElderOptions(penalty_weight=0.1, schedule=schedule, train=TRAIN)  # type: ignore[arg-type]
     plain, checkpointed = tiny_model(), tiny_model()
     first = regularise_elder(plain, samples(), P, config)
     second = regularise_elder(
@@ -281,9 +275,9 @@ def test_gradient_checkpointing_gives_the_same_weights(schedule: str) -> None:
 
 def test_gates_learn_the_same_under_gradient_checkpointing() -> None:
     model = fitted_model()
-    plain = learn_layer_gates(model, samples(), 2, ElderConfig(gates=GATES))
+    plain = learn_layer_gates(model, samples(), 2, ElderOptions(gates=GATES))
     checkpointed = learn_layer_gates(
-        model, samples(), 2, ElderConfig(gates=GATES, train=TrainConfig(gradient_checkpointing=True))
+        model, samples(), 2, ElderOptions(gates=GATES, train=TrainConfig(gradient_checkpointing=True))
     )
     for a, b in zip(plain.rounds, checkpointed.rounds, strict=True):
         assert a.gates == pytest.approx(b.gates, rel=1e-4)
@@ -296,7 +290,7 @@ def test_the_published_penalty_turns_the_layers_into_near_identities(norm: str) 
     probe = tiny_batch(9)
     before = snapshot(model, plan, probe)
     train_config = replace(TRAIN, steps=80, learning_rate=5e-3)
-    config = ElderConfig(norm=norm, penalty_weight=1.0 if norm == "l2" else 0.2, train=train_config)  # type: ignore[arg-type]
+    config = ElderOptions(norm=norm, penalty_weight=1.0 if norm == "l2" else 0.2, train=train_config)  # type: ignore[arg-type]
     report = regularise_elder(model, samples(), P, config)
     assert report.warnings == []
     assert report.train.history[-1].penalty < 0.3 * report.train.history[0].penalty
@@ -314,7 +308,7 @@ def test_a_penalty_without_effect_says_so_loudly() -> None:
     model = tiny_model()
     plan = family_for(model).plan(model.config).drop_layers(P)
     before = snapshot(model, plan, tiny_batch(9))
-    report = regularise_elder(model, samples(), P, ElderConfig(train=replace(TRAIN, learning_rate=1e-7)))
+    report = regularise_elder(model, samples(), P, ElderOptions(train=replace(TRAIN, learning_rate=1e-7)))
     assert "no effect" in report.warnings[0].lower()
     assert "had no effect" in compare(before, snapshot(model, plan, tiny_batch(9))).warnings[0]
 
@@ -327,7 +321,7 @@ def test_annealing_makes_the_layers_the_identity_and_the_drop_changes_nothing(fa
     before = snapshot(model, plan, probe)
     with masked(model, plan):
         direct = float(model(input_ids=samples(), labels=samples()).loss.detach())
-    config = ElderConfig(schedule="anneal", train=replace(TRAIN, steps=30))
+    config = ElderOptions(schedule="anneal", train=replace(TRAIN, steps=30))
     report = regularise_elder(model, samples(), P, config)
     trained = logits(model)
     effect = compare(before, snapshot(model, plan, probe))
@@ -339,7 +333,7 @@ def test_annealing_makes_the_layers_the_identity_and_the_drop_changes_nothing(fa
 
 
 def test_the_annealed_gate_falls_to_exactly_zero_and_stops_computing() -> None:
-    objective = ElderObjective(P, ElderConfig(schedule="anneal", anneal_share=0.5))
+    objective = ElderObjective(P, ElderOptions(schedule="anneal", anneal_share=0.5))
     model = tiny_model()
     objective.setup(model, replace(TRAIN, steps=8))
     assert [objective.gate_at(s) for s in range(1, 9)] == [0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -359,7 +353,7 @@ def test_annealing_resumes_to_the_same_bits(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             return super().micro_loss(model, batch)
 
-    config = ElderConfig(schedule="anneal", train=TRAIN)
+    config = ElderOptions(schedule="anneal", train=TRAIN)
     whole, resumed = tiny_model(), tiny_model()
     regularise_elder(whole, samples(), P, config)
     with pytest.raises(KeyboardInterrupt):
@@ -376,7 +370,7 @@ def test_a_validation_made_up_for_after_resuming_sees_the_annealed_gate(tmp_path
             if at == step:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    config = ElderConfig(schedule="anneal", train=replace(TRAIN, early_stop_patience=9, validation_interval=1))
+    config = ElderOptions(schedule="anneal", train=replace(TRAIN, early_stop_patience=9, validation_interval=1))
     held = tiny_batch(2, 4, 12)
     whole, resumed = tiny_model(), tiny_model()
     expected = regularise_elder(whole, samples(), P, config, RunOptions(validation=held)).train
@@ -394,21 +388,21 @@ def test_a_validation_made_up_for_after_resuming_sees_the_annealed_gate(tmp_path
 @pytest.mark.parametrize("name", ["elder", "trsp"])
 def test_the_method_decides_and_regularises(name: str) -> None:
     model = fitted_model()
-    config = PruneConfig(method=name, ratio=0.5, elder=ElderConfig(gates=GATES, schedule="anneal", train=TRAIN))
+    config = PruneConfig(method=name, ratio=0.5, options=ElderOptions(gates=GATES, schedule="anneal", train=TRAIN))
     method = get_method(name)
     assert method.name == name
     decision = method.decide(model, samples(), config)
     assert len(decision.plan.removed_layers) == 2
     assert sorted(decision.details["gates"]["removed"]) == list(decision.plan.removed_layers)
-    report = method.regularise(model, samples(), decision.plan, config)
+    report = method.regularise(model, samples(), decision.plan, config.options)
     assert report.warnings == []
     compact_(model, decision.plan)
-    after_cut = method.regularise(model, samples(), decision.plan, config)
+    after_cut = method.regularise(model, samples(), decision.plan, config.options)
     assert after_cut.to_dict()["removed"] == ()
 
 
 def test_explicit_layers_skip_stage_one() -> None:
-    decision = METHOD.decide(tiny_model(), samples(), PruneConfig(elder=ElderConfig(layers=(0, 3))))
+    decision = METHOD.decide(tiny_model(), samples(), PruneConfig(options=ElderOptions(layers=(0, 3))))
     assert decision.plan.removed_layers == (0, 3)
     assert "given" in decision.notes[0]
 
@@ -432,9 +426,9 @@ def test_stage_two_minimises_the_op_and_its_gradient_reaches_the_layer(
         calls.append((x_in.detach(), x_out.detach(), value))
         return value
 
-    monkeypatch.setattr("pyprune.methods.regularise.elder.residual_diff_norm", spy)
+    monkeypatch.setattr("pyprune.methods.regularise.elder.penalty.residual_diff_norm", spy)
     model = tiny_model()
-    objective = ElderObjective(P, ElderConfig(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
+    objective = ElderObjective(P, ElderOptions(norm=norm, penalty_weight=0.5))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     terms = objective.micro_loss(model, Batch.of(samples()))
     objective.teardown(model)

@@ -14,20 +14,20 @@ from pyprune.cut.compensate import compensate_
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError
 from pyprune.methods.registry import get_method
-from pyprune.methods.score import flap
 from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.flap import score as flap
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import gather_moments
 from pyprune.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import scoring_config
 
 SAMPLES = tiny_batch(batch=5, length=13)
 
 
 def options(**score: Any) -> PruneConfig:
-    base = build_config(options={"method": "flap"})
-    return replace(base, score=replace(base.score, **score))
+    return scoring_config("flap", **score)
 
 
 def scored(model: Any, config: PruneConfig) -> Scoring:
@@ -92,7 +92,7 @@ def test_a_constant_channel_goes_first_and_a_bias_stands_for_it() -> None:
     plan = decided(model, **goal)
     assert 7 not in plan.layers[1].ffn
     for other in ("wanda", "magnitude"):
-        config = replace(build_config(options={"method": other}), score=options(**goal, compensate=None).score)
+        config = replace(build_config(options={"method": other}), score=options(**goal).score)
         assert 7 in get_method(other).decide(model, SAMPLES, config).plan.layers[1].ffn
     with torch.no_grad():
         with masked(model, plan):
@@ -144,7 +144,7 @@ def test_a_global_plan_is_found_again_and_reaches_its_goal() -> None:
 @pytest.mark.parametrize(
     ("score", "words"),
     [
-        ({"axes": ("hidden",), "compensate": None}, "use heads and ffn"),
+        ({"axes": ("hidden",)}, "use heads and ffn"),
         ({"aggregation": "prod"}, "negative too"),
         ({"normalise": "size"}, "standardises its scores itself"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from pyprune.families import NamedParam
 from pyprune.methods.score._descent import Noise
 from pyprune.methods.score._gradients import Summed, take_gradients
 from pyprune.methods.score.base import Scoring
-from pyprune.recipe import build_config
 from pyprune.train.loss import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.options import scoring_config
 
 SAMPLES = tiny_batch(batch=3, length=11)
 FLOAT32_LOSS = 1e-6
@@ -28,8 +27,7 @@ FLOAT32_LOSS = 1e-6
 
 
 def options(**score: Any) -> PruneConfig:
-    base = build_config(options={"method": "moreau"})
-    return replace(base, score=replace(base.score, **score))
+    return scoring_config("moreau", **score)
 
 
 def run_for(name: str, dtype: torch.dtype = torch.float64, **score: Any) -> Scoring:
@@ -45,7 +43,7 @@ def layerwise_gradients(run: Scoring, noise: Noise, draws: int = 1, per_sample: 
         draws=draws,
         per_sample=per_sample,
     )
-    assert report.layerwise == run.config.score.layerwise
+    assert report.layerwise == run.score.layerwise
     return found
 
 

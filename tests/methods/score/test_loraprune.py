@@ -15,23 +15,23 @@ from pyprune.config.train import RecoverConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, TrainingError
 from pyprune.families import named_axes
-from pyprune.methods.registry import get_method
-from pyprune.methods.score import loraprune
+from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
-from pyprune.recipe import build_config
+from pyprune.methods.score.loraprune import LoraPruneOptions
+from pyprune.methods.score.loraprune import score as loraprune
 from pyprune.train.lora import adapters
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import scoring_config
 
 SAMPLES = tiny_batch(batch=4, length=13)
 
 
 def options(lora: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
-    base = build_config(options={"method": "loraprune"})
     steps = {"steps": 2, "batch_size": 4, "micro_batch_size": 4, **(train or {})}
-    config = replace(base.loraprune, dropout=0.0, train=replace(base.loraprune.train, **steps))
-    return replace(base, score=replace(base.score, **score), loraprune=replace(config, **(lora or {})))
+    train_options = replace(LoraPruneOptions().train, **steps)
+    return scoring_config("loraprune", **{"dropout": 0.0, "train": train_options, **(lora or {})}, **score)
 
 
 def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scoring:
@@ -71,7 +71,7 @@ def test_the_first_step_is_the_squared_taylor_score_seen_through_a(name: str) ->
     params = {p.name: p for p in expected.opened if p.parameter.dim() == 2}
     grads = weight_gradients(model, list(params))
     targets = [n.removesuffix(".weight") for n in params]
-    lora = RecoverConfig(rank=8, alpha=16.0, train=config.loraprune.train)
+    lora = RecoverConfig(rank=8, alpha=16.0, train=config.options.train)
     with adapters(model, targets, lora) as adapted:
         factors = {n: model.get_submodule(n.removesuffix(".weight")).lora_A["default"].weight.clone() for n in params}
         adapted.unload()
@@ -118,7 +118,7 @@ def _first_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients of the factors before the first step."""
     config = options({}, {"steps": 1})
     targets = [n.removesuffix(".weight") for n in (p.name for p in Scoring.of(model, SAMPLES, config).opened)]
-    lora = RecoverConfig(rank=8, alpha=16.0, train=config.loraprune.train)
+    lora = RecoverConfig(rank=8, alpha=16.0, train=config.options.train)
     with adapters(model, targets, lora) as adapted:
         causal_loss(adapted, SAMPLES).backward()
         found = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
@@ -209,7 +209,7 @@ def test_only_open_projections_get_factors() -> None:
 )
 def test_options_are_checked(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        PruneConfig.from_dict({"method": "loraprune", "stages": {"before": []}, "loraprune": change})
+        read_config({"method": "loraprune", "stages": {"before": []}, "loraprune": change})
 
 
 def test_no_text_and_no_peft_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,40 +11,36 @@ from torch import Tensor
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import named_axes
+from pyprune.methods.base import own_options
 from pyprune.methods.registry import get_method, method_modules, method_preset
-from pyprune.methods.score import flap, loraprune, magnitude, moreau, moreau_gs, smoothgrad, taylor, wanda
-from pyprune.methods.score import random as random_scores
+from pyprune.methods.score import ScoreMethod, Scorer
 from pyprune.methods.score._descent import Descent, Noise
 from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import Scorer, Scoring, decide_by_scores
+from pyprune.methods.score.base import Scoring, decide_by_scores
+from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.recipe import build_config
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import quick, scoring_config
 
 SAMPLES = tiny_batch(batch=3, length=11)
-SCORERS: dict[str, Scorer] = {
-    "magnitude": magnitude.score,
-    "random": random_scores.score,
-    "wanda": wanda.score,
-    "flap": flap.score,
-    "loraprune": loraprune.score,
-    "taylor": taylor.score,
-    "moreau": moreau.score,
-    "moreau_gs": moreau_gs.score,
-    "smoothgrad": smoothgrad.score_by_smooth_gradient,
-}
+NAMES = ("magnitude", "random", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
+
+
+def scorer_of(name: str) -> Scorer:
+    method = get_method(name)
+    assert isinstance(method, ScoreMethod)
+    return method.scorer
 
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
-    base = build_config(options={"method": method})
-    lora = replace(base.loraprune, train=replace(base.loraprune.train, steps=2, batch_size=2, micro_batch_size=2))
-    moreaus = replace(base.moreau, **(moreau or {}))
-    return replace(base, score=replace(base.score, **score), moreau=moreaus, loraprune=lora)
+    config = scoring_config(method, **(moreau or {}), **score)
+    return quick(config) if method == "loraprune" else config
 
 
 def scored(model: Any, config: PruneConfig) -> Scoring:
     run = Scoring.of(model, SAMPLES, config)
-    SCORERS[config.method](run)
+    scorer_of(config.method)(run)
     return run
 
 
@@ -77,7 +72,7 @@ def soft_threshold_rows(x: Tensor, threshold: float) -> Tensor:
 
 def algorithm_1(run: Scoring) -> dict[str, Tensor]:
     """The paper's Algorithm 1, line by line, on the weights themselves."""
-    config = run.config.moreau
+    config = own_options(run.config, MoreauOptions)
     noise = Noise(run.opened, config.sigma, config.seed)
     names = {p.name: p for p in run.opened}
     start = {n: p.parameter.detach().clone() for n, p in names.items()}
@@ -92,8 +87,11 @@ def algorithm_1(run: Scoring) -> dict[str, Tensor]:
             n: (1 - config.gamma / config.rho) * x - config.gamma * (mean[n] - start[n] / config.rho)
             for n, x in w.items()
         }
-        if config.eta:
-            w = {n: soft_threshold_rows(x - start[n], config.gamma * config.eta) + start[n] for n, x in w.items()}
+        if config.group_weight:
+            w = {
+                n: soft_threshold_rows(x - start[n], config.gamma * config.group_weight) + start[n]
+                for n, x in w.items()
+            }
     return {n: ((x - start[n]) / config.rho * start[n]).abs() for n, x in w.items()}
 
 
@@ -125,7 +123,7 @@ def test_the_scores_are_those_of_algorithm_1(name: str, method: str, constants: 
 def test_one_step_without_noise_is_taylor_times_gamma_over_rho(name: str) -> None:
     model = tiny_model(name)
     one = scored(model, options("moreau", {"steps": 1, "sigma": 0.0, "rho": 0.05, "gamma": 1e-3}))
-    first = scored(model, options("taylor", taylor="param_first"))
+    first = scored(model, options("taylor", form="param_first"))
     torch.testing.assert_close(group_scores(one), group_scores(first) * (1e-3 / 0.05), rtol=1e-5, atol=0)
 
 
@@ -154,7 +152,7 @@ def test_the_displacement_survives_bfloat16_where_carried_weights_do_not() -> No
     lost = sum(int((e == 0).sum()) for e in carried.values()) / sum(e.numel() for e in carried.values())
     assert lost > 0.85
     descent = Descent.start(run)
-    for step in range(config.moreau.steps):
+    for step in range(own_options(config, MoreauOptions).steps):
         descent.step(run, step)
     ours = sum(int((d != 0).sum()) for d in descent.deltas.values()) / sum(d.numel() for d in descent.deltas.values())
     assert ours > 0.98
@@ -164,7 +162,7 @@ def test_the_displacement_survives_bfloat16_where_carried_weights_do_not() -> No
 def test_the_group_norm_zeroes_rows_and_more_of_them_with_a_larger_eta() -> None:
     model = tiny_model("llama")
     rows = []
-    for eta in (0.0, 0.02, 0.08):
+    for eta in (1e-9, 0.02, 0.08):
         run = Scoring.of(model, SAMPLES, options("moreau_gs", {"eta": eta, "gamma": 1e-3, "rho": 0.2}))
         descent = Descent.start(run)
         for step in range(10):
@@ -227,7 +225,8 @@ def test_the_memory_of_a_masked_round_counts_the_saved_weights() -> None:
     model = tiny_model("llama")
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     once, twice = (
-        decide_by_scores(magnitude.score, model, SAMPLES, options("magnitude", iterations=rounds)) for rounds in (1, 2)
+        decide_by_scores(scorer_of("magnitude"), model, SAMPLES, options("magnitude", iterations=rounds))
+        for rounds in (1, 2)
     )
     assert once.details["scores"]["memory"]["state_bytes"] == 0
     assert twice.details["scores"]["memory"]["state_bytes"] == model_bytes
@@ -253,11 +252,11 @@ def test_noise_is_a_function_of_the_seed_and_disjoint_between_parameters_and_dra
 
 
 @pytest.mark.parametrize(
-    ("method", "eta", "other"), [("moreau", 1e-6, "moreau_gs"), ("moreau_gs", 0.0, "method moreau")]
+    ("method", "eta", "words"), [("moreau", 1e-6, "eta"), ("moreau_gs", 0.0, "eta is 0.0; it must be > 0")]
 )
-def test_eta_belongs_to_the_group_sparse_form_alone(method: str, eta: float, other: str) -> None:
-    with pytest.raises(ConfigError, match=other):
-        scored(tiny_model("llama"), options(method, {"eta": eta}))
+def test_eta_belongs_to_the_group_sparse_form_alone(method: str, eta: float, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_config(options={"method": method, f"{method}.eta": eta})
 
 
 def per_sample(model: Any, names: list[str]) -> dict[str, Tensor]:
@@ -273,7 +272,7 @@ def per_sample(model: Any, names: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("axes", [("ffn",), ("hidden",)])
 def test_taylor_scores_are_their_definitions(variant: str, batch_size: int | None, axes: Any) -> None:
     model = tiny_model("llama").double()
-    run = scored(model, options("taylor", taylor=variant, batch_size=batch_size, axes=axes))
+    run = scored(model, options("taylor", form=variant, batch_size=batch_size, axes=axes))
     expected = Scoring.of(model, SAMPLES, options("taylor", axes=axes))
     grads = per_sample(model, [p.name for p in expected.opened])
     for param in expected.opened:
@@ -292,7 +291,7 @@ def test_magnitudes() -> None:
         l1 = sum(p.abs().sum(1) for p in parts)
         l2 = sum(p.square().sum(1) for p in parts)
     for norm, expected in (("l1", l1), ("l2", l2)):
-        run = scored(model, options("magnitude", magnitude=norm))
+        run = scored(model, options("magnitude", norm=norm))
         torch.testing.assert_close(run.scores.group_scores(1, "ffn"), expected.double(), rtol=1e-5, atol=0)
 
 
@@ -316,7 +315,7 @@ def test_random_scores_are_seeded_and_know_nothing_of_the_weights() -> None:
 
 def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
     names = [name for name, module in method_modules().items() if module.startswith("pyprune.methods.score.")]
-    assert set(names) == set(SCORERS)
+    assert set(names) == set(NAMES)
     for name in names:
         method = get_method(name)
         assert (method.name, method.axis, method.regularise) == (name, "structures", None)
@@ -324,11 +323,10 @@ def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
         assert method_preset(name).method == name
 
 
-@pytest.mark.parametrize("method", list(SCORERS))
+@pytest.mark.parametrize("method", NAMES)
 def test_a_scorer_leaves_the_model_as_it_was(method: str) -> None:
     model = tiny_model("qwen3-tied")
     before = {p.name: p.parameter.detach().clone() for p in named_axes(model)}
-    few = {"draws": 2} if method == "smoothgrad" else {"steps": 2}
-    get_method(method).decide(model, SAMPLES, options(method, few, iterations=2))
+    get_method(method).decide(model, SAMPLES, quick(options(method, iterations=2)))
     assert all(torch.equal(p.parameter, before[p.name]) for p in named_axes(model))
     assert all(p.requires_grad and p.grad is None for p in model.parameters())

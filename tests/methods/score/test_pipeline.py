@@ -15,6 +15,7 @@ from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
+from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError
@@ -24,6 +25,7 @@ from pyprune.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import quick
 from tests._support.text import write_model, write_text
 
 METHODS = ("magnitude", "random", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
@@ -36,9 +38,9 @@ def text(tmp_path: Path) -> Path:
 
 def config(method: str, text: Path | None, ratio: float = 0.2, **score: Any) -> PruneConfig:
     base = build_config(options={"method": method, "ratio": ratio})
-    few = replace(base.moreau, draws=2) if method == "smoothgrad" else replace(base.moreau, steps=2)
     data = replace(base.data, source=str(text), samples=4, sequence_length=32)
-    return replace(base, data=data, moreau=few, score=replace(base.score, **score))
+    assert base.score is not None
+    return quick(replace(base, data=data, score=replace(base.score, **score)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "phi", "gemma3"])
@@ -171,7 +173,7 @@ def test_the_command_line_refuses_it_too(text: Path, tmp_path: Path) -> None:
 def test_flap_s_biases_come_through_the_whole_flow(name: str, text: Path, tmp_path: Path) -> None:
     folder = write_model(tiny_model(name), tmp_path / "dense")
     base = replace(config("flap", text), verify=True)
-    without = replace(base, score=replace(base.score, compensate=False))
+    without = replace(base, cut=CutConfig())
     results = [prune(folder, c, out=tmp_path / o) for c, o in ((base, "with"), (without, "without"))]
     assert results[0].plan == results[1].plan
     assert not results[0].plan.is_uniform
@@ -199,7 +201,7 @@ def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: 
     prune(folder, first, out=tmp_path / "plain")
     base = config("magnitude", text)
     base = replace(base, data=replace(base.data, sequence_length=64))  # a mark needs a passage of that length
-    replayed = replace(base, method="none", plan=str(tmp_path / "plain"), score=replace(base.score, compensate=True))
+    replayed = replace(base, method="none", plan=str(tmp_path / "plain"), cut=CutConfig("bias"))
     result = prune(folder, replayed, out=tmp_path / "out")
     assert any("Bias compensation" in note for note in result.notes)
     lost = "The bias compensation of"
@@ -218,6 +220,7 @@ def test_a_second_cut_remembers_the_text_of_the_first(text: Path, tmp_path: Path
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
     base = config("taylor", text)
     base = replace(base, data=replace(base.data, sequence_length=64))
+    assert base.score is not None
     stock = replace(base.score, ranking="local", axes=("ffn",), ffn=30)  # equal widths, which can be cut again
     prune(folder, replace(base, score=stock), out=tmp_path / "first")
     marks = read_pruning_json(tmp_path / "first").provenance["training_marks"]
@@ -243,7 +246,7 @@ def test_stock_alone_is_refused_before_the_cut_where_no_stock_architecture_has_t
     assert result.exit_code == ERROR_CODE
     assert "no biases on its output projections" in result.stderr
     assert not (tmp_path / "out").exists()
-    result = CliRunner().invoke(app, [*arguments, "--set", "score.compensate=false"])
+    result = CliRunner().invoke(app, [*arguments, "--set", "cut.reconstruct=none"])
     assert result.exit_code == 0, result.output
 
 
@@ -252,9 +255,7 @@ def test_a_compensation_without_effect_is_a_warning(text: Path, tmp_path: Path) 
     plan = family_for(tiny_model("llama")).plan(tiny_model("llama").config).drop_layers([1])
     (tmp_path / "plan.json").write_text(plan.to_json())
     base = config("magnitude", text)
-    replayed = replace(
-        base, method="none", plan=str(tmp_path / "plan.json"), score=replace(base.score, compensate=True)
-    )
+    replayed = replace(base, method="none", plan=str(tmp_path / "plan.json"), cut=CutConfig("bias"))
     result = prune(folder, replayed, out=tmp_path / "out")
     assert any("had no effect" in warning.lower() for warning in result.warnings)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mlp_bias"] is False

@@ -15,19 +15,21 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, family_for, parameter_shapes, parameters_after
+from pyprune.methods.base import PlanDecision
 from pyprune.methods.ratio import share_of_parameters
-from pyprune.methods.registry import check_run, get_method
-from pyprune.methods.score.base import PlanDecision, Scoring, decide_by_scores, ranking_of
+from pyprune.methods.registry import get_method, read_config
+from pyprune.methods.score.base import Scoring, decide_by_scores, ranking_of
+from pyprune.methods.score.random import RandomOptions
 from pyprune.pipeline import NO_SAMPLES, make_plan
 from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config
 from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.options import scoring_config
 from tests._support.paths import REPO
 
 
 def options(method: str = "magnitude", ratio: float = 0.15, **score: Any) -> PruneConfig:
-    base = build_config(options={"method": method, "ratio": ratio})
-    return replace(base, score=replace(base.score, **score))
+    return scoring_config(method, ratio, **score)
 
 
 def injected(model: PreTrainedModel, config: PruneConfig, scores: dict[tuple[int | None, str], list[float]]) -> Any:
@@ -277,7 +279,7 @@ def test_nothing_that_a_round_removed_comes_back(name: str, score: dict[str, Any
         plan, one_shot = ranking.identity, get_method("random").decide(model, NO_SAMPLES, config).plan
         for number in range(1, 6):
             run = Scoring.of(model, NO_SAMPLES, config, masked=number > 1)
-            seeded = replace(config, score=replace(config.score, seed=number))
+            seeded = replace(config, options=RandomOptions(seed=number))
             get_method("random").scorer(replace(run, config=seeded))
             after = ranking.plan(run.scores, plan, Fraction(number, 5))
             kept = {layer.index: layer for layer in plan.layers}
@@ -446,7 +448,7 @@ def test_the_hidden_axis_takes_its_own_unit_of_the_ratio() -> None:
 )
 def test_options_that_contradict_each_other_are_refused(score: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        PruneConfig.from_dict({"method": "random", "stages": {"before": []}, "score": score})
+        read_config({"method": "random", "stages": {"before": []}, "score": score})
 
 
 @pytest.mark.parametrize(
@@ -455,13 +457,13 @@ def test_options_that_contradict_each_other_are_refused(score: dict[str, Any], w
 )
 def test_moreau_constants_are_checked(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        PruneConfig.from_dict({"method": "moreau", "stages": {"before": []}, "moreau": change})
+        read_config({"method": "moreau", "stages": {"before": []}, "moreau": change})
 
 
 def test_a_scoring_method_with_a_regularise_stage_is_refused() -> None:
     for stages in ({"before": ["regularise"]}, {"before": [], "after": ["regularise"]}):
         with pytest.raises(ConfigError, match="regularises nothing"):
-            check_run(PruneConfig.from_dict({"method": "moreau", "stages": stages}))
+            read_config({"method": "moreau", "stages": stages})
 
 
 # --- models without weights in memory ---

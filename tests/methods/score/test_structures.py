@@ -15,11 +15,12 @@ from pyprune.families import family_for, named_axes
 from pyprune.methods.registry import get_method
 from pyprune.methods.score._structures import ScoreError, channel_sums, open_units
 from pyprune.methods.score.base import Scoring, decide_by_scores
+from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
-from pyprune.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import scoring_config
 from tests._support.planted import fade_ffn_channel, fade_kv_group, fade_query_head, head_sizes
 
 FAMILIES = (
@@ -31,11 +32,10 @@ METHODS = ("magnitude", "wanda", "flap", "loraprune", "taylor", "moreau", "morea
 
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:
-    base = build_config(options={"method": method})
-    few = {"draws": 3} if method == "smoothgrad" else {"steps": 3}
-    lora = replace(base.loraprune, train=replace(base.loraprune.train, steps=3, batch_size=4, micro_batch_size=4))
-    moreaus = replace(base.moreau, **{**few, **(moreau or {})})
-    return replace(base, score=replace(base.score, **score), moreau=moreaus, loraprune=lora)
+    few = {"smoothgrad": {"draws": 3}, "moreau": {"steps": 3}, "moreau_gs": {"steps": 3}}.get(method, {})
+    if method == "loraprune":
+        few = {"train": replace(LoraPruneOptions().train, steps=3, batch_size=4, micro_batch_size=4)}
+    return scoring_config(method, **{**few, **(moreau or {})}, **score)
 
 
 def decided(model: Any, config: PruneConfig) -> PrunePlan:

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, DataError
-from pyprune.methods.registry import get_method
-from pyprune.methods.score import wanda
+from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.wanda import score as wanda
 from pyprune.probe.activations import Moments, gather_moments
-from pyprune.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.options import scoring_config
 
 SAMPLES = tiny_batch(batch=5, length=13)
 
 
 def options(**score: Any) -> PruneConfig:
-    base = build_config(options={"method": "wanda"})
-    return replace(base, score=replace(base.score, **score))
+    return scoring_config("wanda", **score)
 
 
 def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scoring:
@@ -89,7 +88,7 @@ def test_scores_are_equation_1_summed_over_the_coupled_structure(name: str) -> N
 
 def test_the_output_form_counts_the_output_projections_alone() -> None:
     model = tiny_model("llama")
-    run = scored(model, options(layers=(0,), wanda="output"))
+    run = scored(model, options(layers=(0,), matrices="output"))
     assert set(run.scores.sums[0, "ffn"]) == {"model.layers.0.mlp.down_proj"}
     assert set(run.scores.sums[0, "heads"]) == {"model.layers.0.self_attn.o_proj"}
     x = inputs_of(model, "model.layers.0.mlp.down_proj").norm(dim=0)
@@ -126,7 +125,7 @@ def test_a_large_input_saves_channels_that_small_weights_would_lose() -> None:
         block.fc1.bias[5] = 1000.0
         block.fc2.weight[:, 5] *= 0.01
     config = {"axes": ("ffn",), "layers": (1,), "ranking": "local", "ffn": 39}
-    assert 5 in get_method("wanda").decide(model, SAMPLES, options(**config, wanda="output")).plan.layers[1].ffn
+    assert 5 in get_method("wanda").decide(model, SAMPLES, options(**config, matrices="output")).plan.layers[1].ffn
     by_size = replace(options(**config), method="magnitude")
     block.fc1.bias.data[5] = 0.0
     assert 5 not in get_method("magnitude").decide(model, SAMPLES, by_size).plan.layers[1].ffn
@@ -160,7 +159,7 @@ def test_no_text_and_unknown_forms_are_refused() -> None:
     with pytest.raises(DataError, match="give samples"):
         scored(tiny_model("llama"), options(), torch.empty(0, 0, dtype=torch.int64))
     with pytest.raises(ConfigError, match="Did you mean 'output'"):
-        PruneConfig.from_dict({"method": "wanda", "stages": {"before": []}, "score": {"wanda": "outputs"}})
+        read_config({"method": "wanda", "stages": {"before": []}, "wanda": {"matrices": "outputs"}})
 
 
 def test_norms_of_queries_and_keys_count_with_their_heads() -> None:

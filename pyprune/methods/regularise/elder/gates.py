@@ -1,21 +1,14 @@
-"""ELDeR and TRSP (one method, two names): learn layer gates, regularise the layers that will go, drop them.
+"""Stage 1 of ELDeR and TRSP (one method, two names): learn layer gates and choose the layers to remove.
 
-Stage 1 trains one scalar S_i a layer on  LM loss + lambda1 * sum over unmasked layers of |S_i|  with the model
-frozen (equation 1), masks the layer whose S is closest to zero, and repeats. The papers scale the layer's output
-(``placement="output"``); before a final RMSNorm the last layer's scale then has no LM gradient at all, so the l1
-term alone drives the last layers out. The default scales the residual branch, h + S (layer(h) - h), for which
-S = 0 is removal.
-
-Stage 2 trains all weights on  LM loss + lambda2 * sum over P of mean over tokens of ||X_out - X_in||
-(equation 4; the papers do not say how tokens are reduced, the mean keeps lambda2 free of batch and length; padding is
-no token).
-``schedule="anneal"`` has no penalty: the residual gates of P fall from 1 to exactly 0 while the LM loss trains the
-rest, so that the drop afterwards changes nothing.
+One scalar S_i a layer is trained on  LM loss + lambda1 * sum over unmasked layers of |S_i|  with the model frozen
+(equation 1); the layer whose S is closest to zero is masked, and so on. The papers scale the layer's output
+(``placement="output"``); before a final RMSNorm the last layer's scale then has no LM gradient at all, so the l1 term
+alone drives the last layers out. The default scales the residual branch, h + S (layer(h) - h), for which S = 0 is
+removal.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -24,22 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.regularise import ElderConfig, GateConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
-from pyprune.cut.mask import mask_
-from pyprune.data.tokens import Batch, micro_batch_for
+from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.methods.base import PlanDecision, RunOptions, own_options
 from pyprune.methods.ratio import decide_layer_count
-from pyprune.ops import residual_diff_norm
-from pyprune.plan import PrunePlan
-from pyprune.probe.effects import UNCHANGED_SHARE
+from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.probe.hooks import LayerHooks
 from pyprune.train.loop import train
-from pyprune.train.loss import causal_loss
-from pyprune.train.objective import LossTerms, Objective, ParameterGroup, TrainReport
+from pyprune.train.objective import Objective, ParameterGroup, TrainReport
 
 UNMOVED_STEPS = 5
 """An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
@@ -68,25 +56,6 @@ class GateReport:
 
     removed: tuple[int, ...]
     rounds: list[GateRound]
-    train: TrainReport
-    warnings: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(self)
-
-
-@dataclass
-class ElderReport:
-    """What stage 2 did. JSON-able through :meth:`to_dict`.
-
-    Attributes:
-        removed: P, ascending.
-        train: the training report; the penalty is lambda2 * sum over P of the mean residual norm.
-        warnings: a penalty that did not fall, and the training's own warnings.
-    """
-
-    removed: tuple[int, ...]
     train: TrainReport
     warnings: list[str] = field(default_factory=list)
 
@@ -223,7 +192,7 @@ def learn_layer_gates(
     model: PreTrainedModel,
     samples: Tensor,
     count: int,
-    config: ElderConfig,
+    config: ElderOptions,
     seed: int = 0,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> GateReport:
@@ -282,190 +251,21 @@ def _gate_warnings(objective: GateObjective) -> list[str]:
     ]
 
 
-class ElderObjective(Objective):
-    """Stage 2: LM loss and the pressure on the layers P to become the identity.
-
-    Args:
-        removed: P, dense layer indices; empty means the language-model loss alone.
-        config: the method's options.
-    """
-
-    name = "elder"
-
-    def __init__(self, removed: Sequence[int], config: ElderConfig) -> None:
-        self.removed = tuple(sorted(removed))
-        self.config = config
-        self.hooks: LayerHooks | None = None
-        self.norms: list[Tensor] = []
-        self.positions: Tensor | None = None
-        self.anneal_steps = 0
-        self.gate = 1.0
-
-    def identity(self) -> dict[str, Any]:
-        """P and the options of the penalty."""
-        skipped = ("train", "gates", "layers", "version")
-        return {
-            "removed": list(self.removed),
-            **{k: v for k, v in self.config.to_dict().items() if k not in skipped},
-        }
-
-    @property
-    def annealed(self) -> bool:
-        """Whether the layers of P are faded out by a schedule instead of penalised."""
-        return self.config.schedule == "anneal"
-
-    def setup(self, model: nn.Module, config: TrainConfig) -> None:
-        """Hook the layers of P."""
-        self.anneal_steps = math.ceil(self.config.anneal_share * config.steps)
-        if not self.removed:
-            return
-        dense = cast(PreTrainedModel, model)
-        hook = self._fade if self.annealed else self._measure
-        self.hooks = LayerHooks(family_for(dense).layers(dense), self.removed, hook)
-
-    def _fade(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
-        if self.gate == 0.0:  # the layer is skipped and ``after`` is its input
-            return None
-        return gated(torch.tensor(self.gate, device=after.device), before, after, "residual")
-
-    def _measure(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
-        before, after = (_tokens_only(x, self.positions) for x in (before, after))
-        if len(before) > 0:  # a micro batch of padding alone has no mean
-            self.norms.append(residual_diff_norm(before, after, self.config.norm))
-        return None
-
-    def gate_at(self, step: int) -> float:
-        """The gate of P during ``step``: linear from 1 to exactly 0 at step ceil(anneal_share * steps)."""
-        return max(0.0, 1.0 - step / self.anneal_steps)
-
-    def before_step(self, model: nn.Module, step: int) -> None:
-        """Set the annealed gate; at zero the layers are not computed any more."""
-        if not self.annealed or self.hooks is None:
-            return
-        self.gate = self.gate_at(step)
-        if self.gate == 0.0:
-            for index in self.removed:
-                self.hooks.skip(index)
-
-    def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4), without padding."""
-        # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
-        # is dropped here.
-        self.norms.clear()
-        self.positions = _token_positions(batch)
-        lm = causal_loss(model, batch)
-        if not self.norms:
-            return LossTerms(lm)
-        total = torch.stack([n.to(lm.device) for n in self.norms]).sum()
-        self.norms.clear()
-        return LossTerms(lm, self.config.penalty_weight * total)
-
-    def settled(self, step: int) -> bool:
-        """Early stopping may keep nothing before the annealed gate is 0."""
-        return not (self.annealed and self.removed) or step >= self.anneal_steps
-
-    def finish(self, model: nn.Module) -> None:
-        """After annealing, zero the writers of P: the model without hooks is then what was trained."""
-        if self.annealed and self.removed:
-            dense = cast(PreTrainedModel, model)
-            mask_(dense, family_for(dense).plan(dense.config).drop_layers(self.removed))
-
-    def teardown(self, model: nn.Module) -> None:
-        """Take the hooks off."""
-        self.norms.clear()
-        if self.hooks is not None:
-            self.hooks.remove()
-
-
-def _token_positions(batch: Batch) -> Tensor | None:
-    """Where in [B * T] there is no padding, int64 [n]; None for everywhere."""
-    real = batch.real.flatten()
-    return None if bool(real.all()) else real.nonzero().squeeze(1)
-
-
-def _tokens_only(states: Tensor, positions: Tensor | None) -> Tensor:
-    """The hidden states [B, T, H] at these positions, [n, H]; unchanged for None."""
-    return states if positions is None else states.flatten(0, 1).index_select(0, positions.to(states.device))
-
-
-def regularise_elder(
-    model: PreTrainedModel,
-    samples: Tensor,
-    removed: Sequence[int],
-    config: ElderConfig,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> ElderReport:
-    """Stage 2: train ``model`` in place, so that the layers ``removed`` can go.
-
-    Args:
-        model: a dense model with float32 weights.
-        samples: token ids, int64 [N, T]; :data:`~pyprune.data.tokens.IGNORED` marks right padding, which counts neither
-            in the loss nor in the penalty.
-        removed: P, dense layer indices; empty trains the language model alone.
-        config: the method's options.
-        run: validation samples, checkpoints, resuming.
-    """
-    trained = train(
-        model,
-        samples,
-        config.train,
-        ElderObjective(removed, config),
-        validation=run.validation,
-        checkpoint_dir=run.folder("elder"),
-        resume=run.resume,
-        description="ELDeR",
-    )
-    warnings = _penalty_warnings(trained) if removed and config.schedule == "published" else []
-    return ElderReport(tuple(sorted(removed)), trained, warnings + trained.warnings)
-
-
-def _penalty_warnings(report: TrainReport) -> list[str]:
-    tail = report.history[-max(1, len(report.history) // 4) :]
-    first, last = report.history[0].penalty, sum(r.penalty for r in tail) / len(tail)
-    if last <= (1 - UNCHANGED_SHARE) * first:
-        return []
-    return [
-        f"The regulariser had no effect: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "
-        "Use more steps, a larger penalty_weight or learning rate, or schedule 'anneal'."
-    ]
-
-
-def _decide(
+def decide(
     model: PreTrainedModel,
     samples: Tensor,
     config: PruneConfig,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
+    """Choose the layers by their gates, or take those that the options name."""
     family = family_for(model)
     identity = family.plan(model.config)
-    if config.elder.layers:
-        note = f"the layers {list(config.elder.layers)} were given; the ratio and the gates were not used."
-        return PlanDecision(identity.drop_layers(config.elder.layers), (note,))
+    options = own_options(config, ElderOptions)
+    if options.layers:
+        note = f"the layers {list(options.layers)} were given; the ratio and the gates were not used."
+        return PlanDecision(identity.drop_layers(options.layers), (note,))
     decision = decide_layer_count(family, parameter_shapes(model), identity, config.ratio, config.ratio_of or "layers")
-    gates = learn_layer_gates(model, samples, decision.count, config.elder, config.seed, run)
+    gates = learn_layer_gates(model, samples, decision.count, options, config.seed, run)
     return PlanDecision(
         identity.drop_layers(gates.removed), decision.notes, {"gates": gates.to_dict()}, tuple(gates.warnings)
     )
-
-
-def _regularise(
-    model: PreTrainedModel,
-    samples: Tensor,
-    plan: PrunePlan,
-    config: PruneConfig,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> ElderReport:
-    cut_already = int(model.config.num_hidden_layers) != plan.dense.num_layers
-    report = regularise_elder(model, samples, () if cut_already else plan.removed_layers, config.elder, run)
-    if not plan.removed_layers:
-        report.warnings.insert(0, nothing_to_do("layer"))
-    return report
-
-
-METHOD = Method(
-    name="elder",
-    axis="layers",
-    summary="Learn which layers matter least, make them the identity during training, drop them (ELDeR).",
-    decide=_decide,
-    regularise=_regularise,
-)

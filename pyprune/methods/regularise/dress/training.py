@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.regularise import DressConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import gauge_
 from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
-from pyprune.methods.base import Method, PlanDecision, RunOptions, nothing_to_do
+from pyprune.methods.base import PlanDecision, RunOptions, StageReport, own_options, with_no_work_said
 from pyprune.methods.ratio import decide_hidden_count
+from pyprune.methods.regularise.dress import DressOptions
 from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
@@ -125,7 +125,7 @@ class DressObjective(Objective):
 
     name = "dress"
 
-    def __init__(self, removed: Sequence[int], config: DressConfig) -> None:
+    def __init__(self, removed: Sequence[int], config: DressOptions) -> None:
         self.removed = tuple(sorted(removed))
         self.config = config
         self.targets: list[_Target] = []
@@ -276,7 +276,7 @@ def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -
     return scales
 
 
-def select_channels(model: PreTrainedModel, count: int, config: DressConfig) -> tuple[int, ...]:
+def select_channels(model: PreTrainedModel, count: int, config: DressOptions) -> tuple[int, ...]:
     """Choose R: ``count`` hidden channels, the same in every layer.
 
     ``last`` and ``first`` are the ends of the axis; ``segments`` takes the last part of each of equal segments;
@@ -359,7 +359,7 @@ def regularise_dress(
     model: PreTrainedModel,
     samples: Tensor,
     removed: Sequence[int],
-    config: DressConfig,
+    config: DressOptions,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> DressReport:
     """Regularise ``model`` in place, so that the channels ``removed`` can go.
@@ -405,48 +405,40 @@ def regularise_dress(
 
 
 @torch.no_grad()
-def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressConfig) -> float:
+def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> float:
     if not removed:
         return 0.0
     targets = dress_targets(model, removed)
     return sum(float(target.penalty(config.norm)) for target in targets)
 
 
-def _decide(
+def decide(
     model: PreTrainedModel,
     samples: Tensor,
     config: PruneConfig,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
+    """Choose R by the ratio and the options."""
     family = family_for(model)
     identity = family.plan(model.config)
     shapes = parameter_shapes(model)
     decision = decide_hidden_count(
         family, shapes, identity, config.ratio, config.ratio_of or "hidden", config.hidden_multiple
     )
-    removed = select_channels(model, decision.count, config.dress)
+    options = own_options(config, DressOptions)
+    removed = select_channels(model, decision.count, options)
     plan = identity.keep_hidden(set(identity.hidden) - set(removed))
-    return PlanDecision(plan, decision.notes, {"select": config.dress.select, "removed": list(removed)})
+    return PlanDecision(plan, decision.notes, {"select": options.select, "removed": list(removed)})
 
 
-def _regularise(
+def regularise(
     model: PreTrainedModel,
     samples: Tensor,
     plan: PrunePlan,
-    config: PruneConfig,
+    options: DressOptions,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> DressReport:
+) -> StageReport:
+    """Train towards a plan; see :func:`regularise_dress`."""
     cut_already = int(model.config.hidden_size) != plan.dense.hidden_size
-    report = regularise_dress(model, samples, () if cut_already else plan.removed_hidden, config.dress, run)
-    if not plan.removed_hidden:
-        report.warnings.insert(0, nothing_to_do("hidden channel"))
-    return report
-
-
-METHOD = Method(
-    name="dress",
-    axis="hidden",
-    summary="Shrink a set of hidden channels during training, then slice it off (DReSS).",
-    decide=_decide,
-    regularise=_regularise,
-)
+    report = regularise_dress(model, samples, () if cut_already else plan.removed_hidden, options, run)
+    return with_no_work_said(report, plan.removed_hidden, "hidden channel")

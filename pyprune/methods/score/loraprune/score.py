@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pyprune.config.score import LoraPruneConfig
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import DataError
 from pyprune.families import NamedParam
+from pyprune.methods.base import own_options
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score._structures import LayerAxis, StructureScores
-from pyprune.methods.score.base import Scoring, score_method
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.train.loop import train
 from pyprune.train.lora import adapters
 from pyprune.train.objective import Objective
@@ -48,7 +49,7 @@ def score(run: Scoring) -> None:
     """
     if not run.samples.numel():
         raise DataError("loraprune trains factors on calibration text; give samples.")
-    config = run.config.loraprune
+    config = own_options(run.config, LoraPruneOptions)
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
     objective = _Guided(run, projections, config)
@@ -98,7 +99,7 @@ class _Guided(Objective):
 
     name = "loraprune"
 
-    def __init__(self, run: Scoring, projections: Mapping[str, NamedParam], config: LoraPruneConfig) -> None:
+    def __init__(self, run: Scoring, projections: Mapping[str, NamedParam], config: LoraPruneOptions) -> None:
         self.run = run
         self.projections = projections
         self.momentum = config.momentum
@@ -115,7 +116,7 @@ class _Guided(Objective):
 
     @override
     def before_optimizer_step(self, model: nn.Module, step: int, gradient_scale: float) -> None:
-        now = StructureScores(self.run.scope, self.run.config.score.aggregation)
+        now = StructureScores(self.run.scope, self.run.score.aggregation)
         for module, param in self.projections.items():
             a, b, scale = self._factors(module)
             if a.grad is None or b.grad is None:
@@ -151,6 +152,3 @@ class _Guided(Objective):
             gone = param.parameter == 0
             b[gone.all(1)] = 0.0
             a[:, gone.all(0)] = 0.0
-
-
-METHOD = score_method("loraprune", "LoRAPrune: Taylor scores with gradients read off LoRA factors.", score)

@@ -4,7 +4,7 @@ The element score is |W_ij| ||X_j||_2 (Sun et al., "A Simple and Effective Pruni
 Models", equation 1), X_j being channel j of the module's input over all calibration tokens. The paper removes single
 weights; here a coupled structure sums its elements, and a group aggregates the structures that go together, as for
 every score (a query head: its rows of q_proj and its columns of o_proj; a KV group: these and its rows of k_proj and
-v_proj; an FFN channel: its rows of gate and up and its column of down). ``score.wanda: output`` counts the columns of
+v_proj; an FFN channel: its rows of gate and up and its column of down). ``matrices: output`` counts the columns of
 the output projections alone, the form that FLAP's authors compare with as Wanda-sp.
 
 What the paper does not have is scored by the same rule: a bias is multiplied with 1 at every token, so that it counts
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.families import NamedParam
+from pyprune.methods.base import own_options
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score.base import Scoring, score_method
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.wanda import WandaOptions
 from pyprune.probe.activations import Moments, gather_moments
 
 
@@ -33,14 +35,13 @@ def score(run: Scoring) -> None:
     Raises:
         DataError: there is no calibration sample.
     """
-    counted = [p for p in run.opened if run.config.score.wanda == "coupled" or p.row.role == "writer"]
+    coupled = own_options(run.config, WandaOptions).matrices == "coupled"
+    counted = [p for p in run.opened if coupled or p.row.role == "writer"]
     modules = list(dict.fromkeys(_module(p) for p in counted))
     linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
     others = [name for name in modules if name not in set(linear)]
     with measured(run) as account:
-        moments = gather_moments(
-            run.model, run.samples, inputs=linear, outputs=others, batch_size=run.config.score.batch_size
-        )
+        moments = gather_moments(run.model, run.samples, inputs=linear, outputs=others, batch_size=run.score.batch_size)
         account.state = sum(m.bytes for m in moments.values())
     for param in counted:
         module = run.model.get_submodule(_module(param))
@@ -66,6 +67,3 @@ def _module(param: NamedParam) -> str:
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-METHOD = score_method("wanda", "Wanda, structured: remove the heads and channels with the smallest |w| |x|.", score)

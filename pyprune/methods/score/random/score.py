@@ -1,22 +1,25 @@
-"""Random: the control that every score must beat. Uniform scores, seeded per layer and axis."""
+"""Uniform scores, seeded per layer and axis."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from pyprune.methods.base import own_options
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score._structures import OpenUnits, opened_places
-from pyprune.methods.score.base import Scoring, score_method
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.random import RandomOptions
 
 
 def score(run: Scoring) -> None:
     """Add a number from [0, 1) to every unit; the weights are not looked at."""
+    seed = own_options(run.config, RandomOptions).seed
     with measured(run):
         for layer, axis in opened_places(run.scope):
             # One generator a place, so that opening another layer or axis changes no other scores.
             place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
-            generator = torch.Generator().manual_seed(run.config.score.seed * 1_000_003 + place)
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + place)
             run.add_units(layer, axis, _numbers(run.scope, axis, generator))
 
 
@@ -26,6 +29,3 @@ def _numbers(scope: OpenUnits, axis: str, generator: torch.Generator) -> Tensor:
         return torch.rand(scope.units(axis), generator=generator, dtype=torch.float64)
     groups = torch.rand(scope.units("kv_heads"), generator=generator, dtype=torch.float64)
     return groups.repeat_interleave(scope.dense.group_size) / scope.dense.group_size
-
-
-METHOD = score_method("random", "Remove heads and channels at random: the control.", score, text=False)

@@ -12,7 +12,7 @@ its standardised channels, as in the authors' code, which keeps heads and FFN ch
 aggregates a KV group by the mean of its query heads for the same reason. Their code squares S of the attention first;
 the paper does not, and neither does this.
 
-With ``score.compensate`` (the default of this method) the cut adds the lost mean as a bias:
+With ``cut.reconstruct: bias`` (as the preset of this method has it) the cut adds the lost mean as a bias:
 :mod:`pyprune.cut.compensate`.
 """
 
@@ -28,7 +28,7 @@ from pyprune.families import family_for
 from pyprune.families.base import Block
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import Scoring, score_method
+from pyprune.methods.score.base import Scoring
 from pyprune.probe.activations import gather_moments
 
 _BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
@@ -50,7 +50,7 @@ def score(run: Scoring) -> None:
         for layer, axis in opened_places(run.scope)
     }
     with measured(run) as account:
-        moments = gather_moments(run.model, run.samples, inputs=names.values(), batch_size=run.config.score.batch_size)
+        moments = gather_moments(run.model, run.samples, inputs=names.values(), batch_size=run.score.batch_size)
         account.state = sum(m.bytes for m in moments.values())
     for (layer, axis), name in names.items():
         weight = cast(nn.Linear, run.model.get_submodule(name)).weight.detach()
@@ -81,7 +81,7 @@ def standardised_fluctuation(variance: Tensor, weight: Tensor, *, masked: bool =
 
 
 def _check(run: Scoring) -> None:
-    score = run.config.score
+    score = run.score
     if "hidden" in score.axes:
         raise ConfigError(
             f"score.axes is {list(score.axes)}, but FLAP scores the inputs of o_proj and down_proj; use heads and ffn."
@@ -92,8 +92,3 @@ def _check(run: Scoring) -> None:
         raise ConfigError(
             f"score.normalise is {score.normalise!r}, but FLAP standardises its scores itself; set it to none."
         )
-
-
-METHOD = score_method(
-    "flap", "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.", score
-)

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from pyprune.families import NamedParam
+from pyprune.methods.base import own_options
 from pyprune.methods.score._gradients import GradientReport, Summed, take_gradients
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score.base import Scoring, score_method
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.taylor import TaylorOptions
 
 
 def score(run: Scoring) -> None:
     """Add the chosen form for every open parameter."""
-    variant = run.config.score.taylor
+    variant = own_options(run.config, TaylorOptions).form
     with measured(run) as account:
         if variant in ("vectorize", "param_first"):
             add = Summed(lambda param, grad: run.add(param, grad, signed=variant == "vectorize"))
@@ -51,6 +53,3 @@ def _second_order(run: Scoring, *, mixed: bool) -> GradientReport:
         run.add(param, first.sub_(curvature, alpha=0.5) if mixed else curvature)
 
     return take_gradients(run, _own, consume, per_sample=True)
-
-
-METHOD = score_method("taylor", "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.", score)

@@ -1,0 +1,26 @@
+"""What the options of every method share. A method's own options are a subclass, next to the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.config.base import Config
+from pyprune.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class MethodOptions(Config):
+    """The options that belong to one method; a method without any has this class itself.
+
+    In a recipe and in a record they stand under the method's name (``elder: {schedule: anneal}``).
+    """
+
+    @property
+    def training(self) -> TrainConfig | None:
+        """How the stage "regularise" trains; None for a method that has none."""
+        return None
+
+    @property
+    def preserved_goal(self) -> float | None:
+        """The share of |W| that regularisation may leave in what is removed before a warning; None = no goal."""
+        return None

@@ -1,0 +1,48 @@
+"""Training options that presets of several methods share. Plain data; importing this file imports no torch.
+
+The papers name neither optimizer nor number of steps nor epochs; those constants are ours and marked so.
+"""
+
+from __future__ import annotations
+
+from pyprune.config.train import RecoverConfig, TrainConfig
+
+
+def published_training(steps: int, validation_interval: int) -> TrainConfig:
+    """The papers' training constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
+    return TrainConfig(
+        optimizer="adamw",
+        learning_rate=2e-5,
+        weight_decay=0.0,
+        steps=steps,
+        batch_size=64,
+        micro_batch_size=1,
+        warmup_steps=0,
+        decay="constant",
+        max_grad_norm=1.0,
+        dtype="bfloat16",
+        early_stop_patience=5,
+        early_stop_min_delta=1e-4,
+        validation_interval=validation_interval,
+    )
+
+
+def short_training() -> TrainConfig:
+    """20 steps of 8 x 256 tokens: what two CPU cores do in a few minutes on a 135M model (all constants ours)."""
+    return TrainConfig(
+        optimizer="fused_adamw",
+        learning_rate=3e-4,
+        weight_decay=0.0,
+        steps=20,
+        batch_size=8,
+        micro_batch_size=8,
+        warmup_steps=2,
+        decay="cosine",
+        max_grad_norm=1.0,
+        dtype="bfloat16",
+    )
+
+
+def published_recovery() -> RecoverConfig:
+    """The papers' recovery: LoRA of rank 32 and alpha 10, with their training constants."""
+    return RecoverConfig(rank=32, alpha=10.0, train=published_training(steps=40, validation_interval=4))

@@ -1,0 +1,150 @@
+"""DReSS: regularise a set of hidden channels, so that slicing them off afterwards loses little (Feng et al.)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Norm, _require, option
+from pyprune.config.data import DataConfig
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.train import TrainConfig
+from pyprune.methods.base import Deferred, Method, own_options
+from pyprune.methods.regularise._training import published_recovery, published_training, short_training
+
+
+@dataclass(frozen=True)
+class DressOptions(MethodOptions):
+    """DReSS: regularise a set R of hidden channels, then remove it (Feng et al., "DReSS").
+
+    Attributes:
+        select: which channels form R.
+        channels: the explicit list for select="explicit", hidden indices.
+        segments: number of equal segments for select="segments".
+        penalise: removed penalises R; all penalises every hidden channel while R still goes (the paper's
+            full-parameter-regularisation ablation).
+        norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
+        penalty_weight: the papers' lambda, in units of loss per unit of norm.
+        solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
+        prox_step: step size of the proximal map; None = the learning rate (l1 in the Adam metric).
+        schedule: published, or anneal (the channels of R shrink to exactly zero).
+        anneal_share: share of the steps after which the annealed factor is zero, in (0, 1].
+        target_preserved_ratio: preserved ratio of |W| in R to reach; above it a warning is issued.
+        train: the training loop's options.
+    """
+
+    select: Literal["last", "first", "segments", "explicit", "scored"] = "last"
+    channels: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
+    segments: int = option(5, at_least=1, at_most=LARGEST_INDEX)
+    penalise: Literal["removed", "all"] = "removed"
+    norm: Norm = "l2"
+    penalty_weight: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    solver: Literal["subgradient", "prox"] = "subgradient"
+    prox_step: float | None = option(None, above=0, at_most=LARGEST_WEIGHT, otherwise=", or null for the learning rate")
+    schedule: Literal["published", "anneal"] = "published"
+    anneal_share: float = option(0.5, above=0, at_most=1)
+    target_preserved_ratio: float = option(0.3, at_least=0)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    @override
+    def training(self) -> TrainConfig:
+        return self.train
+
+    @property
+    @override
+    def preserved_goal(self) -> float:
+        return self.target_preserved_ratio
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.penalise == "removed" or self.schedule == "published",
+            "penalise is 'all' with schedule 'anneal', which would shrink the whole model to zero; "
+            "use schedule 'published'.",
+            found,
+        )
+        in_adam_metric = (
+            self.solver == "prox" and self.norm == "l1" and self.prox_step is None and self.train.optimizer != "sgd"
+        )
+        _require(
+            not (self.penalise == "all" and in_adam_metric),
+            "penalise is 'all' with the l1 prox in the Adam metric, which erases every weight without a gradient at "
+            "once (the embeddings of all tokens that the text lacks); use solver 'subgradient' or give prox_step.",
+            found,
+        )
+        explicit = self.select == "explicit"
+        _require(
+            bool(self.channels) == explicit,
+            f"channels has {len(self.channels)} entries with select={self.select!r}; "
+            "give channels exactly when select is 'explicit'.",
+            found,
+        )
+        return found
+
+
+def _dress_paper() -> PruneConfig:
+    """DReSS with the paper's constants: l2, lambda 1e-3, last 25 %, 750 + 250 samples of 2048, LoRA recovery."""
+    return PruneConfig(
+        method="dress",
+        ratio=0.25,
+        ratio_of="hidden",
+        data=DataConfig("wikitext2", "train", samples=750, sequence_length=2048),
+        recovery_data=DataConfig("wikitext2", "train", samples=250, sequence_length=2048, seed=1),
+        stages=StageConfig(before=("regularise",), after=("recover",)),
+        # 750 samples are 12 steps an epoch; about 700 steps are what lr 2e-5 needs to bring weights of size
+        # 0.02 to the 30 % of Figure 5.
+        options=DressOptions(
+            select="last",
+            norm="l2",
+            penalty_weight=1e-3,
+            solver="subgradient",
+            schedule="published",
+            target_preserved_ratio=0.3,
+            train=published_training(steps=720, validation_interval=12),
+        ),
+        recover=published_recovery(),
+        finetune=published_training(steps=40, validation_interval=4),
+    )
+
+
+def _dress_paper_opt() -> PruneConfig:
+    """DReSS with the paper's constants for OPT-2.7B: lambda 5e-3."""
+    base = _dress_paper()
+    return replace(base, options=replace(own_options(base, DressOptions), penalty_weight=5e-3))
+
+
+def _dress() -> PruneConfig:
+    """DReSS, recommended: channels of the smallest norm are annealed to exactly zero while the rest is trained."""
+    return PruneConfig(
+        method="dress",
+        ratio=0.25,
+        ratio_of="hidden",
+        data=DataConfig("wikitext2", "train", samples=160, sequence_length=256),
+        stages=StageConfig(before=("regularise",)),
+        options=DressOptions(
+            select="scored",
+            norm="l2",
+            penalty_weight=0.0,
+            schedule="anneal",
+            anneal_share=0.5,
+            target_preserved_ratio=0.05,
+            train=short_training(),
+        ),
+        finetune=short_training(),
+    )
+
+
+METHOD = Method(
+    name="dress",
+    axis="hidden",
+    summary="DReSS: shrink a set of hidden channels during training, then slice it off.",
+    decide=Deferred(f"{__name__}.training:decide"),
+    regularise=Deferred(f"{__name__}.training:regularise"),
+    options=DressOptions,
+    presets={"dress": _dress, "dress-paper": _dress_paper, "dress-paper-opt": _dress_paper_opt},
+)

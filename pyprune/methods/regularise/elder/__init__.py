@@ -1,0 +1,143 @@
+"""ELDeR: learn which layers matter least, make them the identity during training, drop them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
+from pyprune.config.data import DataConfig
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.train import LARGEST_BATCH, TrainConfig
+from pyprune.methods.base import Deferred, Method, own_options
+from pyprune.methods.regularise._training import published_recovery, published_training, short_training
+
+
+@dataclass(frozen=True)
+class GateConfig(Config):
+    """Stage 1 of ELDeR/TRSP: learn one scalar per layer, mask the smallest, repeat.
+
+    Attributes:
+        placement: residual scales the branch, h + S (layer(h) - h); output scales the whole stream
+            (the papers' literal text, which always drives the last layers out).
+        search: greedy (one layer a round) or one_shot.
+        penalty_weight: the papers' lambda1.
+        learning_rate: of the gates (Adam).
+        first_round_steps: Adam steps of the first round.
+        round_steps: Adam steps of each later round, warm-started.
+        batch_size: sequences per step.
+    """
+
+    placement: Literal["residual", "output"] = "residual"
+    search: Literal["greedy", "one_shot"] = "greedy"
+    penalty_weight: float = option(5e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    learning_rate: float = option(1e-2, above=0, at_most=LARGEST_WEIGHT)
+    first_round_steps: int = option(40, at_least=1, at_most=100_000)
+    round_steps: int = option(10, at_least=1, at_most=100_000)
+    batch_size: int = option(4, at_least=1, at_most=LARGEST_BATCH)
+
+
+@dataclass(frozen=True)
+class ElderOptions(MethodOptions):
+    """ELDeR / TRSP: learn layer gates, regularise the layers that will go, drop them.
+
+    Attributes:
+        gates: stage 1.
+        layers: explicit layers to remove (skips stage 1); dense indices.
+        norm: of the input-output difference of a layer in P, mean over tokens of the per-token norm.
+        penalty_weight: the papers' lambda2.
+        schedule: published (the norm penalty) or anneal (gates of P go from 1 to exactly 0).
+        anneal_share: share of the steps after which the annealed gate is zero, in (0, 1].
+        train: stage 2's training options.
+    """
+
+    gates: GateConfig = field(default_factory=GateConfig)
+    layers: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
+    norm: Norm = "l2"
+    penalty_weight: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
+    schedule: Literal["published", "anneal"] = "published"
+    anneal_share: float = option(0.5, above=0, at_most=1)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    @override
+    def training(self) -> TrainConfig:
+        return self.train
+
+
+def _elder_paper() -> PruneConfig:
+    """ELDeR with the papers' constants: lambda1 5e-3, lambda2 1e-3, 128 samples of 2048, no recovery."""
+    return PruneConfig(
+        method="elder",
+        ratio=0.25,
+        ratio_of="layers",
+        data=DataConfig("wikitext2", "train", samples=128, sequence_length=2048),
+        stages=StageConfig(before=("regularise",)),
+        # Steps and learning rate of the gates are ours: the papers name neither. 128 samples are 2 steps an epoch.
+        options=ElderOptions(
+            gates=GateConfig(
+                placement="residual",
+                search="greedy",
+                penalty_weight=5e-3,
+                learning_rate=1e-2,
+                first_round_steps=40,
+                round_steps=10,
+                batch_size=4,
+            ),
+            norm="l2",
+            penalty_weight=1e-3,
+            schedule="published",
+            train=published_training(steps=100, validation_interval=2),
+        ),
+        recover=published_recovery(),
+        finetune=published_training(steps=100, validation_interval=2),
+    )
+
+
+def _elder_paper_literal() -> PruneConfig:
+    """ELDeR with the gate exactly as printed (scaling the whole stream), which drives the last layers out first."""
+    base = _elder_paper()
+    options = own_options(base, ElderOptions)
+    return replace(base, options=replace(options, gates=replace(options.gates, placement="output")))
+
+
+def _elder() -> PruneConfig:
+    """ELDeR, recommended: well-trained residual gates, then the chosen layers are faded out during training."""
+    return PruneConfig(
+        method="elder",
+        ratio=0.25,
+        ratio_of="layers",
+        data=DataConfig("wikitext2", "train", samples=160, sequence_length=256),
+        stages=StageConfig(before=("regularise",)),
+        options=ElderOptions(
+            gates=GateConfig(
+                placement="residual",
+                search="greedy",
+                penalty_weight=5e-2,
+                learning_rate=3e-2,
+                first_round_steps=40,
+                round_steps=10,
+                batch_size=4,
+            ),
+            norm="l2",
+            penalty_weight=0.0,
+            schedule="anneal",
+            anneal_share=0.25,
+            train=short_training(),
+        ),
+        finetune=short_training(),
+    )
+
+
+METHOD = Method(
+    name="elder",
+    axis="layers",
+    summary="ELDeR: learn which layers matter least, make them the identity during training, drop them.",
+    decide=Deferred(f"{__name__}.gates:decide"),
+    regularise=Deferred(f"{__name__}.penalty:regularise"),
+    options=ElderOptions,
+    presets={"elder": _elder, "elder-paper": _elder_paper, "elder-paper-literal": _elder_paper_literal},
+)

@@ -1,0 +1,29 @@
+"""FLAP: channels whose input hardly fluctuates are removed, because a bias can stand for them (An et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pyprune.config.cut import CutConfig
+from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+
+
+def _flap() -> PruneConfig:
+    """FLAP: the standardised fluctuation, with bias compensation; 1,024 samples of 128 tokens as the authors use."""
+    base = scoring("flap")
+    return replace(
+        base,
+        data=replace(base.data, samples=1024),
+        score=ScoreConfig(aggregation="mean"),
+        cut=CutConfig(reconstruct="bias"),
+    )
+
+
+METHOD = score_method(
+    "flap",
+    "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.",
+    f"{__name__}.score:score",
+    presets=with_paper("flap", _flap),
+)

@@ -1,0 +1,65 @@
+"""LoRAPrune: the Taylor score with a gradient that LoRA factors give for free (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_WEIGHT, _require, option
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.config.train import LARGEST_RANK, TrainConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+
+
+@dataclass(frozen=True)
+class LoraPruneOptions(MethodOptions):
+    """LoRAPrune (Zhang et al. 2023): importance from the weights and gradients of LoRA factors in training.
+
+    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code; the number of steps and
+    the batch are ours (they train for epochs on instructions, here the calibration text is read). The gradient norm is
+    not clipped, because that would weigh the steps' scores differently.
+
+    Attributes:
+        rank: LoRA rank.
+        alpha: LoRA scale numerator (scale = alpha / rank).
+        dropout: LoRA dropout probability.
+        momentum: share of the earlier steps' importance that a step keeps, in [0, 1); 0 = the last step alone.
+        train: the training loop's options; its seed is that of the factors too.
+    """
+
+    rank: int = option(8, at_least=1, at_most=LARGEST_RANK)
+    alpha: float = option(16.0, above=0, at_most=LARGEST_WEIGHT)
+    dropout: float = option(0.05, at_least=0, below=1)
+    momentum: float = option(0.9, at_least=0, below=1)
+    train: TrainConfig = field(
+        default_factory=lambda: TrainConfig(
+            learning_rate=1e-4, steps=32, batch_size=8, micro_batch_size=8, max_grad_norm=None
+        )
+    )
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.train.early_stop_patience is None,
+            "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
+            found,
+        )
+        return found
+
+
+def _loraprune() -> PruneConfig:
+    """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
+    base = scoring("loraprune", LoraPruneOptions())
+    return replace(base, data=replace(base.data, samples=128))
+
+
+METHOD = score_method(
+    "loraprune",
+    "LoRAPrune: Taylor scores with gradients read off LoRA factors.",
+    f"{__name__}.score:score",
+    options=LoraPruneOptions,
+    presets=with_paper("loraprune", _loraprune),
+)

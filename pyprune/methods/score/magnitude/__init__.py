@@ -1,0 +1,29 @@
+"""Magnitude: a structure is worth the size of its weights, sum of |w| (l1) or of w^2 (l2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.config.base import Norm
+from pyprune.config.method import MethodOptions
+from pyprune.methods.score import score_method
+
+
+@dataclass(frozen=True)
+class MagnitudeOptions(MethodOptions):
+    """Options of magnitude.
+
+    Attributes:
+        norm: l1 = sum of |w|, l2 = sum of w^2.
+    """
+
+    norm: Norm = "l1"
+
+
+METHOD = score_method(
+    "magnitude",
+    "Magnitude: remove the heads and channels with the smallest weights.",
+    f"{__name__}.score:score",
+    text=False,
+    options=MagnitudeOptions,
+)

@@ -1,0 +1,35 @@
+"""LLM-Pruner's Taylor scores: what the loss loses when a structure becomes zero (Ma et al., "LLM-Pruner")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+
+
+@dataclass(frozen=True)
+class TaylorOptions(MethodOptions):
+    """Options of the Taylor scores.
+
+    Attributes:
+        form: vectorize |sum S|, param_first sum |S| with S = w g; param_second and param_mix use the second-order term.
+    """
+
+    form: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
+
+
+def _taylor() -> PruneConfig:
+    """LLM-Pruner's Taylor score, sum |w g|."""
+    return scoring("taylor", TaylorOptions())
+
+
+METHOD = score_method(
+    "taylor",
+    "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
+    f"{__name__}.score:score",
+    options=TaylorOptions,
+    presets=with_paper("taylor", _taylor),
+)

@@ -1,0 +1,37 @@
+"""Wanda, structured: a weight is worth its size times the size of what it is multiplied with (Sun et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.methods.score import score_method, scoring, with_paper
+
+
+@dataclass(frozen=True)
+class WandaOptions(MethodOptions):
+    """Options of Wanda.
+
+    Attributes:
+        matrices: coupled (every matrix that a structure owns a part of) or output (its columns of the attention's and
+            the MLP's output projections alone).
+    """
+
+    matrices: Literal["coupled", "output"] = "coupled"
+
+
+def _wanda() -> PruneConfig:
+    """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
+    base = scoring("wanda", WandaOptions())
+    return replace(base, data=replace(base.data, samples=128))
+
+
+METHOD = score_method(
+    "wanda",
+    "Wanda, structured: remove the heads and channels with the smallest |w| |x|.",
+    f"{__name__}.score:score",
+    options=WandaOptions,
+    presets=with_paper("wanda", _wanda),
+)

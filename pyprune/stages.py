@@ -1,0 +1,370 @@
+"""The stages of one run on a model in memory: decide, train before the cut, cut, train after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.trained_on import unguarded
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig, StageAction
+from pyprune.cut.compact import CompactReport, compact_
+from pyprune.cut.compensate import compensate_, target_of
+from pyprune.cut.mask import masked
+from pyprune.data.sampling import TokenSamples, split_disjoint
+from pyprune.data.stream import check_sequence_length, check_token_ids
+from pyprune.data.tokens import IGNORED, Batch
+from pyprune.errors import ConfigError, PlanError
+from pyprune.families import check_plan, count_parameters, family_for
+from pyprune.methods.base import PlanDecision, RunOptions, StageReport
+from pyprune.methods.registry import get_method
+from pyprune.plan import PrunePlan
+from pyprune.probe.effects import EffectReport, compare, snapshot
+from pyprune.quality.perplexity import perplexity
+from pyprune.run_folder import RunFolder
+from pyprune.runtime.files import read_bounded
+from pyprune.runtime.progress import warn
+from pyprune.train.lora import check_rank, projection_names
+from pyprune.train.recover import finetune, recover
+from pyprune.train.samples import check_trainable
+
+PROBE_SAMPLES = 2
+"""Calibration samples on which activations and cosines are compared before and after regularisation."""
+
+NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
+
+Teacher = PreTrainedModel | Callable[[], PreTrainedModel]
+"""The dense model for distillation, or what makes it at the moment it is needed (and is dropped after that stage)."""
+
+
+@dataclass
+class PruneResult:
+    """What a run did. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        plan: what stayed.
+        compact: sizes before and after, and the architecture; None when the plan was not applied.
+        notes: roundings and choices a reader must know.
+        warnings: what the user should worry about.
+        decision: how the plan came about; "seconds" is the wall time of a new one.
+        stages: one report for each action before and after the cut, in order.
+        effects: what regularisation did to the weights, activations and layers; None without it.
+        verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
+            calibration text; None unless ``verify`` was on.
+        out: the written folder; None for a run in memory.
+    """
+
+    plan: PrunePlan
+    compact: CompactReport | None = None
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    decision: dict[str, Any] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    effects: EffectReport | None = None
+    verified: dict[str, float] | None = None
+    out: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data, without the plan (a checkpoint's record holds that separately)."""
+        return {
+            "compact": vars(self.compact) if self.compact is not None else None,
+            "notes": self.notes,
+            "warnings": self.warnings,
+            "decision": self.decision,
+            "stages": self.stages,
+            "effects": self.effects.to_dict() if self.effects is not None else None,
+            "verified": self.verified,
+        }
+
+
+@dataclass(frozen=True)
+class StageText:
+    """The text of a run's stages.
+
+    Attributes:
+        before: what the method reads, what is trained on before the cut, and what the cut is measured on.
+        after: what is trained on after the cut.
+        drawn: the samples that were drawn from a source, for the marks of what was trained on.
+    """
+
+    before: Batch
+    after: Batch
+    drawn: tuple[TokenSamples, ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, TokenSamples | Tensor]) -> StageText:
+        """Take token ids, int64 [N, T], under "regularise" and, for what follows the cut, "recover"."""
+        before = data.get("regularise", NO_SAMPLES)
+        drawn = tuple(samples for samples in data.values() if isinstance(samples, TokenSamples))
+        return cls(_batch(before), _batch(data.get("recover", before)), drawn)
+
+    @property
+    def probe(self) -> Tensor:
+        """The few samples that single measurements are taken on, int64 [N, T]."""
+        return self.before.ids[:PROBE_SAMPLES]
+
+
+def _batch(samples: TokenSamples | Tensor) -> Batch:
+    return Batch.of(samples) if isinstance(samples, Tensor) else samples.tokens
+
+
+def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
+    """Draw the text of every stage; text of different stages is disjoint.
+
+    Nothing is read when a saved plan is only applied and not verified.
+
+    Raises:
+        ConfigError: the model has no tokenizer.
+        DataError: the text cannot be used, or the sequences are longer than the model allows.
+    """
+    wanted = wanted_text(config)
+    if wanted and tokenizer is None:
+        raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
+    for data in wanted.values():
+        check_sequence_length(model.config, data.sequence_length)
+    drawn = split_disjoint(tokenizer, wanted) if wanted else {}
+    for samples in drawn.values():
+        check_token_ids(model.config, samples.input_ids[samples.input_ids != IGNORED])
+    return drawn
+
+
+def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
+    """The text of every stage that needs one."""
+    if not (shapes_the_result(config) or config.verify):
+        return {}
+    wanted = {"regularise": config.data}
+    if config.stages.after:
+        wanted["recover"] = config.recovery_data or config.data
+    return wanted
+
+
+def shapes_the_result(config: PruneConfig) -> bool:
+    """Whether text shapes the result: it trains the model, a method reads it to decide, or biases hold its means."""
+    decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
+    return bool(config.stages.before or config.stages.after) or decides or config.adds_biases
+
+
+@dataclass
+class StageRun:
+    """A model on its way through the stages; each method is one stage and adds to ``result``.
+
+    Attributes:
+        model: dense, changed in place.
+        text: of the stages.
+        config: every option, checked.
+        work: where an interrupted run is kept; None keeps nothing.
+        teacher: for distillation.
+        result: what was done so far.
+
+    Raises:
+        ConfigError: a stage lacks what it needs, found out before anything is computed.
+    """
+
+    model: PreTrainedModel
+    text: StageText
+    config: PruneConfig
+    work: RunFolder | None = None
+    teacher: Teacher | None = None
+    result: PruneResult = field(init=False)
+
+    def decide(self) -> PlanDecision:
+        """Choose what to remove, or take what an interrupted run or a saved plan chose."""
+        kept = self.work.read_decision() if self.work is not None else None
+        decision = kept or self._new_decision()
+        check_plan(decision.plan, family_for(self.model), self.model.config)
+        if self.work is not None:
+            self.work.write_decision(decision)
+        self.result = PruneResult(
+            decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
+        )
+        if shapes_the_result(self.config):
+            self.result.warnings += unguarded(self.text.drawn)
+        if self.config.stages.prune:
+            check_target(self.model, decision.plan, self.config)
+        return decision
+
+    def _new_decision(self) -> PlanDecision:
+        config = self.config
+        if config.plan is not None:
+            note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
+            return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_biases(config)))
+        if config.method == "none":
+            raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
+        started = time.monotonic()
+        decision = get_method(config.method).decide(self.model, self.text.before.ids, config, self._run("decide"))
+        return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
+
+    def train_before_the_cut(self) -> None:
+        """Regularise towards the plan, and say what that did to the weights and activations."""
+        actions, plan = self.config.stages.before, self.result.plan
+        untouched = snapshot(self.model, plan, self.text.probe) if "regularise" in actions else None
+        for number, action in enumerate(actions):
+            self._act(action, self.text.before, f"before-{number}-{action}")
+        if untouched is not None:
+            options = self.config.options
+            effects = compare(
+                untouched,
+                snapshot(self.model, plan, self.text.probe),
+                target_preserved_ratio=options.preserved_goal if options else None,
+            )
+            self.result.effects = effects
+            self.result.warnings += effects.warnings
+
+    def cut(self) -> None:
+        """Remove what the plan names; with ``verify``, measure both sides of the cut."""
+        config, result, model = self.config, self.result, self.model
+        if not config.stages.prune:
+            return
+        dense_parameters = count_parameters(model)
+        if config.adds_biases:
+            # The dense model's own activations, as they are at the moment of the cut.
+            report = compensate_(model, result.plan, self.text.before.ids, batch_size=config.cut.batch_size)
+            (result.notes if report.blocks else result.warnings).extend(report.notes())
+            result.decision["compensation"] = vars(report)
+        if config.verify:
+            with masked(model, result.plan):
+                result.verified = {"masked_perplexity": self._perplexity()}
+        result.compact = replace(compact_(model, result.plan), dense_parameters=dense_parameters)
+        if result.verified is not None:
+            result.verified["compacted_perplexity"] = self._perplexity()
+        if result.compact.reasons:
+            result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
+
+    def train_after_the_cut(self) -> None:
+        """Recover."""
+        for number, action in enumerate(self.config.stages.after):
+            self._act(action, self.text.after, f"after-{number}-{action}")
+
+    def finished(self) -> PruneResult:
+        """The result, its warnings said."""
+        # The regulariser and the comparison of effects may say the same about a preserved ratio.
+        self.result.warnings = list(dict.fromkeys(self.result.warnings))
+        say_warnings(self.result.warnings)
+        return self.result
+
+    def _act(self, action: StageAction, samples: Batch, name: str) -> None:
+        config, run, model, plan = self.config, self._run(name), self.model, self.result.plan
+        report: StageReport
+        if action == "regularise":
+            regularise = get_method(config.method).regularise
+            if regularise is None:
+                raise ConfigError(
+                    f"method {config.method!r} has nothing to regularise with; take regularise out of stages."
+                )
+            report = regularise(model, samples.ids, plan, config.options, run)
+        elif action == "recover":
+            report = recover(
+                model,
+                samples,
+                config.recover,
+                teacher=self._teacher_in_memory(),
+                plan=plan if self.result.compact else None,
+                checkpoint_dir=run.checkpoint_dir,
+                resume=run.resume,
+            )
+        else:
+            report = finetune(model, samples, config.finetune, checkpoint_dir=run.checkpoint_dir, resume=run.resume)
+        self.result.stages.append({"action": action, "name": name, **report.to_dict()})
+        self.result.warnings += report.warnings
+
+    def _teacher_in_memory(self) -> PreTrainedModel | None:
+        teacher = self.teacher
+        return teacher if teacher is None or isinstance(teacher, PreTrainedModel) else teacher()
+
+    def _run(self, name: str) -> RunOptions:
+        if self.work is None:
+            return RunOptions()
+        return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume)
+
+    def _perplexity(self) -> float:
+        probe = self.text.probe
+        return perplexity(
+            self.model, probe.flatten(), window=probe.shape[1], batch_size=1, source="calibration text"
+        ).perplexity
+
+    def __post_init__(self) -> None:
+        config, model = self.config, self.model
+        before, after = self.text.before, self.text.after
+        stages = (*config.stages.before, *config.stages.after)
+        adapted = "recover" in stages and config.recover.adapters == "lora"
+        if adapted:
+            check_rank(model, projection_names(model), config.recover.rank)
+        if {"regularise", "finetune"} & {*stages} or ("recover" in stages and not adapted):
+            check_trainable(dict(model.named_parameters()))
+        if "recover" in stages and config.recover.distill is not None and self.teacher is None:
+            raise ConfigError(
+                "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
+                "second copy (copy.deepcopy(model)), or a function that loads one when it is needed."
+            )
+        regularises_after = "regularise" in config.stages.after and after.labels is not after.ids
+        if before.labels is not before.ids or regularises_after:
+            raise ConfigError(
+                "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw "
+                "theirs with layout 'stream'."
+            )
+        if config.verify and not before.ids.numel():
+            raise ConfigError("verify is on, which measures on calibration text; give samples under 'regularise'.")
+
+
+def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -> None:
+    """Find out before hours of training, not after, that no architecture takes the sizes or the biases.
+
+    Raises:
+        ConfigError: target is stock, and no stock architecture fits.
+        UnsupportedModelError: nothing carries the biases.
+    """
+    target = target_of(model, plan, biases=config.adds_biases)
+    if config.target == "stock" and target.stock is None:
+        raise ConfigError(
+            f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "
+            + "; ".join(target.reasons)
+            + ". Use the same widths in every layer (score.uniform), other sizes, or target 'auto' for the pruned "
+            "architecture."
+        )
+
+
+def read_plan(path: str | Path) -> PrunePlan:
+    """Read a plan from a JSON file, or from the record of a checkpoint folder.
+
+    Raises:
+        PlanError: the file is missing or holds no valid plan.
+    """
+    path = Path(path)
+    if path.is_dir():
+        plan = read_pruning_json(path).plan
+        if plan is None:
+            raise PlanError(f"The checkpoint {path} was not cut; its record holds no plan.")
+        return plan
+    try:
+        text = read_bounded(path)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"The plan {path} cannot be read: {error}.") from error
+    return PrunePlan.from_json(text)
+
+
+def _lost_biases(config: PruneConfig) -> list[str]:
+    """A checkpoint with bias compensation, whose plan is replayed without it."""
+    folder = Path(str(config.plan))
+    if config.adds_biases or not folder.is_dir():
+        return []
+    decided = read_pruning_json(folder).provenance.get("report", {}).get("decision", {})
+    if "compensation" not in decided:
+        return []
+    return [
+        f"The bias compensation of {folder} is not replayed: the plan says what stays, not the biases. Set "
+        "cut.reconstruct to bias to compute them again from this run's calibration text."
+    ]
+
+
+def say_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings for the user."""
+    for warning in warnings:
+        warn(warning)
