@@ -98,6 +98,24 @@ TINY |= {
     ),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
     "olmo2-tied-bias": ("olmo2", {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {"num_key_value_heads": 2}),
+    "phi3-window": ("phi3", {"sliding_window": 6, "head_dim": 16}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 4,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.2, 1.5, 3.0],
+            },
+        },
+    ),
 }
 
 
