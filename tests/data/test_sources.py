@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench._demo_data import write_demo_data
-from pyprune.data import sources
+from pyprune.data import files, layouts, records
 from pyprune.data.sources import check_source, read_corpus, read_documents
 from pyprune.errors import DataError, MissingDependencyError, OutputError
-from tests.data.test_sampling import fake_datasets, fake_package
+from tests.data._fakes import fake_datasets, fake_package
 
 
 def jsonl(folder: Path, *lines: str) -> str:
@@ -106,7 +106,7 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_large_files_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.txt"
     with path.open("wb") as stream:
-        stream.truncate(sources.TEXT_BYTES + 1)  # a hole takes no room
+        stream.truncate(files.TEXT_BYTES + 1)  # a hole takes no room
     monkeypatch.setattr("builtins.open", lambda *args, **options: pytest.fail("it was opened"))
     refused(str(path), r"large.txt' has 2,147,483,649 bytes; at most 2,147,483,648 are read")
 
@@ -163,8 +163,8 @@ def test_several_members_and_an_empty_file_are_read_as_before(tmp_path: Path) ->
 
 
 def test_a_gzip_bomb_is_read_no_further_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "TEXT_BYTES", 100_000)
-    monkeypatch.setattr(sources, "_READ_AT_ONCE", 10_000)
+    monkeypatch.setattr(files, "TEXT_BYTES", 100_000)
+    monkeypatch.setattr(files, "_READ_AT_ONCE", 10_000)
     taken = [0]
     real = gzip.GzipFile.read
 
@@ -184,7 +184,7 @@ def test_a_gzip_bomb_is_read_no_further_than_allowed(tmp_path: Path, monkeypatch
 
 
 def test_zeros_are_binary_at_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_READ_AT_ONCE", 10)
+    monkeypatch.setattr(files, "_READ_AT_ONCE", 10)
     path = tmp_path / "bomb.txt.gz"
     path.write_bytes(gzip.compress(b"a" * 25 + b"\0" * 50_000_000))
     with pytest.raises(DataError, match="a NUL byte at offset 25"):
@@ -212,7 +212,7 @@ def test_no_more_documents_than_memory_is_spent_on(
     path.write_text(text)
     if "blank" not in name and "lines" not in name:
         assert len(read_documents(str(path))) > 100
-    monkeypatch.setattr(sources, "MOST_DOCUMENTS", 100)
+    monkeypatch.setattr(records, "MOST_DOCUMENTS", 100)
     with pytest.raises(DataError, match=rf"{name}' has 1\d\d documents or lines; at most 100 are read"):
         read_documents(str(path))
 
@@ -222,13 +222,13 @@ def test_layouts_are_told_apart_line_by_line(lines: list[str]) -> None:
     text = "\n".join(lines)
     body = text.removesuffix("\n").split("\n")
     title = next((line for line in body if line.strip()), "")
-    if sources._WIKITEXT_TITLE.match(title):
+    if layouts._WIKITEXT_TITLE.match(title):
         expected = [line + "\n" if line.strip() else "" for line in body]
     elif all(len(line) > 2 and line[0] == line[-1] == " " for line in body):
         expected = [line.strip() for line in body]
     else:
         expected = text.split("\n\n")
-    assert [document.text for document in sources._parse_plain("a", text).documents] == expected
+    assert [document.text for document in layouts.parse_plain("a", text).documents] == expected
 
 
 # Records
@@ -288,7 +288,7 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 
 
 def test_a_record_of_many_megabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "RECORD_CHARACTERS", 1000)
+    monkeypatch.setattr(records, "RECORD_CHARACTERS", 1000)
     with pytest.raises(DataError, match=r"line 2 has 1,012 characters; a record may have 1,000"):
         read_corpus(jsonl(tmp_path, '{"text": "fine"}', '{"text": "%s"}' % ("a" * 1000)))
 
