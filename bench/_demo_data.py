@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
-from pyprune.data.sources import read_documents
+from pyprune.config.data import MIXTURES, DataConfig, MixturePart
+from pyprune.data.sources import read_corpus
 from pyprune.errors import (
     CheckpointError,
     DataError,
     OutputError,
 )
+
+PASSAGE = 4000
+"""Characters of a passage: source code is cut at blank lines, and would otherwise be split inside functions."""
 
 
 def packaged_gguf(package: str) -> tuple[Path, str]:
@@ -58,6 +62,7 @@ def write_demo_data(
     *,
     test_share: float = 0.25,
     seed: int = 0,
+    passage: int = 0,
 ) -> DemoData:
     """Split a source by whole documents into calibration.jsonl and test.jsonl.
 
@@ -68,6 +73,7 @@ def write_demo_data(
         source: any source of :func:`read_corpus`.
         test_share: share of the documents for the test, in (0, 1).
         seed: of the shuffle.
+        passage: join documents that follow each other to passages of at least this many characters, and split those.
 
     Raises:
         DataError: the source cannot be read or has fewer than two documents, or test_share is out of range.
@@ -75,7 +81,9 @@ def write_demo_data(
     """
     if not 0 < test_share < 1:
         raise DataError(f"test_share is {test_share}; it must be strictly between 0 and 1.")
-    texts = list(dict.fromkeys(text for text in read_documents(source) if text.strip()))
+    corpus = read_corpus(source)
+    pieces = _passages((document.text for document in corpus.documents), corpus.joiner, passage)
+    texts = list(dict.fromkeys(text for text in pieces if text.strip()))
     if len(texts) < 2:
         raise DataError(f"{source!r} has {len(texts)} document; splitting it needs at least 2.")
     random.Random(seed).shuffle(texts)
@@ -89,6 +97,69 @@ def write_demo_data(
     except (OSError, ValueError) as error:
         raise OutputError(f"Cannot write demo data to {str(out)!r}: {error}. Choose a writable folder.") from error
     return result
+
+
+def _passages(texts: Iterable[str], joiner: str, least: int) -> Iterator[str]:
+    gathered: list[str] = []
+    size = 0
+    for text in texts:
+        gathered.append(text)
+        size += len(text)
+        if size >= least:
+            yield joiner.join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield joiner.join(gathered)
+
+
+@dataclass(frozen=True)
+class DemoMixture:
+    """Files written by :func:`write_demo_mixture`.
+
+    Attributes:
+        parts: the calibration text of each part.
+        tests: kind -> the test text of its first part, other documents.
+    """
+
+    parts: tuple[MixturePart, ...]
+    tests: dict[str, Path]
+
+    def data(self, samples: int, sequence_length: int, seed: int = 0) -> DataConfig:
+        """The options that draw calibration text from all parts."""
+        return DataConfig("mixture", samples=samples, sequence_length=sequence_length, seed=seed, mixture=self.parts)
+
+
+def write_demo_mixture(
+    folder: Path | str,
+    parts: Sequence[MixturePart] = MIXTURES["mixture-offline"],
+    *,
+    test_share: float = 0.25,
+    seed: int = 0,
+) -> DemoMixture:
+    """Split every text of a mixture as :func:`write_demo_data` does, code by passages of :data:`PASSAGE` characters.
+
+    Args:
+        folder: created if missing; gets one folder for each part.
+        parts: of the mixture.
+        test_share: share of each part's documents for its test, in (0, 1).
+        seed: of the shuffle.
+
+    Raises:
+        DataError, OutputError: as :func:`write_demo_data`.
+    """
+    written: list[MixturePart] = []
+    tests: dict[str, Path] = {}
+    for number, part in enumerate(parts):
+        files = write_demo_data(
+            Path(folder) / f"{number}-{part.kind}",
+            part.source,
+            test_share=test_share,
+            seed=seed,
+            passage=PASSAGE if part.kind == "code" else 0,
+        )
+        written.append(replace(part, source=str(files.calibration)))
+        tests.setdefault(part.label, files.test)
+    return DemoMixture(tuple(written), tests)
 
 
 def _write_jsonl(path: Path, texts: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
 def _marks(samples: TokenSamples) -> Hashes:
     ids = samples.input_ids.numpy()
     hashes = shingle_hashes(ids, SHINGLE)[:, ::SHINGLE]
-    if samples.labels is None:
+    if not samples.records:
         return hashes.ravel()
     whole = ids[:, SHINGLE - 1 :: SHINGLE] >= 0  # padding is on the right, so the last token decides
     found, counts = np.unique(hashes[whole], return_counts=True)

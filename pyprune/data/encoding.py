@@ -63,6 +63,40 @@ def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool =
             yield from _rows(tokenizer, group, source, special=special)
 
 
+def encode_each(tokenizer: Any, texts: Iterable[str], source: str) -> Iterator[Ids]:
+    """Tokenise texts by themselves, without special tokens; see :func:`encode`.
+
+    Yields:
+        int64 [n] for each text.
+
+    Raises:
+        DataError: the tokenizer fails, or gives something else than token ids.
+    """
+    for group in groups(texts, len):
+        if len(group[0]) > PIECE:
+            yield joined(encode(tokenizer, group, source))
+        else:
+            yield from _rows(tokenizer, group, source, special=False)
+
+
+def joined(parts: Iterable[Ids], limit: int | None = None) -> Ids:
+    """Lay ids end to end while they are made, so that they are never in memory twice.
+
+    Args:
+        parts: int64 [n] each; no more of them are taken than needed.
+        limit: most ids; None = all.
+
+    Returns:
+        int64 [N].
+    """
+    data = bytearray()
+    for ids in parts:
+        data += np.ascontiguousarray(ids).data
+        if limit is not None and len(data) >= limit * 8:
+            break
+    return np.frombuffer(data, dtype=np.int64)[:limit]
+
+
 def _return_freed_memory() -> None:
     """Give the system what the tokenizer has freed: glibc keeps it, about 150 MB of small blocks for each piece."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from pyprune.data.documents import Corpus, Document
 from pyprune.data.encoding import PIECE, Ids, call, groups, render, token_ids
-from pyprune.data.sources import Corpus, Document
 from pyprune.errors import DataError
 
 

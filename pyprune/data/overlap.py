@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyprune.data.encoding import Ids
+from pyprune.data.placement import Mask
 from pyprune.data.stream import TokenStream
 
-Mask = npt.NDArray[np.bool_]
 Hashes = npt.NDArray[np.uint64]
 SHINGLE = 64
 """Tokens in a row that two streams must share before the text counts as the same."""

@@ -1,86 +1,32 @@
-"""Text -> token windows: seeded sampling and disjoint splits.
+"""Text -> samples: seeded, and disjoint between uses.
 
 A source is tokenised into one stream (documents in order, separated as its layout asks), and samples are
-non-overlapping windows of that stream, at seeded random places (the papers draw random 2048-token windows).
-Regularisation, recovery and test text must not share a token; :func:`split_disjoint` draws them so, and
-:func:`assert_disjoint` checks it by content, whatever the sources are called. Instruction records may instead be
-drawn whole, one a row, with the prompt masked (:class:`ExampleStream`).
+windows of that stream at seeded random places (the papers draw random 2048-token windows), non-overlapping unless the
+options allow it. Regularisation, recovery and test text must not share a token; :func:`split_disjoint` draws them so,
+and :func:`assert_disjoint` checks it by content, whatever the sources are called. Of a mixture, each text gives its
+share of the samples. Instruction records may instead be drawn whole, one a row, with the prompt masked
+(:class:`~pyprune.data.stream.ExampleStream`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pyprune.config.data import DataConfig
 from pyprune.data.encoding import Ids
-from pyprune.data.overlap import Mask, SpanSet, shingle_hashes
-from pyprune.data.stream import ExampleStream, TokenStream, token_stream
-from pyprune.data.tokens import IGNORED, Batch
+from pyprune.data.overlap import SpanSet, shingle_hashes
+from pyprune.data.placement import Mask, Span, Windows, place_sets
+from pyprune.data.samples import TokenSamples as TokenSamples
+from pyprune.data.stream import ExampleStream, StreamPart, TokenStream, token_stream, windows_cross
 from pyprune.errors import ConfigError, DataError
 
 PADDED_TOKENS = 2**30
 """Records drawn whole take 16 bytes for each of their tokens, padding included."""
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSamples:
-    """Windows of equal length, or whole instruction records padded to it, drawn from one stream.
-
-    Attributes:
-        input_ids: int64 [samples, sequence_length]; ``IGNORED`` marks right padding.
-        spans: where each window lies in its stream, in the order of the rows.
-        fingerprints: SHA-256 of each window, without padding.
-        labels: int64 [samples, sequence_length], ``IGNORED`` where nothing is to be predicted; None = every token
-            counts.
-    """
-
-    input_ids: Tensor = field(repr=False)
-    spans: SpanSet
-    fingerprints: tuple[str, ...] = field(repr=False)
-    labels: Tensor | None = field(repr=False, default=None)
-
-    def __len__(self) -> int:
-        return len(self.spans.spans)
-
-    @property
-    def tokens(self) -> Batch:
-        """What the training loop takes."""
-        return Batch(self.input_ids, self.input_ids if self.labels is None else self.labels)
-
-    @classmethod
-    def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
-        """Cut windows of equal length out of a stream."""
-        rows = np.stack([stream.tokens[start:end] for start, end in spans])
-        return cls(torch.from_numpy(rows), SpanSet(stream, tuple(spans)), _fingerprints(rows))
-
-    @classmethod
-    def pad(
-        cls, stream: ExampleStream, chosen: Sequence[int], sequence_length: int, *, mask_prompt: bool
-    ) -> TokenSamples:
-        """Take whole examples, one a row, padded on the right."""
-        ids = np.full((len(chosen), sequence_length), IGNORED, dtype=np.int64)
-        labels = ids.copy()
-        places = [stream.examples[i] for i in chosen]
-        for row, (start, response, end) in enumerate(places):
-            ids[row, : end - start] = stream.tokens[start:end]
-            predicted = response if mask_prompt else start
-            labels[row, predicted - start : end - start] = stream.tokens[predicted:end]
-        spans = SpanSet(stream, tuple((start, end) for start, _, end in places))
-        prints = _fingerprints(stream.tokens[start:end] for start, _, end in places)
-        return cls(torch.from_numpy(ids), spans, prints, torch.from_numpy(labels))
-
-
-def _fingerprints(rows: Iterable[Ids]) -> tuple[str, ...]:
-    return tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
 
 
 def sample_sequences(
@@ -89,7 +35,7 @@ def sample_sequences(
     *,
     exclude: SpanSet | Sequence[SpanSet] = (),
 ) -> TokenSamples:
-    """Draw ``config.samples`` non-overlapping windows of ``config.sequence_length`` tokens, or whole records, seeded.
+    """Draw ``config.samples`` windows of ``config.sequence_length`` tokens, or whole records, seeded.
 
     Args:
         exclude: text already in use; no drawn token is a copy of it.
@@ -107,12 +53,7 @@ def _draw(stream: TokenStream, config: DataConfig, exclude: Sequence[SpanSet]) -
     free = _free(stream, exclude)
     if isinstance(stream, ExampleStream):
         return _draw_examples(stream, config, free)
-    _check_room(stream, free, [config])
-    lengths = [config.sequence_length] * config.samples
-    placed = _place(free, lengths, _rng(config.seed))
-    if placed is None:
-        raise DataError(_too_small(stream, free, [config]))
-    return TokenSamples.cut(stream, placed)
+    return _cut(stream, config, _place(stream, free, [config])[0])
 
 
 def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> TokenSamples:
@@ -140,62 +81,49 @@ def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
     return free
 
 
-def _check_room(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> None:
-    """Refuse what cannot fit before memory is allocated for it: a billion samples are easily typed."""
-    if sum(c.samples * c.sequence_length for c in configs) > int(free.sum()):
-        raise DataError(_too_small(stream, free, configs))
-
-
-def _too_small(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> str:
-    wanted = " and ".join(f"{c.samples} samples of {c.sequence_length} tokens" for c in configs)
-    needed = sum(c.samples * c.sequence_length for c in configs)
-    total, left = len(stream.tokens), int(free.sum())
-    taken = "" if left == total else f", of which {left} are not used by another split"
-    return (
-        f"{stream.source!r} is too small: it has {total} tokens{taken}; {wanted} need {needed} tokens "
-        "in unbroken, non-overlapping windows. Lower samples or sequence_length, or give more text."
-    )
-
-
-def _place(free: Mask, lengths: Sequence[int], rng: np.random.Generator) -> list[tuple[int, int]] | None:
-    """Place windows without overlap at random places of the free runs; None if they do not fit.
-
-    Windows are dealt to runs, longest first, with a chance proportional to how many still fit there; inside
-    a run every arrangement has the same chance.
-    """
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
-    starts, room = edges[::2], edges[1::2] - edges[::2]
-    members: list[list[int]] = [[] for _ in starts]
-    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        weights = room // lengths[item]
-        total = weights.sum()
-        if total == 0:
-            return None
-        run = int(np.searchsorted(np.cumsum(weights), rng.integers(total), side="right"))
-        members[run].append(item)
-        room[run] -= lengths[item]
-    spans: list[tuple[int, int]] = [(0, 0)] * len(lengths)
-    for start, slack, items in zip(starts, room, members, strict=True):
-        _spread(int(start), int(slack), items, lengths, rng, spans)
+def _place(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> list[list[Span]]:
+    """Place the windows of several sets in one stream; return for each set those of its parts, one after the other."""
+    rng = _rng(*(config.seed for config in configs))
+    spans: list[list[Span]] = [[] for _ in configs]
+    for number, part in enumerate(stream.parts):
+        inside = _inside(free, part)
+        wanted = [Windows(c.part_samples[number], c.sequence_length, c.shared_tokens) for c in configs]
+        # A billion samples are easily typed: what cannot fit is refused before memory is allocated for it.
+        fits = sum(w.tokens for w in wanted) <= int(inside.sum())
+        placed = place_sets(inside, wanted, rng, stream.breaks) if fits else None
+        if placed is None:
+            raise DataError(_too_small(part, inside, wanted, within=len(stream.breaks) > 0))
+        for mine, new in zip(spans, placed, strict=True):
+            mine += new
     return spans
 
 
-def _spread(
-    start: int,
-    slack: int,
-    items: list[int],
-    lengths: Sequence[int],
-    rng: np.random.Generator,
-    spans: list[tuple[int, int]],
-) -> None:
-    """Fill in the spans of one run: its windows in random order, ``slack`` tokens spread between them."""
-    order = rng.permutation(items) if items else ()
-    gaps = np.sort(rng.integers(0, slack + 1, size=len(items)))
-    used = start
-    for item, gap in zip(order, gaps, strict=True):
-        at = used + int(gap)
-        spans[int(item)] = (at, at + lengths[int(item)])
-        used += lengths[int(item)]
+def _inside(free: Mask, part: StreamPart) -> Mask:
+    inside = np.zeros_like(free)
+    inside[part.start : part.end] = free[part.start : part.end]
+    return inside
+
+
+def _cut(stream: TokenStream, config: DataConfig, spans: Sequence[Span]) -> TokenSamples:
+    """Cut the windows out, those of a mixture in a seeded order of their own."""
+    if len(stream.parts) > 1:
+        order = _rng(config.seed, len(stream.parts)).permutation(len(spans))
+        spans = [spans[i] for i in order]
+    return TokenSamples.cut(stream, spans)
+
+
+def _too_small(part: StreamPart, free: Mask, wanted: Sequence[Windows], *, within: bool) -> str:
+    samples = " and ".join(f"{w.count} samples of {w.length} tokens" for w in wanted)
+    total, left = part.end - part.start, int(free.sum())
+    taken = "" if left == total else f", of which {left} are not used by another split"
+    shared = max(w.shared for w in wanted)
+    overlap = f"windows that share at most {shared} tokens" if shared else "non-overlapping windows"
+    place = ", each inside one document" if within else ""
+    advice = "" if shared else ", let them overlap (overlap)"
+    return (
+        f"{part.source!r} is too small: it has {total} tokens{taken}; {samples} need {sum(w.tokens for w in wanted)} "
+        f"tokens in unbroken, {overlap}{place}. Lower samples or sequence_length{advice}, or give more text."
+    )
 
 
 def split_disjoint(
@@ -218,9 +146,7 @@ def split_disjoint(
         ConfigError: invalid options, all of them together.
         DataError: a source cannot be read, or is too small for the samples wanted.
     """
-    problems = [f"{name}: {p}" for name, config in configs.items() for p in config.problems()]
-    if problems:
-        raise ConfigError(problems)
+    _check(configs)
     streams = _streams(tokenizer, configs)
     try:
         drawn = _draw_in_turn(streams, configs, reserved)
@@ -231,9 +157,22 @@ def split_disjoint(
     return drawn
 
 
+def _check(configs: Mapping[str, DataConfig]) -> None:
+    problems: list[str] = []
+    for name, config in configs.items():
+        try:
+            config.validate()
+        except ConfigError as error:
+            problems += [f"{name}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+
+
 def _key(config: DataConfig) -> tuple[Any, ...]:
-    cutoff = config.sequence_length if config.layout == "instructions" else None
-    return (config.source, config.split, config.field, config.chat_template, config.layout, cutoff)
+    """What the stream of a set depends on."""
+    inside = not all(windows_cross(config, source) for source in config.sources)
+    length = config.sequence_length if inside or config.layout == "instructions" else None
+    return (config.parts, config.chat_template, config.layout, config.cross_documents, length)
 
 
 def _streams(tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, DataConfig]) -> dict[str, TokenStream]:
@@ -263,27 +202,21 @@ def _draw_in_turn(
 def _draw_together(
     streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig], reserved: Sequence[SpanSet]
 ) -> dict[str, TokenSamples]:
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[Any, ...], list[str]] = {}
     for name, stream in streams.items():
-        groups.setdefault(stream.identity, []).append(name)
+        groups.setdefault((stream.identity, *(part.end for part in stream.parts)), []).append(name)
     taken = list(reserved)
     drawn: dict[str, TokenSamples] = {}
     for names in groups.values():
-        stream, members = streams[names[0]], [configs[name] for name in names]
+        stream = streams[names[0]]
         if isinstance(stream, ExampleStream):  # whole records waste nothing, so drawing in turn is the best there is
             for name in names:
                 drawn[name] = _draw(stream, configs[name], taken)
                 taken.append(drawn[name].spans)
             continue
-        free = _free(stream, taken)
-        _check_room(stream, free, members)
-        lengths = [c.sequence_length for c in members for _ in range(c.samples)]
-        placed = _place(free, lengths, _rng(*(c.seed for c in members)))
-        if placed is None:
-            raise DataError(_too_small(stream, free, members))
-        for name, config in zip(names, members, strict=True):
-            drawn[name] = TokenSamples.cut(streams[name], placed[: config.samples])
-            placed = placed[config.samples :]
+        placed = _place(stream, _free(stream, taken), [configs[name] for name in names])
+        for name, spans in zip(names, placed, strict=True):
+            drawn[name] = _cut(streams[name], configs[name], spans)
             taken.append(drawn[name].spans)
     return {name: drawn[name] for name in configs}
 
@@ -300,7 +233,7 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
     copied = a.spans.found_in(b.spans.stream)
     shared = [i for i, (start, end) in enumerate(b.spans.spans) if copied[start:end].any()]
     if not shared:
-        shared = _contained(a.input_ids.numpy(), b.input_ids.numpy())
+        shared = _contained(a.ids.numpy(), b.ids.numpy())
     if shared:
         start, end = b.spans.spans[shared[0]]
         raise DataError(

@@ -1,20 +1,22 @@
-"""A source as one row of tokens."""
+"""A source, or a mixture of several, as one row of tokens."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.config.data import DataConfig
-from pyprune.data.encoding import Ids, check_chat_template, encode, render
+from pyprune.config.data import DataConfig, MixturePart
+from pyprune.data.documents import Corpus, Document
+from pyprune.data.encoding import Ids, check_chat_template, encode, encode_each, joined, render
 from pyprune.data.instructions import Example, encode_examples
-from pyprune.data.sources import Corpus, Document, read_corpus
+from pyprune.data.placement import NOWHERE
+from pyprune.data.sources import crosses_documents, read_corpus
 from pyprune.errors import CheckpointError, DataError, shown
 from pyprune.runtime.limits import foreign_errors
 from pyprune.runtime.progress import track
@@ -24,25 +26,57 @@ STREAM_TOKENS = 2**24
 _PROGRESS_CHARACTERS = 4_000_000
 
 
+@dataclass(frozen=True)
+class StreamPart:
+    """One text in a stream: its tokens are ``tokens[start:end]``.
+
+    Attributes:
+        source: as the user wrote it.
+        kind: what its samples are labelled with.
+        start, end: half-open token positions.
+    """
+
+    source: str
+    kind: str
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """One source as one row of tokens.
+    """One source, or the texts of a mixture one after the other, as one row of tokens.
 
     Attributes:
         source: as the user wrote it.
         tokens: int64 [N].
         identity: SHA-256 of the tokens, so that one text under two names is recognised.
+        parts: the texts, in order; no window reaches from one into the next.
+        breaks: positions that no window may cross, int64, ascending (where one document ends and the next begins, if
+            windows are to stay inside documents).
     """
 
     source: str
     tokens: Ids = field(repr=False)
     identity: str
+    parts: tuple[StreamPart, ...] = field(repr=False, kw_only=True)
+    breaks: Ids = field(repr=False, default_factory=lambda: NOWHERE, kw_only=True)
 
     @classmethod
-    def of(cls, source: str, tokens: Ids | Tensor | Sequence[int]) -> TokenStream:
-        """Build a stream from token ids [N]."""
+    def of(
+        cls, source: str, tokens: Ids | Tensor | Sequence[int], *, kind: str | None = None, breaks: Ids = NOWHERE
+    ) -> TokenStream:
+        """Build a stream of one text from its token ids [N]; its kind is the source unless one is given."""
         ids = np.ascontiguousarray(np.asarray(tokens, dtype=np.int64).reshape(-1))
-        return cls(source, ids, hashlib.sha256(ids.tobytes()).hexdigest())
+        part = StreamPart(source, kind or source, 0, len(ids))
+        return TokenStream(source, ids, _digest(ids), parts=(part,), breaks=breaks)
+
+    def kind_at(self, position: int) -> str:
+        """Return the kind of text at a token position."""
+        return next(part.kind for part in self.parts if position < part.end)
+
+
+def _digest(ids: Ids) -> str:
+    return hashlib.sha256(ids.data).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +88,7 @@ class ExampleStream(TokenStream):
             ``tokens[response:end]``.
     """
 
-    examples: tuple[tuple[int, int, int], ...] = field(repr=False, default=())
+    examples: tuple[tuple[int, int, int], ...] = field(repr=False, default=(), kw_only=True)
 
     @classmethod
     def join(cls, source: str, examples: Iterable[Example]) -> ExampleStream:
@@ -65,17 +99,18 @@ class ExampleStream(TokenStream):
         for example in distinct.values():
             places.append((start, start + example.response, start + len(example.ids)))
             start += len(example.ids)
-        nothing = np.zeros(0, dtype=np.int64)
-        stream = TokenStream.of(source, np.concatenate([nothing, *(e.ids for e in distinct.values())]))
-        return cls(stream.source, stream.tokens, stream.identity, tuple(places))
+        stream = TokenStream.of(source, joined(e.ids for e in distinct.values()))
+        return cls(source, stream.tokens, stream.identity, parts=stream.parts, examples=tuple(places))
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None) -> TokenStream:
-    """Read and tokenise a source, without special tokens except those of its layout.
+    """Read and tokenise a source, or every text of a mixture, without special tokens except those of its layout.
 
     Documents are separated by their layout's joiner; instruction records end with the eos token, and
     chat-templated documents carry their own marks. With layout "stream" instruction records are packed: a window may
     begin inside one, and all of its tokens are predicted. Layout "instructions" gives an :class:`ExampleStream`.
+    Where windows are to stay inside documents, those that are too short for one are left out, and nothing separates the
+    others but a break.
 
     Args:
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
@@ -84,31 +119,82 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
         DataError: see :func:`pyprune.data.sources.read_corpus`; a chat template is to be used and there is none
             that works; or the tokenizer fails.
     """
-    corpus = read_corpus(config.source, config.split, config.field)
+    if config.layout == "instructions":
+        return _example_stream(tokenizer, config)
+    total = sum(part.share for part in config.parts)
+    streams: list[TokenStream] = []
+    for part in config.parts:
+        share = part.share / total
+        wanted = round((needed or 0) * share) + (config.sequence_length if len(config.parts) > 1 else 0)
+        limit = max(round(STREAM_TOKENS * share), wanted)
+        streams.append(_text_stream(tokenizer, config, part, limit, wanted))
+    return streams[0] if len(streams) == 1 else _end_to_end(config.source, streams)
+
+
+def _end_to_end(source: str, streams: Sequence[TokenStream]) -> TokenStream:
+    starts = [0, *np.cumsum([len(stream.tokens) for stream in streams])]
+    parts = tuple(
+        replace(part, start=int(start) + part.start, end=int(start) + part.end)
+        for start, stream in zip(starts, streams, strict=False)
+        for part in stream.parts
+    )
+    breaks = np.concatenate([stream.breaks + start for start, stream in zip(starts, streams, strict=False)])
+    tokens = np.concatenate([stream.tokens for stream in streams])
+    return TokenStream(source, tokens, _digest(tokens), parts=parts, breaks=breaks)
+
+
+def _text_stream(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, part: MixturePart, limit: int, needed: int
+) -> TokenStream:
+    """One text as it is cut into windows: ``limit`` tokens at most, windows of ``needed`` among them if it has those."""
+    corpus = read_corpus(part.source, part.split, part.field)
     if config.chat_template:
         check_chat_template(tokenizer, corpus.name)
-    if config.layout == "instructions":
-        return _example_stream(tokenizer, corpus, config)
     documents: Iterable[Document] = corpus.documents
     if sum(len(document.text) for document in documents) > _PROGRESS_CHARACTERS:
-        documents = track(documents, f"Tokenising {config.source}", total=len(corpus.documents))
-    limit = max(STREAM_TOKENS, needed or 0)
-    parts = [np.zeros(0, dtype=np.int64)]
-    count = 0
-    for ids in encode(tokenizer, _layout(tokenizer, corpus, documents, config.chat_template), config.source):
-        parts.append(ids)
-        count += len(ids)
-        if count >= limit:
-            break
-    return TokenStream.of(config.source, np.concatenate(parts)[:limit])
+        documents = track(documents, f"Tokenising {part.source}", total=len(corpus.documents))
+    crosses = windows_cross(config, part.source)
+    texts = _layout(tokenizer, corpus, documents, config.chat_template, corpus.joiner if crosses else "")
+    if crosses:
+        return TokenStream.of(part.source, joined(encode(tokenizer, texts, part.source), limit), kind=part.label)
+    breaks: list[int] = []
+    each = encode_each(tokenizer, texts, part.source)
+    ids = joined(_long_enough(each, config.sequence_length, limit, needed, breaks))
+    return TokenStream.of(part.source, ids, kind=part.label, breaks=np.array(breaks, dtype=np.int64))
+
+
+def windows_cross(config: DataConfig, source: str) -> bool:
+    """Return whether the windows of one source run on from one document into the next."""
+    return crosses_documents(source) if config.cross_documents is None else config.cross_documents
+
+
+def _long_enough(documents: Iterable[Ids], length: int, limit: int, needed: int, breaks: list[int]) -> Iterator[Ids]:
+    """The documents that hold a whole window, until ``limit`` tokens were read and windows of ``needed`` are there.
+
+    Where each of them begins is added to ``breaks``.
+    """
+    read = kept = room = 0
+    for ids in documents:
+        read += len(ids)
+        if len(ids) >= length:
+            breaks.append(kept)
+            kept += len(ids)
+            room += len(ids) - len(ids) % length
+            yield ids
+        if read >= limit and room >= needed:
+            return
 
 
 def _layout(
-    tokenizer: PreTrainedTokenizerBase, corpus: Corpus, documents: Iterable[Document], chat_template: bool
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    documents: Iterable[Document],
+    chat_template: bool,
+    separator: str,
 ) -> Iterator[str]:
     """Yield the text of each document followed by its separator, made only when it is needed."""
     eos = tokenizer.eos_token if corpus.instructions else None
-    end = eos if isinstance(eos, str) else corpus.joiner
+    end = eos if isinstance(eos, str) else separator
     for document in documents:
         if not chat_template:
             yield document.text + end
@@ -116,7 +202,10 @@ def _layout(
             yield render(tokenizer, document.turns, corpus.name)
 
 
-def _example_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus, config: DataConfig) -> ExampleStream:
+def _example_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> ExampleStream:
+    corpus = read_corpus(config.source, config.split, config.field)
+    if config.chat_template:
+        check_chat_template(tokenizer, corpus.name)
     examples = encode_examples(tokenizer, corpus, cutoff=config.sequence_length, chat_template=config.chat_template)
     stream = ExampleStream.join(config.source, examples)
     if not stream.examples:

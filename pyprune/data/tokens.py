@@ -1,10 +1,9 @@
-"""What a training step is fed and what it must predict: token ids, and labels that may leave some of them out."""
+"""What every stage is fed: token ids, labels that may leave some of them out, and what kind of text each row is."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,6 +12,8 @@ from pyprune.config.train import largest_divisor
 
 IGNORED = -100
 """In ids: padding, on the right only. In labels: a token that is fed but not predicted."""
+UNNAMED = "text"
+"""The kind of rows that carry none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +24,12 @@ class Batch:
         ids: int64 [N, T]; :data:`IGNORED` marks right padding.
         labels: int64 [N, T]; the token that position t - 1 has to predict at t, or :data:`IGNORED`. The first
             column is never predicted.
+        kinds: what kind of text each row is (prose, code, ...), one name a row; empty = not known.
     """
 
     ids: Tensor
     labels: Tensor
+    kinds: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, samples: Tensor | Batch) -> Batch:
@@ -36,9 +39,22 @@ class Batch:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, rows: Tensor | slice) -> Self:
+    def __getitem__(self, rows: Tensor | slice) -> Batch:
         """Return some of the sequences."""
-        return type(self)(self.ids[rows], self.labels[rows])
+        return Batch(self.ids[rows], self.labels[rows], self._kinds_of(rows))
+
+    def _kinds_of(self, rows: Tensor | slice) -> tuple[str, ...]:
+        if not self.kinds or isinstance(rows, slice):
+            return self.kinds[rows] if isinstance(rows, slice) else ()
+        chosen = rows.nonzero() if rows.dtype == torch.bool else rows
+        return tuple(self.kinds[i] for i in chosen.flatten().tolist())
+
+    def rows_by_kind(self) -> dict[str, Tensor]:
+        """Which rows are of each kind: kind -> ascending row numbers, int64 [n], in the order of their first row."""
+        found: dict[str, list[int]] = {}
+        for row, kind in enumerate(self.kinds or [UNNAMED] * len(self)):
+            found.setdefault(kind, []).append(row)
+        return {kind: torch.tensor(rows) for kind, rows in found.items()}
 
     @property
     def inputs(self) -> Tensor:
@@ -60,15 +76,20 @@ class Batch:
         """Which positions hold a token and no padding, bool [N, T]."""
         return self.ids >= 0
 
+    @property
+    def counts_every_token(self) -> bool:
+        """Whether there is no padding and every token is predicted, as in windows of a text."""
+        return self.labels is self.ids or (bool(self.real.all()) and torch.equal(self.labels, self.ids))
+
     def fed(self) -> int:
         """Number of tokens without padding."""
         return int(self.real.sum())
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> Batch:
         """Return the same on another device."""
-        return type(self)(self.ids.to(device), self.labels.to(device))
+        return Batch(self.ids.to(device), self.labels.to(device), self.kinds)
 
-    def micro_batches(self, size: int) -> list[Self]:
+    def micro_batches(self, size: int) -> list[Batch]:
         """Split into batches of ``size`` rows, rows of like length together, each cut to its longest row.
 
         The order of rows inside a step changes the gradient by rounding only; without padding it stays.
@@ -79,12 +100,12 @@ class Batch:
         pieces = [ordered[i : i + size] for i in range(0, len(self), size)]
         return [piece._trimmed() for piece in pieces]
 
-    def _trimmed(self) -> Self:
+    def _trimmed(self) -> Batch:
         longest = max(2, int(self.real.sum(1).max()))
-        return type(self)(self.ids[:, :longest], self.labels[:, :longest])
+        return Batch(self.ids[:, :longest], self.labels[:, :longest], self.kinds)
 
     def digest(self) -> str:
-        """SHA-256 of ids and labels, hexadecimal."""
+        """SHA-256 of ids and labels (not of the kinds), hexadecimal."""
         digest = hashlib.sha256()
         for tensor in (self.ids, self.labels):
             digest.update(tensor.contiguous().cpu().numpy().tobytes())

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.data.encoding import encode
+from pyprune.data.encoding import encode, joined
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids
@@ -95,7 +94,7 @@ def evaluation_text(
     chosen = split or evaluation_split(source)
     corpus = read_corpus(source, chosen, field)
     text = corpus.text()
-    ids = np.concatenate(list(encode(tokenizer, [text], source, special=True)))
+    ids = joined(encode(tokenizer, [text], source, special=True))
     return EvaluationText(source, torch.from_numpy(ids), text_sha256(text), corpus.max_windows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from pyprune.config.data import DataConfig
 from pyprune.data import encoding, instructions
-from pyprune.data.encoding import encode, pieces, render
+from pyprune.data.encoding import encode, encode_each, joined, pieces, render
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
@@ -98,6 +99,29 @@ def test_short_texts_go_to_the_tokenizer_together_and_only_as_far_as_needed(monk
     lazy = Recorder()
     next(encode(lazy, texts, "a"))
     assert len(lazy.calls) == 1
+
+
+def test_each_text_has_its_ids_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "PIECE", 10)
+    monkeypatch.setattr(encoding, "TOGETHER", 12)
+    texts = ["short", "", "a text that is cut in pieces", "and", "two more"]
+    assert [TOKENIZER.decode(ids.tolist()) for ids in encode_each(Recorder(), texts, "a")] == texts
+
+
+def test_ids_are_laid_end_to_end_without_a_second_copy() -> None:
+    parts = 64
+    tracemalloc.start()
+    try:
+        ids = joined(np.full(100_000, n, dtype=np.int64) for n in range(parts))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(ids, np.repeat(np.arange(parts), 100_000))
+    assert peak < 1.3 * ids.nbytes
+    made: list[int] = []
+    few = joined((made.append(n) or np.array([n, n]) for n in range(9)), limit=3)  # type: ignore[func-returns-value]
+    assert (few.tolist(), made) == ([0, 0, 1], [0, 1])
+    assert joined([]).tolist() == []
 
 
 def test_a_record_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

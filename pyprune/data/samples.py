@@ -1,0 +1,77 @@
+"""Samples that were drawn from a text: a :class:`~pyprune.data.tokens.Batch` that knows where each row comes from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyprune.data.encoding import Ids
+from pyprune.data.overlap import SpanSet
+from pyprune.data.stream import ExampleStream, TokenStream
+from pyprune.data.tokens import IGNORED, Batch
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples(Batch):
+    """Windows of equal length, or whole instruction records padded to it, drawn from one stream.
+
+    Every stage takes them as they are, since they are a :class:`~pyprune.data.tokens.Batch`: windows have labels that
+    are their ids, records have :data:`IGNORED` where nothing is to be predicted. A part of them (``samples[rows]``) is
+    a plain Batch.
+
+    Attributes:
+        spans: where each row lies in its stream, in the order of the rows.
+        fingerprints: SHA-256 of each row, without padding.
+    """
+
+    spans: SpanSet = field(kw_only=True)
+    fingerprints: tuple[str, ...] = field(kw_only=True, repr=False)
+
+    @property
+    def records(self) -> bool:
+        """Whether these are whole instruction records, not windows of a text."""
+        return isinstance(self.spans.stream, ExampleStream)
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The same as ``ids``, int64 [N, T]."""
+        return self.ids
+
+    @property
+    def tokens(self) -> Batch:
+        """What the training loop takes: these samples."""
+        return self
+
+    @classmethod
+    def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
+        """Cut windows of equal length out of a stream."""
+        rows = np.stack([stream.tokens[start:end] for start, end in spans])
+        ids = torch.from_numpy(rows)
+        kinds = tuple(stream.kind_at(start) for start, _ in spans)
+        return cls(ids, ids, kinds, spans=SpanSet(stream, tuple(spans)), fingerprints=_fingerprints(rows))
+
+    @classmethod
+    def pad(
+        cls, stream: ExampleStream, chosen: Sequence[int], sequence_length: int, *, mask_prompt: bool
+    ) -> TokenSamples:
+        """Take whole examples, one a row, padded on the right."""
+        ids = np.full((len(chosen), sequence_length), IGNORED, dtype=np.int64)
+        labels = ids.copy()
+        places = [stream.examples[i] for i in chosen]
+        for row, (start, response, end) in enumerate(places):
+            ids[row, : end - start] = stream.tokens[start:end]
+            predicted = response if mask_prompt else start
+            labels[row, predicted - start : end - start] = stream.tokens[predicted:end]
+        kinds = tuple(stream.kind_at(start) for start, _, _ in places)
+        spans = SpanSet(stream, tuple((start, end) for start, _, end in places))
+        prints = _fingerprints(stream.tokens[start:end] for start, _, end in places)
+        return cls(torch.from_numpy(ids), torch.from_numpy(labels), kinds, spans=spans, fingerprints=prints)
+
+
+def _fingerprints(rows: Iterable[Ids]) -> tuple[str, ...]:
+    return tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
