@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from pyprune.checkpoint.trained_on import marked_passages, training_marks
 from pyprune.config.data import DataConfig
-from pyprune.config.run import PruneConfig
 from pyprune.data import sampling
 from pyprune.data.instructions import encode_examples
 from pyprune.data.sampling import TokenSamples, assert_disjoint, sample_sequences, split_disjoint
@@ -22,6 +21,7 @@ from pyprune.data.sources import read_corpus
 from pyprune.data.stream import ExampleStream
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, DataError
+from pyprune.methods.registry import read_config
 from pyprune.train.loop import TrainConfig, train
 from pyprune.train.loss import causal_loss
 from pyprune.train.samples import check_samples
@@ -200,7 +200,7 @@ def test_unusable_sources_and_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mask_prompt is off"):
         DataConfig(mask_prompt=False).validate()
     with pytest.raises(ConfigError, match="which is for recovery_data"):
-        PruneConfig.from_dict({"data": {"layout": "instructions"}})
+        read_config({"data": {"layout": "instructions"}})
 
 
 def test_far_too_many_records_are_refused(tmp_path: Path) -> None:
