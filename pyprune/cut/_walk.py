@@ -186,20 +186,23 @@ class Walk:
     def _solve_readers(self, step: Step, layer: nn.Module, block: Block, projections: Sequence[Projection]) -> None:
         constant = all(p.has_bias for p in projections)
         equations = self._equations(projections[0].inputs, sum(p.outputs for p in projections), constant, projections)
+        judges: list[tuple[str, Tensor, list[Tensor]]] = []
         for chunk in self.chunks:
-            if not chunk.held_back:
-                x, lacking, _ = self._read(step, layer, projections, chunk)
-                equations.add(x, torch.cat(lacking, dim=1), torch.ones(len(x), device=x.device))
+            x, targets = self._read(step, layer, projections, chunk)
+            if chunk.held_back:
+                judges.append((chunk.kind, x, targets))
+                continue
+            lacking = torch.cat(_lacking(projections, x, targets), dim=1)
+            equations.add(projections[0].read(x), lacking, torch.ones(len(x), device=x.device))
+        self._count(equations, projections, [t for _, x, targets in judges for t in (x, *targets)])
 
         def error() -> Tally:
             tally = Tally()
-            for chunk in self.chunks:
-                if chunk.held_back:
-                    _, lacking, sizes = self._read(step, layer, projections, chunk)
-                    # Every module counts alike, whatever the size of its outputs.
-                    shares = [r.square().sum() / s.clamp(min=_SMALLEST) for r, s in zip(lacking, sizes, strict=True)]
-                    tokens = chunk.real.sum()
-                    tally.add(chunk.kind, torch.stack(shares).mean() * tokens, tokens)
+            for kind, x, targets in judges:
+                # Every module counts alike, whatever the size of its outputs.
+                pairs = zip(_lacking(projections, x, targets), targets, strict=True)
+                shares = [r.square().sum() / t.square().sum().clamp(min=_SMALLEST) for r, t in pairs]
+                tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
             return tally
 
         choice = choose(projections, parallel_solutions(equations, projections, self.ridges), error)
@@ -209,8 +212,8 @@ class Walk:
 
     def _read(
         self, step: Step, layer: nn.Module, projections: Sequence[Projection], chunk: Chunk
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """What the readers are given [tokens, inputs], what their outputs lack, and the squared size of those.
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the readers of the cut model are given [tokens, in], and what each should make of it, float32.
 
         Runs both models over the part; the streams stay where they are.
         """
@@ -221,9 +224,7 @@ class Walk:
                 targets = [p.wanted(chunk.tokens(seen[p.name][1]).float()) for p in projections]
         with listening({p.name: p.module for p in projections}) as seen:
             self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
-            x = projections[0].read(chunk.tokens(seen[projections[0].name][0]))
-            found = [p.written(chunk.tokens(seen[p.name][1])).float() for p in projections]
-        return x, [t - f for t, f in zip(targets, found, strict=True)], [t.square().sum() for t in targets]
+            return chunk.tokens(seen[projections[0].name][0]), targets
 
     def _error(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the stream lacks [tokens, H'], the weight of each token, and the squared sums of error and target."""
@@ -245,9 +246,20 @@ class Walk:
         self, inputs: int, outputs: int, constant: bool, projections: Sequence[Projection]
     ) -> NormalEquations:
         equations = NormalEquations(inputs, outputs, constant=constant, device=self.chunks[0].dense.device)
-        held = sum(chunk.nbytes for chunk in self.chunks) + sum(p.nbytes for p in projections) + equations.nbytes
-        self.extra_bytes = max(self.extra_bytes, held)
+        self._count(equations, projections)
         return equations
+
+    def _count(
+        self, equations: NormalEquations, projections: Sequence[Projection], beside: Sequence[Tensor] = ()
+    ) -> None:
+        """Count what is held at a time."""
+        held = sum(chunk.nbytes for chunk in self.chunks) + sum(p.nbytes for p in projections) + equations.nbytes
+        self.extra_bytes = max(self.extra_bytes, held + sum(tensor.nbytes for tensor in beside))
+
+
+def _lacking(projections: Sequence[Projection], x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+    """What the outputs of modules that read x [tokens, in] lack, float32 [tokens, kept outputs] each."""
+    return [t - p.written(p.module(x)).float() for p, t in zip(projections, targets, strict=True)]
 
 
 def chunks_of(
