@@ -42,13 +42,10 @@ class Windows:
         return self.count * self.pitch + self.shared if self.count else 0
 
 
-def place_sets(
+def place_together(
     free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, breaks: Ids = NOWHERE
 ) -> list[list[Span]] | None:
-    """Place the windows of several sets that have no token in common.
-
-    Where no set allows overlap, the windows of all of them are placed together. Otherwise each set gets a stretch of
-    the free text, as long as its windows need in proportion: windows that overlap would be everywhere.
+    """Place the windows of one set, or of several that allow no overlap.
 
     Args:
         free: which tokens may be used, bool [N].
@@ -59,10 +56,6 @@ def place_sets(
     Returns:
         For each set the half-open (start, end) of its windows; None if they do not fit.
     """
-    if len(wanted) > 1 and any(w.shared for w in wanted):
-        stretches = _divide(free, [w.tokens for w in wanted], rng)
-        placed = [place_sets(part, [w], rng, breaks) for part, w in zip(stretches, wanted, strict=True)]
-        return None if any(p is None for p in placed) else [p[0] for p in placed if p is not None]
     lengths = [w.pitch for w in wanted for _ in range(w.count)]
     spans = place(free, lengths, rng, breaks=breaks, shared=max((w.shared for w in wanted), default=0))
     if spans is None:
@@ -71,8 +64,8 @@ def place_sets(
     return [spans[start:end] for start, end in pairwise(ends)]
 
 
-def _divide(free: Mask, needs: Sequence[int], rng: np.random.Generator) -> list[Mask]:
-    """Cut the free tokens into one stretch for each need, in proportion, in random order."""
+def divide(free: Mask, needs: Sequence[int], rng: np.random.Generator) -> list[Mask]:
+    """Cut the free tokens into one stretch for each need, in proportion, in random order; return a mask for each."""
     at = np.flatnonzero(free)
     order = rng.permutation(len(needs))
     ends = np.cumsum([needs[i] for i in order], dtype=np.float64)

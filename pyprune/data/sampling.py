@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from pyprune.config.data import DataConfig
 from pyprune.data.encoding import Ids
 from pyprune.data.overlap import SpanSet, shingle_hashes
-from pyprune.data.placement import Mask, Span, Windows, place_sets
+from pyprune.data.placement import Mask, Span, Windows, divide, place_together
 from pyprune.data.samples import TokenSamples as TokenSamples
 from pyprune.data.stream import ExampleStream, StreamPart, TokenStream, token_stream, windows_cross
 from pyprune.errors import ConfigError, DataError
@@ -88,14 +88,37 @@ def _place(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> li
     for number, part in enumerate(stream.parts):
         inside = _inside(free, part)
         wanted = [Windows(c.part_samples[number], c.sequence_length, c.shared_tokens) for c in configs]
+        apart = len(configs) > 1 and any(w.shared for w in wanted)
         # A billion samples are easily typed: what cannot fit is refused before memory is allocated for it.
         fits = sum(w.tokens for w in wanted) <= int(inside.sum())
-        placed = place_sets(inside, wanted, rng, stream.breaks) if fits else None
-        if placed is None:
+        if not fits or not (_place_apart if apart else _place_together)(stream, inside, wanted, rng, spans):
             raise DataError(_too_small(part, inside, wanted, within=len(stream.breaks) > 0))
-        for mine, new in zip(spans, placed, strict=True):
-            mine += new
     return spans
+
+
+def _place_together(
+    stream: TokenStream, free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
+) -> bool:
+    """Add the windows of each set to its ``spans``; return whether they fit."""
+    placed = place_together(free, wanted, rng, stream.breaks)
+    for mine, new in zip(spans, placed or [], strict=placed is not None):
+        mine += new
+    return placed is not None
+
+
+def _place_apart(
+    stream: TokenStream, free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
+) -> bool:
+    """As :func:`_place_together`, each set in a stretch of its own: windows that overlap would be everywhere.
+
+    Text that repeats itself may lie in two stretches, so what another set has taken is left out by its content.
+    """
+    for number, stretch in enumerate(divide(free, [w.tokens for w in wanted], rng)):
+        others = tuple(span for i, found in enumerate(spans) if i != number for span in found)
+        room = stretch & ~SpanSet(stream, others).found_in(stream)
+        if not _place_together(stream, room, [wanted[number]], rng, [spans[number]]):
+            return False
+    return True
 
 
 def _inside(free: Mask, part: StreamPart) -> Mask:

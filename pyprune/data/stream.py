@@ -146,7 +146,7 @@ def _end_to_end(source: str, streams: Sequence[TokenStream]) -> TokenStream:
 def _text_stream(
     tokenizer: PreTrainedTokenizerBase, config: DataConfig, part: MixturePart, limit: int, needed: int
 ) -> TokenStream:
-    """One text as it is cut into windows: ``limit`` tokens at most, windows of ``needed`` among them if it has those."""
+    """One text as it is cut into windows: at most ``limit`` tokens, with windows of ``needed`` if it has them."""
     corpus = read_corpus(part.source, part.split, part.field)
     if config.chat_template:
         check_chat_template(tokenizer, corpus.name)

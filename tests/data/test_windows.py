@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pyprune.config.data import DataConfig
 from pyprune.data import stream as streams
-from pyprune.data.placement import Windows, place_sets
+from pyprune.data.placement import Windows, divide, place_together
 from pyprune.data.sampling import assert_disjoint, sample_sequences, split_disjoint
 from pyprune.data.stream import token_stream
 from pyprune.errors import ConfigError, DataError
@@ -64,34 +64,57 @@ def test_different_uses_never_share_a_token(overlaps: tuple[float, float], words
         assert min(y - x for x, y in pairwise(starts(samples))) >= (50 if overlap else 100)
 
 
+def test_text_that_repeats_itself_is_in_one_use_only(tmp_path: Path) -> None:
+    passages = [prose(30, seed=i) for i in range(40)]
+    source = text_file(tmp_path, "\n\n".join(passages + passages[20:25]))
+    wanted = {
+        name: DataConfig(source, samples=70, sequence_length=100, overlap=0.5, seed=seed)
+        for seed, name in enumerate(("regularise", "recover"))
+    }
+    drawn = split_disjoint(TOKENIZER, wanted)
+    texts = ["".join(TOKENIZER.decode(row) for row in samples.ids) for samples in drawn.values()]
+    assert any(passage[50:90] in text for passage in passages[20:25] for text in texts), "what is there twice is used"
+    assert_disjoint(drawn["regularise"], drawn["recover"])
+
+
 @given(
     runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 60)), min_size=1, max_size=5),
-    sets=st.lists(st.tuples(st.integers(1, 4), st.integers(2, 9), st.integers(0, 8)), min_size=1, max_size=3),
+    count=st.integers(1, 9),
+    length=st.integers(2, 9),
+    shared=st.integers(0, 8),
     cuts=st.lists(st.integers(0, 200), max_size=4),
     seed=st.integers(0, 2**32),
 )
 def test_placed_windows_keep_every_promise(
-    runs: list[tuple[int, int]], sets: list[tuple[int, int, int]], cuts: list[int], seed: int
+    runs: list[tuple[int, int]], count: int, length: int, shared: int, cuts: list[int], seed: int
 ) -> None:
     free = np.concatenate([np.repeat([False, True], run) for run in runs])
     breaks = np.array(sorted({cut % len(free) for cut in cuts}), dtype=np.int64)
-    wanted = [Windows(count, length, min(shared, length - 1)) for count, length, shared in sets]
-    placed = place_sets(free, wanted, np.random.default_rng(seed), breaks)
+    windows = Windows(count, length, min(shared, length - 1))
+    placed = place_together(free, [windows], np.random.default_rng(seed), breaks)
     if placed is None:
         return
-    used = np.zeros(len(free), dtype=int)
-    for spans, windows in zip(placed, wanted, strict=True):
-        assert len(spans) == windows.count
-        mine = np.zeros(len(free), dtype=bool)
-        for start, end in spans:
-            assert end - start == windows.length
-            assert not ((breaks > start) & (breaks < end)).any()
-            mine[start:end] = True
-        ordered = sorted(start for start, _ in spans)
-        assert all(b - a >= windows.pitch for a, b in pairwise(ordered))
-        used += mine
-    assert used.max() <= 1
-    assert free[used == 1].all()
+    spans = sorted(placed[0])
+    assert len(spans) == count
+    for start, end in spans:
+        assert end - start == length
+        assert free[start:end].all()
+        assert not ((breaks > start) & (breaks < end)).any()
+    assert all(b[0] - a[0] >= windows.pitch for a, b in pairwise(spans))
+
+
+@given(
+    free=st.lists(st.booleans(), min_size=1, max_size=300),
+    needs=st.lists(st.integers(1, 50), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_stretches_divide_the_free_tokens(free: list[bool], needs: list[int], seed: int) -> None:
+    mask = np.array(free)
+    stretches = divide(mask, needs, np.random.default_rng(seed))
+    assert np.array_equal(np.sum(stretches, axis=0, dtype=int), mask.astype(int))
+    for stretch, need in zip(stretches, needs, strict=True):
+        assert abs(stretch.sum() - mask.sum() * need / sum(needs)) <= 1
+        assert stretch.sum() >= need or mask.sum() < sum(needs)
 
 
 def test_one_set_that_fits_is_placed() -> None:
@@ -99,8 +122,8 @@ def test_one_set_that_fits_is_placed() -> None:
     for count in range(1, 10):
         for shared in (0, 10, 90):
             windows = Windows(count, 100, shared)
-            assert place_sets(free[: windows.tokens], [windows], np.random.default_rng(0)) is not None
-            assert place_sets(free[: windows.tokens - 1], [windows], np.random.default_rng(0)) is None
+            assert place_together(free[: windows.tokens], [windows], np.random.default_rng(0)) is not None
+            assert place_together(free[: windows.tokens - 1], [windows], np.random.default_rng(0)) is None
 
 
 def test_overlap_is_for_windows() -> None:
