@@ -388,10 +388,11 @@ class Bench:
 def decides(config: PruneConfig) -> Json:
     """The options that the choice of what goes can depend on; equal ones give the same plan."""
     found = {key: value for key, value in config.to_dict().items() if key not in AFTER_THE_PLAN}
-    elder = {key: value for key, value in found["elder"].items() if key not in AFTER_THE_GATES}
-    elder["train"] = {key: elder["train"][key] for key in USED_BY_THE_GATES}
+    if "elder" in found:
+        elder = {key: value for key, value in found["elder"].items() if key not in AFTER_THE_GATES}
+        found["elder"] = elder | {"train": {key: elder["train"][key] for key in USED_BY_THE_GATES}}
     # Text for a later stage can move the regularisation text where the source is scarce.
-    return {**found, "elder": elder, "recovers": bool(config.stages.after)}
+    return {**found, "recovers": bool(config.stages.after)}
 
 
 def _prune(

@@ -31,7 +31,9 @@ from pyprune.config.regularise import GateConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.errors import PypruneError
+from pyprune.methods.base import own_options
 from pyprune.methods.registry import preset
+from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
 from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
 from pyprune.runtime.progress import console
@@ -77,7 +79,7 @@ class Settings:
     sequence_length: int = 256
     ratio: float = 0.25
     gates: GateConfig = field(
-        default_factory=lambda: replace(preset("elder").elder.gates, first_round_steps=30, round_steps=6)
+        default_factory=lambda: replace(elder_options("elder").gates, first_round_steps=30, round_steps=6)
     )
     gate_sequence_length: int = 128
     protocol: str = "ppl-2048"
@@ -309,38 +311,45 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     return MODEL_NAME, loaded, tokenizer
 
 
+def elder_options(name: str) -> ElderOptions:
+    """ELDeR's options in one of its presets."""
+    return own_options(preset(name), ElderOptions)
+
+
 def recommended(settings: Settings) -> PruneConfig:
     """The package's default, with the demo's share of the layers and its dtype."""
-    base = preset("elder")
-    training = replace(base.elder.train, dtype=settings.dtype)
-    return replace(base, ratio=settings.ratio, elder=replace(base.elder, train=training))
+    options = elder_options("elder")
+    training = replace(options.train, dtype=settings.dtype)
+    return replace(preset("elder"), ratio=settings.ratio, options=replace(options, train=training))
 
 
 def choice(settings: Settings) -> PruneConfig:
     """The options of stage 1."""
     base = recommended(settings)
-    return replace(base, elder=replace(base.elder, gates=settings.gates))
+    return replace(base, options=replace(own_options(base, ElderOptions), gates=settings.gates))
 
 
 def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
     """The five ways to remove ``layers``; the four that train do it with the same options on the same tokens."""
     base = recommended(settings)
+    options = own_options(base, ElderOptions)
     training: TrainConfig = replace(
-        base.elder.train,
+        options.train,
         steps=settings.steps,
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
     )
-    default = replace(base, elder=replace(base.elder, layers=layers, train=training), finetune=training)
-    papers = preset("elder-paper").elder
-    published = replace(default.elder, schedule=papers.schedule, penalty_weight=papers.penalty_weight, norm=papers.norm)
-    share = f"{base.elder.anneal_share:.0%}"
+    annealed = replace(options, layers=layers, train=training)
+    default = replace(base, options=annealed, finetune=training)
+    papers = elder_options("elder-paper")
+    published = replace(annealed, schedule=papers.schedule, penalty_weight=papers.penalty_weight, norm=papers.norm)
+    share = f"{options.anneal_share:.0%}"
     arms = (
         Arm("direct_ppl", "direct removal", replace(default, stages=StageConfig(before=()))),
         Arm(
             "published_ppl",
             f"papers' form ({published.norm}, penalty_weight {published.penalty_weight:g}), then cut",
-            replace(default, elder=published),
+            replace(default, options=published),
         ),
         Arm("pruned_ppl", f"pyprune's default (gates to 0 over {share} of the steps), then cut", default),
         Arm(
@@ -501,7 +510,7 @@ def make_report(demo: Demo, results: Results) -> Report:
     trained = [o for o in outcomes.values() if o.losses]
     best = min(trained, key=lambda o: o.perplexity)
     s = demo.settings
-    train = default.arm.config.elder.train
+    train = own_options(default.arm.config, ElderOptions).train
     summary = (
         f"{len(results.plan.removed_layers)} of {results.plan.dense.num_layers} layers of {demo.model_name} were "
         f"removed, {removed:.1%} of its parameters. Perplexity goes from {dense.perplexity:.2f} to "

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pyprune.config.run import PruneConfig, RecoverRunConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, did_you_mean
-from pyprune.methods.score.presets import SCORE_PRESETS
+from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
 from pyprune.recipe import build_config, build_recovery
 from pyprune.report import Cell as TableCell
 from pyprune.report import Table, format_cell, markdown_table
@@ -136,7 +136,9 @@ class Case:
     def identity(self) -> Json:
         """The same without what is at its default, so that a new option of the package makes no cell a new one."""
         recovery = _given(self.recovery.to_dict(), RecoverRunConfig().to_dict()) if self.recovery else None
-        prune = _given(self.config.to_dict(), PruneConfig().to_dict())
+        config = self.config
+        usual = PruneConfig(config.method, score=ScoreConfig(), options=get_method(config.method).options())
+        prune = _given(config.to_dict(), usual.to_dict())
         return {"scorer": self.scorer, "seed": self.seed, "prune": prune, "recovery": recovery}
 
     @property
@@ -231,17 +233,21 @@ def run(options: argparse.Namespace) -> int:
 def scorers() -> dict[str, list[str]]:
     """Every scorer -> the settings that make it from its preset, the most telling ones first."""
     found: dict[str, list[str]] = {}
-    for preset, make in SCORE_PRESETS.items():
-        method = make().method
-        values = _values_of_option(method)
-        found |= {f"{preset}:{value}": [f"score.{method}={value}"] for value in values} or {preset: []}
+    for name, make in score_presets().items():
+        forms = _forms(name) if make().method == name else {}
+        found |= {f"{name}:{value}": [setting] for value, setting in forms.items()} or {name: []}
     return {name: found[name] for name in sorted(found, key=_place)}
 
 
-def _values_of_option(method: str) -> tuple[str, ...]:
-    """The values of a method's own option (score.taylor of taylor), or nothing."""
-    hint = typing.get_type_hints(ScoreConfig).get(method)
-    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+def _forms(method: str) -> dict[str, str]:
+    """Every value of a method's choice among forms (param_second of taylor's ``form``) -> the setting for it."""
+    hints = typing.get_type_hints(get_method(method).options)
+    return {
+        value: f"{method}.{name}={value}"
+        for name, hint in hints.items()
+        if typing.get_origin(hint) is Literal
+        for value in typing.get_args(hint)
+    }
 
 
 def _place(scorer: str) -> int:
@@ -292,14 +298,14 @@ def _cases(names: Sequence[str], options: argparse.Namespace) -> list[Case]:
     found = []
     for number, seed in enumerate(options.seeds):
         for name in names:
-            preset = name.partition(":")[0]
-            method = SCORE_PRESETS[preset]().method
+            start = name.partition(":")[0]
+            method = score_presets()[start]().method
             if number and not depends_on_seed(method):
                 continue
             config = build_config(
-                preset=preset,
+                preset=start,
                 options={**PRUNING, **seeds_of(method, seed), "data.source": options.calibration},
-                settings=[*known[name], *options.set],
+                settings=[*known[name], *(text for text in options.set if not is_of_another(text, method))],
             )
             found.append(Case(name, seed, config, changed=tuple(changed)))
     return found
@@ -307,9 +313,8 @@ def _cases(names: Sequence[str], options: argparse.Namespace) -> list[Case]:
 
 def seeds_of(method: str, seed: int) -> dict[str, int]:
     """Every seed that a method's scores can depend on, by its dotted name."""
-    options = PruneConfig().to_dict()
-    sections = dict.fromkeys(name for name in ("data", "score", "moreau", method) if name in options)
-    return {name: seed for section in sections for name in _seed_names(options[section], section)}
+    options = preset(method).to_dict()
+    return {name: seed for section in ("data", method) for name in _seed_names(options.get(section, {}), section)}
 
 
 def _seed_names(options: Mapping[str, Any], path: str) -> list[str]:
@@ -337,8 +342,6 @@ def _given(options: Mapping[str, Any], usual: Any) -> Json:
 
 def depends_on_seed(method: str) -> bool:
     """Whether another seed can give other scores."""
-    from pyprune.methods.registry import get_method
-
     return get_method(method).reads_text or method in DRAWS
 
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
-    from pyprune.stages import PruneResult as PruneResult
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.pipeline import prune_ as prune_
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from pyprune.recipe import build_recovery as build_recovery
     from pyprune.serving.export import export as export
     from pyprune.serving.measure import measure
+    from pyprune.stages import PruneResult as PruneResult
     from pyprune.train.recover import recover as recover_in_memory
 
     bench = measure

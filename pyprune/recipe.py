@@ -166,7 +166,7 @@ def build_config(
 
 def _refuse_other_method(preset: str, method: str, asked: Any) -> None:
     """The method would win over the preset, which then did little of what its name says."""
-    if asked is not None and asked != method:
+    if isinstance(asked, str) and asked != method:  # anything else is refused with its value later
         raise ConfigError(
             f"The preset {preset!r} is of the method {method!r}, but method is {shown(asked)}; leave one of them out, "
             f"or name the method too (method={method})."

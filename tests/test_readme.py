@@ -17,7 +17,9 @@ from pyprune.cli.app import app
 from pyprune.cut.target import choose_target
 from pyprune.families import all_families, family_for
 from pyprune.methods.registry import method_modules
+from pyprune.methods.table import methods_table
 from pyprune.plan import PrunePlan
+from pyprune.report import markdown_table
 from pyprune.serving.plugin import ARCHITECTURES
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
@@ -134,6 +136,11 @@ def test_links_and_named_files_exist(document: Path) -> None:
         assert target.startswith("https://") or (document.parent / target).exists(), target
     for name in re.findall(r"`((?:pyprune|serving|tests|bench|csrc|examples)/[\w/.-]+\.(?:py|cpp|h))`", text):
         assert (REPO / name).exists(), name
+
+
+def test_the_table_of_methods_is_made_from_them() -> None:
+    """`pyprune methods --markdown` prints it."""
+    assert markdown_table(methods_table(installed=False)) in README
 
 
 def test_every_method_is_in_the_page_of_methods() -> None:

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from pyprune.cli.evaluate import evaluate
-from pyprune.cli.inspect import env, inspect
+from pyprune.cli.inspect import env, inspect, methods
 from pyprune.cli.prune import prune, recover
 from pyprune.cli.serve import bench, export, serve
 from pyprune.cli.study import robustness
@@ -50,6 +50,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "bench": bench,
     "inspect": inspect,
+    "methods": methods,
     "env": env,
 }
 for name, command in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""inspect and env."""
+"""inspect, methods and env."""
 
 from __future__ import annotations
 
@@ -60,6 +60,24 @@ def inspect(
         "provenance": provenance,
     }
     output(data, json_file, Table(str(folder), ("", "value"), tuple(rows)))
+
+
+@guarded
+def methods(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as README has it.")] = False,
+    debug: Debug = False,
+) -> None:
+    """List every method with what it removes and its presets, those of other packages too.
+
+    Example: pyprune methods
+    """
+    from pyprune.methods.table import methods_table
+    from pyprune.report import markdown_table, print_table
+
+    if markdown:
+        typer.echo(markdown_table(methods_table()))
+    else:
+        print_table(methods_table())
 
 
 @guarded

@@ -144,9 +144,7 @@ class PruneConfig(Config):
     seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @classmethod
-    def read(
-        cls, data: Mapping[str, Any], options: type[MethodOptions], problems: Iterable[str] = ()
-    ) -> PruneConfig:
+    def read(cls, data: Mapping[str, Any], options: type[MethodOptions], problems: Iterable[str] = ()) -> PruneConfig:
         """Build from plain data, the method's own options under its name; :meth:`to_dict` gives such data.
 
         Args:

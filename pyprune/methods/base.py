@@ -145,6 +145,7 @@ class Method:
             and the stage trains the language model alone, with the same options.
         reads_text: whether ``decide`` looks at the samples.
         options: the class of the method's own options.
+        removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; the plain options where it is missing) and ``name-...``.
     """
@@ -156,6 +157,7 @@ class Method:
     regularise: Regularise | None
     reads_text: bool = True
     options: type[MethodOptions] = MethodOptions
+    removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 
     @property

@@ -130,8 +130,8 @@ def _naming_problems(method: Any, others: Sequence[str]) -> list[str]:
         found.append(did_you_mean(method, method_modules(), "method"))
     if others:
         found.append(
-            f"There are options of {' and '.join(map(repr, others))}, but method is {shown(method)}; leave them out, or "
-            "name the method that you mean."
+            f"There are options of {' and '.join(map(repr, others))}, but method is {shown(method)}; leave them out, "
+            "or name the method that you mean."
         )
     return found
 
@@ -169,8 +169,8 @@ def _method_problems(config: PruneConfig) -> list[str]:
     if config.score is not None and not method.scores:
         given = [f"score.{name}" for name, value in vars(config.score).items() if value != getattr(ScoreConfig, name)]
         found.append(
-            f"{' and '.join(given) or 'score'} cannot be used: method {config.method!r} scores no structures, its sizes "
-            "are its own. Leave it out."
+            f"{' and '.join(given) or 'score'} cannot be used: method {config.method!r} scores no structures, its "
+            "sizes are its own. Leave it out."
         )
     if method.regularise is None and "regularise" in (*config.stages.before, *config.stages.after):
         found.append(
@@ -178,6 +178,12 @@ def _method_problems(config: PruneConfig) -> list[str]:
             "stages.after."
         )
     return found
+
+
+def is_of_another(option: str, method: str) -> bool:
+    """Whether an option, by its dotted name or as "name=value", is of a method other than this one."""
+    first = option.partition("=")[0].partition(".")[0].strip()
+    return first != method and first in method_modules()
 
 
 def check_name(name: str) -> None:
@@ -228,7 +234,7 @@ def presets() -> dict[str, Callable[[], PruneConfig]]:
     """Preset name -> function that builds it (its docstring describes it), of our own methods; imports no torch."""
     found: dict[str, Callable[[], PruneConfig]] = {}
     for name in own_methods():
-        found |= _presets_of(get_method(name))
+        found |= presets_of(get_method(name))
     return found
 
 
@@ -242,7 +248,7 @@ def score_presets() -> dict[str, Callable[[], PruneConfig]]:
     }
 
 
-def _presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
+def presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
     """The presets of a method; where it brings none of its name, a run starts from its plain options."""
 
     def plain() -> PruneConfig:
@@ -291,7 +297,7 @@ def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]
             f"{_source(entry)} brings the preset {shown(wrong[0])}; its presets must be called {method.name!r} or "
             f"'{method.name}-...'."
         )
-    return _presets_of(method)
+    return presets_of(method)
 
 
 def method_preset(method: str) -> PruneConfig:

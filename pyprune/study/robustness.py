@@ -43,10 +43,13 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean, shown
 from pyprune.families import family_for, parameter_shapes
+from pyprune.methods.base import own_options
 from pyprune.methods.ratio import share_of_parameters
-from pyprune.methods.registry import get_method
-from pyprune.methods.score.base import ScoreMethod, Scoring, ranking_of, score_spread
-from pyprune.methods.score.presets import PRESETS
+from pyprune.methods.registry import get_method, is_of_another, presets, score_presets
+from pyprune.methods.score import ScoreMethod
+from pyprune.methods.score.base import Scoring, ranking_of, score_spread
+from pyprune.methods.score.moreau import MoreauOptions
+from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.recipe import build_config, dotted_names, parse_setting
@@ -60,8 +63,9 @@ RATIOS = (0.05, 0.1, 0.15, 0.2)
 CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
 """What every method reads unless the options say otherwise, whatever its preset does: only so are they comparable."""
 
-OPEN_OPTIONS = ("data", "hidden_multiple", "loraprune", "moreau", "score")
-"""What every method may be told, by its first name; nothing else of the options of `pyprune prune` is read here."""
+OPEN_OPTIONS = ("data", "hidden_multiple", "score")
+"""What every method may be told, by its first name, in addition to its own options (moreau.rho); nothing else of the
+options of `pyprune prune` is read here."""
 
 TITLE = "Robustness of scores against changes of the weights"
 
@@ -105,7 +109,7 @@ class RobustnessConfig(Config):
     @override
     def problems(self) -> list[str]:
         found = [f"ratio is {r}; it must be strictly between 0 and 1." for r in self.ratios if not 0 < r < 1]
-        for what, known in (("method", PRESETS), ("variant", VARIANTS)):
+        for what, known in (("method", _known()), ("variant", VARIANTS)):
             found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
         if self.protocol not in WINDOWS:
             found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
@@ -123,9 +127,11 @@ class RobustnessConfig(Config):
             ConfigError: also options that the comparison sets itself, or does not read.
         """
         super().validate()
+        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
+        self._refuse_own_options(given)
         for method in self.methods:
             self.of(method)
-        self._refuse_own_options()
+        self._refuse_unread(given)
 
     def of(self, method: str) -> PruneConfig:
         """The complete options of a method, but for the ratio and the calibration seed.
@@ -138,29 +144,46 @@ class RobustnessConfig(Config):
             given["ratio_of"] = "hidden"
         # None is an option that was not given, which must not undo what is the same for all.
         given |= {name: value for name, value in self.options.items() if value is not None}
-        found = build_config(preset=method, options=given, settings=self.settings)
-        if found.score.iterations > 1 or found.score.counts:
+        own = presets()[method]().method
+        found = build_config(
+            preset=method,
+            options={name: value for name, value in given.items() if not is_of_another(name, own)},
+            settings=[text for text in self.settings if not is_of_another(text, own)],
+        )
+        if found.score_options.iterations > 1 or found.score_options.counts:
             raise ConfigError(
                 "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "
                 "score.heads, score.ffn and score.hidden out."
             )
         if found.method == "smoothgrad":
-            noise = self.of("moreau").moreau
+            noise = own_options(self.of("moreau"), MoreauOptions)
             draws = noise.draws * (noise.steps if noise.redraw else 1)
-            found = replace(found, moreau=replace(found.moreau, draws=draws, sigma=noise.sigma, seed=noise.seed))
+            found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
             found.validate()
         return found
 
-    def _refuse_own_options(self) -> None:
-        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
+    def _refuse_own_options(self, given: Sequence[str]) -> None:
         for name in given:
             if name in OWN_OPTIONS:
                 own = OWN_OPTIONS[name]
                 raise ConfigError(f"{name} is what robustness sets itself, for every row of its tables; use --{own}.")
-            if name.partition(".")[0] not in OPEN_OPTIONS:
+
+    def _refuse_unread(self, given: Sequence[str]) -> None:
+        """Options that none of the compared methods reads."""
+        compared = {presets()[method]().method for method in self.methods}
+        if "smoothgrad" in compared:
+            compared.add("moreau")  # whose noise it gets
+        readable = [*OPEN_OPTIONS, *sorted(compared)]
+        for name in given:
+            if name.partition(".")[0] not in readable:
                 raise ConfigError(
-                    f"robustness does not read the option {name}; those of {', '.join(OPEN_OPTIONS)} may be set."
+                    f"robustness does not read the option {name}; those of {', '.join(readable)} may be set."
                 )
+
+
+def _known() -> list[str]:
+    """The presets that can be compared; a second name of one is known too."""
+    return [*score_presets(), *(f"{name}-paper" for name in score_presets() if f"{name}-paper" in presets())]
 
 
 @dataclass(frozen=True)
@@ -603,14 +626,14 @@ class _Bench:
         found = {
             "calibration": f"{first.data.samples} samples x {first.data.sequence_length} tokens of {first.data.source} "
             f"({first.data.split}), seeds {', '.join(map(str, config.seeds))}; the same for all",
-            "open": f"axes {', '.join(config.axes)}; layers {_layers(first)}; {first.score.ranking} ranking; ratio of "
-            f"{first.ratio_of or 'parameters'}",
+            "open": f"axes {', '.join(config.axes)}; layers {_layers(first)}; {first.score_options.ranking} ranking; "
+            f"ratio of {first.ratio_of or 'parameters'}",
             "perplexity": f"{config.protocol} on {', '.join(config.texts)}, {tokens} tokens, masked models, float32",
         }
-        if compensated := [name for name, method in methods.items() if method.compensates]:
+        if compensated := [name for name, method in methods.items() if method.adds_biases]:
             found["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
         if noisy := [method for method in methods.values() if method.method == "smoothgrad"]:
-            of = noisy[0].moreau
+            of = own_options(noisy[0], SmoothGradOptions)
             found["smoothgrad"] = (
                 f"{of.draws} draws, numbered and seeded as moreau's (sigma {of.sigma}, seed {of.seed})"
             )
@@ -626,7 +649,7 @@ class _Bench:
 
 
 def _layers(config: PruneConfig) -> str:
-    score = config.score
+    score = config.score_options
     return ", ".join(map(str, score.layers)) if score.layers else f"{score.first_layer} to {score.last_layer}"
 
 

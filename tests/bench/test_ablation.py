@@ -18,13 +18,14 @@ from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 
 TRAIN = "{steps: 3, batch_size: 2, micro_batch_size: 2, learning_rate: 1e-3}"
+ELDER = (
+    "elder: {schedule: published, gates: {first_round_steps: 3, round_steps: 2, batch_size: 2}, train: " + TRAIN + "}\n"
+)
 RECIPE = f"""
 method: elder
 ratio: 0.5
 data: {{source: SOURCE, samples: 6, sequence_length: 64}}
-elder: {{schedule: published, gates: {{first_round_steps: 3, round_steps: 2, batch_size: 2}}, train: {TRAIN}}}
-dress: {{train: {TRAIN}}}
-"""
+{ELDER}"""
 
 
 @pytest.fixture
@@ -81,7 +82,9 @@ def test_a_cell_equals_the_same_options_run_alone(inputs: list[str]) -> None:
 def test_a_failed_cell_is_kept_with_its_error_and_may_be_retried(
     inputs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = ["--set", "method=dress", "--grid", "ratio=0.01,0.25"]
+    recipe = Path(inputs[inputs.index("--config") + 1])
+    recipe.write_text(recipe.read_text().replace(ELDER, f"dress: {{train: {TRAIN}}}\n").replace("elder", "dress"))
+    grid = ["--grid", "ratio=0.01,0.25"]
     assert main([*inputs, *grid]) == 1
     rows = table(capsys.readouterr().out)
     assert "removes nothing" in rows[2][-1]
@@ -140,7 +143,7 @@ def test_training_text_is_no_test_text(inputs: list[str], tmp_path: Path) -> Non
 
 
 def test_wrong_options_stop_before_anything_runs(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*inputs, "--grid", "elder.strenght=1"]) == 2
+    assert main([*inputs, "--grid", "elder.penalty_wieght=1"]) == 2
     assert "Did you mean 'penalty_weight'" in capsys.readouterr().err
     assert main([*inputs, "--grid", "dtype=float32,bfloat16"]) == 2
     assert not Path(inputs[-1]).exists()
@@ -156,4 +159,4 @@ def test_grids_are_read_as_yaml_and_may_be_joined() -> None:
     cases = make_cases([], "dress", [], [joined, "dress.penalty_weight=1e-5,1e-1"])
     sizes = [(c.config.data.samples, c.config.recovery_data.samples) for c in cases if c.config.recovery_data]
     assert sizes == [(800, 200), (800, 200), (500, 500), (500, 500)]
-    assert [c.config.dress.penalty_weight for c in cases] == [1e-5, 1e-1] * 2
+    assert [c.config.options.penalty_weight for c in cases] == [1e-5, 1e-1] * 2

@@ -13,7 +13,7 @@ import pytest
 from bench.scores import PROTOCOLS, TEXTS, _parser, choose_scorers, main, make_cases, scorers, verdicts
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
-from pyprune.methods.score.presets import SCORE_PRESETS
+from pyprune.methods.registry import score_presets
 from pyprune.pipeline import prune
 from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.recipe import build_config
@@ -189,7 +189,7 @@ def test_a_cell_equals_the_same_options_run_alone(inputs: list[str], tmp_path: P
     assert main([*inputs, "--scorers", "taylor:param_mix", "--recover", "none", "--seeds", "3"]) == 0
     cell = records(inputs)[-1]
     settings = [inputs[i + 1] for i, text in enumerate(inputs) if text == "--set"]
-    wanted = ["score.taylor=param_mix", "ratio=0.2", "score.ranking=global", "data.seed=3"]
+    wanted = ["taylor.form=param_mix", "ratio=0.2", "score.ranking=global", "data.seed=3"]
     wanted.append(f"data.source={tmp_path / 'data' / 'c4.txt'}")
     result = prune(
         tmp_path / "tiny", build_config(preset="taylor", settings=[*settings, *wanted]), out=tmp_path / "own"
@@ -215,7 +215,7 @@ def test_a_failed_cell_is_recorded_and_the_others_run(inputs: list[str], capsys:
 
 
 def test_every_preset_is_a_scorer_with_the_values_of_its_own_option() -> None:
-    assert {name.partition(":")[0] for name in scorers()} == set(SCORE_PRESETS)
+    assert {name.partition(":")[0] for name in scorers()} == set(score_presets())
     assert choose_scorers("magnitude") == ["magnitude:l1", "magnitude:l2"]
     assert len(choose_scorers("taylor")) == 4
     assert choose_scorers("all")[:3] == ["taylor:param_first", "smoothgrad", "moreau"]
@@ -228,10 +228,11 @@ def test_a_cell_is_known_by_the_options_that_were_given(inputs: list[str]) -> No
     cases = make_cases(options)
     given = cases[0].identity["prune"]
     assert given["data"]["source"] == "c4.txt"
-    assert given["score"]["first_layer"] == 1
-    assert "elder" not in given, "a default that comes with a new option must not make an old cell a new one"
+    assert given["score"] == {"first_layer": 1, "normalise": "size"}
+    assert "finetune" not in given, "a default that comes with a new option must not make an old cell a new one"
     assert cases[0].identity["recovery"] is None
-    assert {c.config.data.seed for c in cases} == {c.config.moreau.seed for c in cases} == {0, 1}
+    assert {c.config.data.seed for c in cases} == {0, 1}
+    assert {c.config.options.seed for c in cases if c.scorer == "moreau"} == {0, 1}
     assert len({json.dumps(c.identity) for c in cases}) == len(cases) == 6
 
 

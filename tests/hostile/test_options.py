@@ -155,8 +155,8 @@ ELDER = PRUNE + " --out c"
             ("taylor", "score.axes=[heads,heads]"),
             ("taylor", "score.ffn_multiple=1000000000000"),
             ("taylor", "score.iterations=1000000000000"),
-            ("random", f"score.seed={2**64}"),
-            ("random", "score.seed=-1"),
+            ("random", f"random.seed={2**64}"),
+            ("random", "random.seed=-1"),
             ("magnitude", "score.aggregation=evil"),
         )
     ),
@@ -334,7 +334,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--lora-seed": ("-1", str(2**64)),
         "--protocol": ("evil",),
         "--device": ("evil", "cuda:99"),
-        "--set": ("evil=1", "score.seed=-1", "score.axes=[]"),
+        "--set": ("evil=1", "score.iterations=-1", "score.axes=[]"),
     },
     BENCH: {
         "--engine": ("evil", ""),

@@ -1,4 +1,4 @@
-"""ELDeR: learn which layers matter least, make them the identity during training, drop them."""
+"""ELDeR: learn which layers matter least, turn them into the identity by training, drop them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _elder() -> PruneConfig:
 METHOD = Method(
     name="elder",
     axis="layers",
-    summary="ELDeR: learn which layers matter least, make them the identity during training, drop them.",
+    summary="ELDeR: learn which layers matter least, turn them into the identity by training, drop them.",
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     options=ElderOptions,

@@ -21,9 +21,12 @@ def _flap() -> PruneConfig:
     )
 
 
-METHOD = score_method(
-    "flap",
-    "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.",
-    f"{__name__}.score:score",
-    presets=with_paper("flap", _flap),
+METHOD = replace(
+    score_method(
+        "flap",
+        "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.",
+        f"{__name__}.score:score",
+        presets=with_paper("flap", _flap),
+    ),
+    removes="heads and FFN channels",
 )

@@ -22,7 +22,7 @@ class RandomOptions(MethodOptions):
 
 METHOD = score_method(
     "random",
-    "Random heads and channels: the control.",
+    "Random: the control that every score must beat.",
     f"{__name__}.score:score",
     text=False,
     options=RandomOptions,

@@ -1,0 +1,32 @@
+"""The methods that are installed, as a table: what `pyprune methods` prints and what README shows. Imports no torch."""
+
+from __future__ import annotations
+
+from pyprune.methods.base import Method
+from pyprune.methods.registry import get_method, method_modules, own_methods, presets_of
+from pyprune.report import Table
+
+REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads, FFN or hidden channels"}
+"""Axis of a method -> what it removes, in words."""
+
+
+def methods_table(*, installed: bool = True) -> Table:
+    """Every method: what it is, what it removes, whether it trains towards the cut, its presets.
+
+    Args:
+        installed: with those of other packages, which are imported for it.
+
+    Raises:
+        ConfigError: a package that brings one is broken.
+    """
+    names = method_modules() if installed else own_methods()
+    return Table(
+        "Methods",
+        ("method", "what it does", "removes", "trains towards the cut", "presets"),
+        tuple(_row(get_method(name)) for name in names),
+    )
+
+
+def _row(method: Method) -> tuple[str, str, str, str, str]:
+    trains = "yes" if method.regularise is not None else "no"
+    return method.name, method.summary, method.removes or REMOVES[method.axis], trains, ", ".join(presets_of(method))
