@@ -1,25 +1,29 @@
-// pybind11 only: checks, then raw pointers. A tensor arrives as (address, shape, strides, dtype name), so that this
-// file and the kernels know nothing of torch and keep working across its versions.
+// pybind11 only: checks (arguments.h), then raw pointers. A tensor arrives as (address, shape, strides, dtype name), so
+// that this file and the kernels know nothing of torch and keep working across its versions.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "dispatch.h"
-#include "kernels/adamw.h"
-#include "kernels/diff_norm.h"
-#include "kernels/group_step.h"
-#include "kernels/index_set.h"
+#include "kernels/group_importance.h"
+#include "kernels/group_penalty.h"
+#include "kernels/group_prox.h"
+#include "kernels/group_soft_threshold.h"
+#include "kernels/layer_norm_virtual.h"
+#include "kernels/moreau_step.h"
 #include "kernels/perturb.h"
-#include "kernels/layer_norm.h"
+#include "kernels/regularised_adamw.h"
+#include "kernels/residual_diff_norm.h"
+#include "kernels/shrink.h"
 #include "kernels/slice_gather.h"
 
 namespace py = pybind11;
@@ -27,144 +31,37 @@ namespace py = pybind11;
 namespace pyprune {
 namespace {
 
-struct Tensor {
-  std::uintptr_t address;
-  std::vector<std::int64_t> shape;
-  std::vector<std::int64_t> strides;  // in elements
-  std::string dtype;
-};
-
-DType parse_dtype(const std::string& name) {
-  if (name == "float32") return DType::kFloat32;
-  if (name == "bfloat16") return DType::kBFloat16;
-  if (name == "float16") return DType::kFloat16;
-  throw std::invalid_argument("dtype " + name + " is not supported; use float32, bfloat16 or float16");
-}
-
-std::int64_t bytes_per_element(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-std::string text(const std::vector<std::int64_t>& values) {
-  std::string result = "(";
-  for (std::size_t i = 0; i < values.size(); ++i) result += (i ? ", " : "") + std::to_string(values[i]);
-  return result + ")";
-}
-
-void check_matrix(const Tensor& tensor, const char* name) {
-  if (tensor.shape.size() != 2 || tensor.strides.size() != 2) {
-    throw std::invalid_argument(std::string(name) + " must have 2 dimensions, not shape " + text(tensor.shape));
-  }
-  const std::int64_t rows = tensor.shape[0], cols = tensor.shape[1];
-  if (rows < 0 || cols < 0) throw std::invalid_argument(std::string(name) + " has shape " + text(tensor.shape));
-  const bool contiguous =
-      rows * cols == 0 || ((cols == 1 || tensor.strides[1] == 1) && (rows == 1 || tensor.strides[0] == cols));
-  if (!contiguous) {
-    throw std::invalid_argument(std::string(name) + " must be contiguous (row-major); its shape is " +
-                                text(tensor.shape) + " and its strides are " + text(tensor.strides));
-  }
-  if (rows * cols > 0 && tensor.address == 0) throw std::invalid_argument(std::string(name) + " has no data");
-}
-
-// Equal or disjoint memory: a kernel that reads ahead of what it writes would corrupt anything in between.
-void check_overlap(const Tensor& x, const Tensor& out, std::uintptr_t bytes) {
-  if (x.address == out.address) return;
-  if (x.address < out.address + bytes && out.address < x.address + bytes) {
-    throw std::invalid_argument("tensors overlap in part; pass separate ones");
-  }
-}
-
-void check_same(const Tensor& x, const char* x_name, const Tensor& other, const char* other_name) {
-  check_matrix(x, x_name);
-  check_matrix(other, other_name);
-  const std::string first(x_name), second(other_name);
-  if (x.shape != other.shape) {
-    throw std::invalid_argument(second + " has shape " + text(other.shape) + ", " + first + " has " + text(x.shape));
-  }
-  if (x.dtype != other.dtype) {
-    throw std::invalid_argument(second + " is " + other.dtype + ", " + first + " is " + x.dtype);
-  }
-}
-
-void check_threshold(double threshold) {
-  if (!std::isfinite(threshold) || threshold < 0) {
-    throw std::invalid_argument("threshold is " + std::to_string(threshold) + ", must be finite and >= 0");
-  }
-}
-
-GroupMatrix group_matrix(const Tensor& x, int axis, int threads) {
-  if (axis != 0 && axis != 1) throw std::invalid_argument("axis is " + std::to_string(axis) + ", must be 0 or 1");
-  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
-  return {x.shape[0], x.shape[1], axis == 0, parse_dtype(x.dtype), threads};
-}
-
-std::int64_t bytes_of(const GroupMatrix& matrix) {
-  return matrix.rows * matrix.cols * bytes_per_element(matrix.dtype);
-}
-
 void bind_group_soft_threshold(const Tensor& x, const Tensor& out, double threshold, int axis, int threads) {
   check_same(x, "x", out, "out");
   check_threshold(threshold);
-  const GroupMatrix matrix = group_matrix(x, axis, threads);
-  check_overlap(x, out, bytes_of(matrix));
-  if (bytes_of(matrix) == 0) return;
+  const Selection groups = all_groups(x, axis, threads);
+  check_overlap(x, out, bytes_of(groups));
+  if (bytes_of(groups) == 0) return;
   const py::gil_scoped_release released;
-  group_soft_threshold(reinterpret_cast<const void*>(x.address), reinterpret_cast<void*>(out.address), threshold,
-                       matrix);
+  group_soft_threshold(data(x), data(out), threshold, groups);
 }
 
 void bind_moreau_step(const Tensor& delta, const Tensor& grad, float decay, float gamma, double threshold, int axis,
                       int threads) {
   check_same(delta, "delta", grad, "grad");
   check_threshold(threshold);
-  const GroupMatrix matrix = group_matrix(delta, axis, threads);
-  check_overlap(delta, grad, bytes_of(matrix));
-  if (bytes_of(matrix) == 0) return;
+  const Selection groups = all_groups(delta, axis, threads);
+  check_overlap(delta, grad, bytes_of(groups));
+  if (bytes_of(groups) == 0) return;
   const py::gil_scoped_release released;
-  moreau_step(reinterpret_cast<void*>(delta.address), reinterpret_cast<const void*>(grad.address), decay, gamma,
-              threshold, matrix);
+  moreau_step(data(delta), data(grad), decay, gamma, threshold, groups);
 }
 
 void bind_perturb(const Tensor& w0, const Tensor& delta, const Tensor& out, float sigma, std::uint64_t seed,
                   std::uint64_t offset, int threads) {
   check_same(w0, "w0", delta, "delta");
   check_same(w0, "w0", out, "out");
-  const GroupMatrix matrix = group_matrix(w0, 0, threads);
-  check_overlap(w0, out, bytes_of(matrix));
-  check_overlap(delta, out, bytes_of(matrix));
-  if (bytes_of(matrix) == 0) return;
+  const Selection groups = all_groups(w0, 0, threads);
+  check_overlap(w0, out, bytes_of(groups));
+  check_overlap(delta, out, bytes_of(groups));
+  if (bytes_of(groups) == 0) return;
   const py::gil_scoped_release released;
-  perturb(reinterpret_cast<const void*>(w0.address), reinterpret_cast<const void*>(delta.address),
-          reinterpret_cast<void*>(out.address), matrix.rows * matrix.cols, matrix.dtype, {sigma, seed, offset}, threads);
-}
-
-// The memory of a contiguous tensor with this dtype, `count` elements; null when there are none.
-void* memory(const Tensor& tensor, const char* name, const char* dtype, std::int64_t count) {
-  std::int64_t elements = 1, expected = 1;
-  bool contiguous = tensor.shape.size() == tensor.strides.size();
-  for (std::int64_t size : tensor.shape) elements *= size;
-  for (std::size_t d = tensor.shape.size(); contiguous && elements > 0 && d-- > 0; expected *= tensor.shape[d]) {
-    contiguous = tensor.shape[d] == 1 || tensor.strides[d] == expected;
-  }
-  if (!contiguous || tensor.dtype != dtype || elements != count || (count > 0 && tensor.address == 0)) {
-    throw std::invalid_argument(std::string(name) + " must be contiguous " + dtype + " with " + std::to_string(count) +
-                                " elements; it is " + tensor.dtype + " of shape " + text(tensor.shape) +
-                                " and strides " + text(tensor.strides));
-  }
-  return reinterpret_cast<void*>(tensor.address);
-}
-
-// The elements of an index; `count` is set to how many there are.
-const std::int64_t* index_values(const Tensor& index, const char* name, std::int64_t* count) {
-  *count = index.shape.size() == 1 ? index.shape[0] : -1;
-  return static_cast<const std::int64_t*>(memory(index, name, "int64", *count));
-}
-
-// The same, all checked to lie in [0, size).
-const std::int64_t* positions(const Tensor& index, const char* name, std::int64_t size, std::int64_t* count) {
-  const std::int64_t* values = index_values(index, name, count);
-  for (std::int64_t i = 0; i < *count; ++i) {
-    if (values[i] < 0 || values[i] >= size) throw std::invalid_argument(std::string(name) + " is out of range");
-  }
-  return values;
+  perturb(data(w0), data(delta), data(out), groups.rows * groups.cols, groups.dtype, {sigma, seed, offset}, threads);
 }
 
 AdamPenalty parse_penalty(const std::string& name) {
@@ -198,8 +95,8 @@ BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, c
   const std::int64_t blocks = (count + kAdamBlock - 1) / kAdamBlock;
   const char* moments = quantised ? "uint8" : "float32";
   AdamTensor t{};
-  t.weight = reinterpret_cast<void*>(weight.address);
-  t.gradient = reinterpret_cast<const void*>(gradient.address);
+  t.weight = data(weight);
+  t.gradient = data(gradient);
   t.first = memory(state[0], "the first moment", moments, count);
   t.second = memory(state[1], "the second moment", moments, count);
   if (quantised) {
@@ -214,8 +111,8 @@ BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, c
   check_threshold(penalty_weight);
   t.penalty_weight = penalty_weight;
   t.offset = offset;
-  float* targets[8] = {&t.decay,     &t.rate1, &t.beta2,          &t.rate2,
-                       &t.step_size, &t.root_correction, &t.eps, &t.gradient_scale};
+  float* targets[8] = {&t.decay,     &t.rate1,           &t.beta2, &t.rate2,
+                       &t.step_size, &t.root_correction, &t.eps,   &t.gradient_scale};
   for (int i = 0; i < 8; ++i) *targets[i] = scalars[static_cast<std::size_t>(i)];
   t.step = step;
   t.stream = stream;
@@ -226,7 +123,7 @@ BoundAdamTensor bind_adam_tensor(const Tensor& weight, const Tensor& gradient, c
 
 void bind_regularised_adamw(const std::vector<BoundAdamTensor>& bound, std::uint64_t seed, bool stochastic,
                             int threads) {
-  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
+  check_threads(threads);
   if (bound.empty()) return;
   std::vector<AdamTensor> tensors;
   for (const BoundAdamTensor& one : bound) {
@@ -241,10 +138,6 @@ void bind_regularised_adamw(const std::vector<BoundAdamTensor>& bound, std::uint
   regularised_adamw(tensors, options);
 }
 
-void check_threads(int threads) {
-  if (threads < 1) throw std::invalid_argument("threads is " + std::to_string(threads) + ", must be at least 1");
-}
-
 DiffShape diff_shape(const Tensor& x_in, const Tensor& x_out, const std::string& kind, int threads) {
   check_same(x_in, "x_in", x_out, "x_out");
   check_threads(threads);
@@ -252,30 +145,28 @@ DiffShape diff_shape(const Tensor& x_in, const Tensor& x_out, const std::string&
   return {x_in.shape[0], x_in.shape[1], kind == "l1", parse_dtype(x_in.dtype), threads};
 }
 
-double bind_diff_norm(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, const std::string& kind,
-                      int threads) {
+double bind_residual_diff_norm(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, const std::string& kind,
+                               int threads) {
   const DiffShape shape = diff_shape(x_in, x_out, kind, threads);
   float* target = static_cast<float*>(memory(norms, "norms", "float32", shape.rows));
   const py::gil_scoped_release released;
-  return diff_norm(reinterpret_cast<const void*>(x_in.address), reinterpret_cast<const void*>(x_out.address), target,
-                   shape);
+  return residual_diff_norm(data(x_in), data(x_out), target, shape);
 }
 
-void bind_diff_norm_gradient(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, double scale,
-                             const std::string& kind, const std::optional<Tensor>& grad_in,
-                             const std::optional<Tensor>& grad_out, int threads) {
+void bind_residual_diff_norm_gradient(const Tensor& x_in, const Tensor& x_out, const Tensor& norms, double scale,
+                                      const std::string& kind, const std::optional<Tensor>& grad_in,
+                                      const std::optional<Tensor>& grad_out, int threads) {
   const DiffShape shape = diff_shape(x_in, x_out, kind, threads);
   const float* source = static_cast<const float*>(memory(norms, "norms", "float32", shape.rows));
   const auto target = [&](const std::optional<Tensor>& tensor, const char* name) -> void* {
     if (!tensor) return nullptr;
     check_same(x_in, "x_in", *tensor, name);
-    return reinterpret_cast<void*>(tensor->address);
+    return data(*tensor);
   };
   void *in = target(grad_in, "grad_in"), *out = target(grad_out, "grad_out");
   if (in == nullptr && out == nullptr) return;
   const py::gil_scoped_release released;
-  diff_norm_gradient(reinterpret_cast<const void*>(x_in.address), reinterpret_cast<const void*>(x_out.address),
-                     source, scale, in, out, shape);
+  residual_diff_norm_gradient(data(x_in), data(x_out), source, scale, in, out, shape);
 }
 
 NormShape norm_shape(const Tensor& x, std::int64_t norm_size, int threads) {
@@ -287,47 +178,33 @@ NormShape norm_shape(const Tensor& x, std::int64_t norm_size, int threads) {
   return {x.shape[0], x.shape[1], norm_size, parse_dtype(x.dtype), threads};
 }
 
-void* optional_vector(const std::optional<Tensor>& tensor, const char* name, const Tensor& x) {
-  return tensor ? memory(*tensor, name, x.dtype.c_str(), x.shape[1]) : nullptr;
-}
-
-void bind_layer_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, float eps,
-                     std::int64_t norm_size, const Tensor& out, const Tensor& mean, const Tensor& rstd, int threads) {
+void bind_layer_norm_virtual(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, float eps,
+                             std::int64_t norm_size, const Tensor& out, const Tensor& mean, const Tensor& rstd,
+                             int threads) {
   const NormShape shape = norm_shape(x, norm_size, threads);
   check_same(x, "x", out, "out");
   const void *scale = optional_vector(weight, "weight", x), *shift = optional_vector(bias, "bias", x);
   float* means = static_cast<float*>(memory(mean, "mean", "float32", shape.rows));
   float* rstds = static_cast<float*>(memory(rstd, "rstd", "float32", shape.rows));
   const py::gil_scoped_release released;
-  layer_norm(reinterpret_cast<const void*>(x.address), scale, shift, eps, reinterpret_cast<void*>(out.address), means,
-             rstds, shape);
+  layer_norm_virtual(data(x), scale, shift, eps, data(out), means, rstds, shape);
 }
 
-void bind_layer_norm_gradient(const Tensor& grad, const Tensor& x, const Tensor& weight, std::int64_t norm_size,
-                              const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& grad_x,
-                              const std::optional<Tensor>& grad_weight, const std::optional<Tensor>& grad_bias,
-                              int threads) {
+void bind_layer_norm_virtual_gradient(const Tensor& grad, const Tensor& x, const Tensor& weight, std::int64_t norm_size,
+                                      const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& grad_x,
+                                      const std::optional<Tensor>& grad_weight,
+                                      const std::optional<Tensor>& grad_bias, int threads) {
   const NormShape shape = norm_shape(x, norm_size, threads);
   check_same(x, "x", grad, "grad");
   if (grad_x) check_same(x, "x", *grad_x, "grad_x");
   const void* scale = optional_vector(weight, "weight", x);
-  void *to_weight = optional_vector(grad_weight, "grad_weight", x), *to_bias = optional_vector(grad_bias, "grad_bias", x);
+  void* to_weight = optional_vector(grad_weight, "grad_weight", x);
+  void* to_bias = optional_vector(grad_bias, "grad_bias", x);
   const float* means = static_cast<const float*>(memory(mean, "mean", "float32", shape.rows));
   const float* rstds = static_cast<const float*>(memory(rstd, "rstd", "float32", shape.rows));
   const py::gil_scoped_release released;
-  layer_norm_gradient(reinterpret_cast<const void*>(grad.address), reinterpret_cast<const void*>(x.address), scale,
-                      means, rstds, grad_x ? reinterpret_cast<void*>(grad_x->address) : nullptr, to_weight, to_bias,
-                      shape);
-}
-
-// The same of an index that may be left out, which stands for all `size` positions: null then.
-const std::int64_t* positions(const std::optional<Tensor>& index, const char* name, std::int64_t size,
-                              std::int64_t* count) {
-  if (!index) {
-    *count = size;
-    return nullptr;
-  }
-  return positions(*index, name, size, count);
+  layer_norm_virtual_gradient(data(grad), data(x), scale, means, rstds, grad_x ? data(*grad_x) : nullptr, to_weight,
+                              to_bias, shape);
 }
 
 // The least and the greatest position of an index that is not empty, and, if all lie in [0, size), whether one is there
@@ -348,66 +225,44 @@ std::tuple<std::int64_t, std::int64_t, bool> index_facts(const Tensor& index, st
   return {*low, *high, repeated};
 }
 
-float finite(float value, const char* name) {
-  if (!std::isfinite(value)) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", must be finite");
-  }
-  return value;
-}
-
-// The rows (axis 0) or columns that an index names. Repeated positions are the caller's to exclude.
-Selection selection(const Tensor& w, const Tensor& index, int axis, float offset, int threads) {
-  check_matrix(w, "w");
-  const GroupMatrix matrix = group_matrix(w, axis, threads);
-  Selection selected{matrix.rows, matrix.cols, matrix.by_row, nullptr, 0, finite(offset, "offset"), matrix.dtype,
-                     threads};
-  selected.index = positions(index, "index", matrix.by_row ? matrix.rows : matrix.cols, &selected.count);
-  return selected;
-}
-
 double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l1, const std::optional<Tensor>& grad,
                           double penalty_weight, float offset, int threads) {
-  const Selection selected = selection(w, index, axis, offset, threads);
+  const Selection selected = selected_groups(w, index, axis, offset, threads);
   void* gradient = nullptr;
   if (grad) {
     check_same(w, "w", *grad, "grad");
-    const std::int64_t bytes = w.shape[0] * w.shape[1] * bytes_per_element(selected.dtype);
+    const std::int64_t bytes = bytes_of(selected);
     if (bytes > 0 && w.address == grad->address) throw std::invalid_argument("grad is w");
     check_overlap(w, *grad, static_cast<std::uintptr_t>(bytes));
-    gradient = reinterpret_cast<void*>(grad->address);
+    gradient = data(*grad);
   }
   const py::gil_scoped_release released;
-  return group_penalty(reinterpret_cast<const void*>(w.address), gradient, penalty_weight, l1, selected);
+  return group_penalty(data(w), gradient, penalty_weight, l1, selected);
 }
 
 void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, float offset,
                      int threads) {
-  const Selection selected = selection(w, index, axis, offset, threads);
+  const Selection selected = selected_groups(w, index, axis, offset, threads);
   check_threshold(threshold);
   const py::gil_scoped_release released;
-  group_prox(reinterpret_cast<void*>(w.address), threshold, l1, selected);
+  group_prox(data(w), threshold, l1, selected);
 }
 
 void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, float offset, int threads) {
-  const Selection selected = selection(w, index, axis, offset, threads);
+  const Selection selected = selected_groups(w, index, axis, offset, threads);
   finite(factor, "factor");
   const py::gil_scoped_release released;
-  shrink(reinterpret_cast<void*>(w.address), factor, selected);
+  shrink(data(w), factor, selected);
 }
 
 void bind_group_importance(const Tensor& score, const Tensor& w, int axis, bool is_signed, float offset,
                            const Tensor& out, int threads) {
   check_same(score, "score", w, "w");
-  const GroupMatrix matrix = group_matrix(w, axis, threads);
-  const std::int64_t count = matrix.by_row ? matrix.rows : matrix.cols;
-  double* const sums = static_cast<double*>(memory(out, "out", "float64", count));
-  std::vector<std::int64_t> every(static_cast<std::size_t>(count));
-  std::iota(every.begin(), every.end(), std::int64_t{0});
-  const Selection all{matrix.rows, matrix.cols, matrix.by_row, every.data(), count,
-                      finite(offset, "offset"), matrix.dtype, threads};
+  Selection groups = all_groups(w, axis, threads);
+  groups.offset = finite(offset, "offset");
+  double* const sums = static_cast<double*>(memory(out, "out", "float64", groups.count));
   const py::gil_scoped_release released;
-  const std::vector<double> values = group_importance(reinterpret_cast<const void*>(score.address),
-                                                      reinterpret_cast<const void*>(w.address), is_signed, all);
+  const std::vector<double> values = group_importance(data(score), data(w), is_signed, groups);
   std::copy(values.begin(), values.end(), sums);
 }
 
@@ -431,8 +286,8 @@ void bind_slice_gather(const Tensor& w, const Tensor& out, const std::optional<T
     throw std::invalid_argument("out is " + out.dtype + " of shape " + text(out.shape) + ", which does not fit");
   }
   if (gather.row_count * gather.col_count == 0) return;
-  const void* from = reinterpret_cast<const void*>(w.address);
-  void* to = reinterpret_cast<void*>(out.address);
+  const void* from = data(w);
+  void* to = data(out);
   if (scale) {
     const DType dtype = parse_dtype(w.dtype);
     const py::gil_scoped_release released;
@@ -493,15 +348,15 @@ PYBIND11_MODULE(_C, module) {
            py::arg("penalty_weight"), py::arg("offset"));
   module.def("regularised_adamw", &bind_regularised_adamw, py::arg("tensors"), py::arg("seed"),
              py::arg("stochastic"), py::arg("threads"));
-  module.def("residual_diff_norm", &bind_diff_norm, py::arg("x_in"), py::arg("x_out"), py::arg("norms"),
+  module.def("residual_diff_norm", &bind_residual_diff_norm, py::arg("x_in"), py::arg("x_out"), py::arg("norms"),
              py::arg("kind"), py::arg("threads"));
-  module.def("residual_diff_norm_gradient", &bind_diff_norm_gradient, py::arg("x_in"), py::arg("x_out"),
+  module.def("residual_diff_norm_gradient", &bind_residual_diff_norm_gradient, py::arg("x_in"), py::arg("x_out"),
              py::arg("norms"), py::arg("scale"), py::arg("kind"), py::arg("grad_in"), py::arg("grad_out"),
              py::arg("threads"));
-  module.def("layer_norm_virtual", &bind_layer_norm, py::arg("x"), py::arg("weight"), py::arg("bias"),
+  module.def("layer_norm_virtual", &bind_layer_norm_virtual, py::arg("x"), py::arg("weight"), py::arg("bias"),
              py::arg("eps"), py::arg("norm_size"), py::arg("out"), py::arg("mean"), py::arg("rstd"),
              py::arg("threads"));
-  module.def("layer_norm_virtual_gradient", &bind_layer_norm_gradient, py::arg("grad"), py::arg("x"),
+  module.def("layer_norm_virtual_gradient", &bind_layer_norm_virtual_gradient, py::arg("grad"), py::arg("x"),
              py::arg("weight"), py::arg("norm_size"), py::arg("mean"), py::arg("rstd"), py::arg("grad_x"),
              py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"));
   module.def("slice_gather", &bind_slice_gather, py::arg("w"), py::arg("out"), py::arg("rows"), py::arg("columns"),

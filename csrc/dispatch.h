@@ -28,7 +28,15 @@ Isa active_isa();
 // Throws std::invalid_argument for a name that is unknown or that this CPU cannot run. "auto" restores the best.
 void set_isa(const std::string& name);
 
-// One entry per instruction set, filled at compile time; entries that were not compiled repeat the scalar one.
+// The value of an expression in the namespace of each instruction set, as the entries of an IsaTable; where an
+// instruction set was not compiled, the scalar one's.
+#if PYPRUNE_X86
+#define PYPRUNE_EACH_ISA(...) {{scalar::__VA_ARGS__, avx2::__VA_ARGS__, avx512::__VA_ARGS__}}
+#else
+#define PYPRUNE_EACH_ISA(...) {{scalar::__VA_ARGS__, scalar::__VA_ARGS__, scalar::__VA_ARGS__}}
+#endif
+
+// One entry for each instruction set, filled at compile time.
 template <class Kernel>
 struct IsaTable {
   Kernel entry[kIsaCount];

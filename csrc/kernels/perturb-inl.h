@@ -1,6 +1,7 @@
-// Philox (philox-inl.h) and the Box-Muller transform, compiled once per instruction set. Only operations that IEEE 754 rounds exactly are used (no library
-// functions, no fused multiply-add), so that the noise is equal bit for bit on every instruction set.
-#include "kernels/philox-inl.h"
+// Philox (philox-inl.h) and the Box-Muller transform, compiled once per instruction set. Only operations that IEEE 754
+// rounds exactly are used (no library functions, no fused multiply-add), so that the noise is equal bit for bit on
+// every instruction set.
+#include "kernels/common/philox-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {

@@ -3,9 +3,9 @@
 #include <cstdint>
 
 #include "dispatch.h"
-#include "kernels/parallel.h"
-#include "kernels/simd.h"
-#include "kernels/with_storage.h"
+#include "kernels/common/parallel.h"
+#include "kernels/common/simd.h"
+#include "kernels/common/with_storage.h"
 
 namespace pyprune {
 namespace {
@@ -32,20 +32,14 @@ using PerturbKernel = void (*)(const PerturbArguments<T>& arguments, std::uint64
 }  // namespace pyprune
 
 #define PYPRUNE_BODY "kernels/perturb-inl.h"
-#include "kernels/foreach_target.h"
+#include "kernels/common/foreach_target.h"
 
 namespace pyprune {
 namespace {
 
 template <class T>
 PerturbKernel<T> active_kernel() {
-#if PYPRUNE_X86
-  static const IsaTable<PerturbKernel<T>> table = {
-      {scalar::perturb_kernel<T>(), avx2::perturb_kernel<T>(), avx512::perturb_kernel<T>()}};
-#else
-  static const IsaTable<PerturbKernel<T>> table = {
-      {scalar::perturb_kernel<T>(), scalar::perturb_kernel<T>(), scalar::perturb_kernel<T>()}};
-#endif
+  static const IsaTable<PerturbKernel<T>> table = PYPRUNE_EACH_ISA(perturb_kernel<T>());
   return table.active();
 }
 

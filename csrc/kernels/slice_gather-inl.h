@@ -1,6 +1,6 @@
-// Bodies of slice_gather, compiled once per instruction set. Columns come as runs of neighbours. Where runs are short and
-// the columns ascend, they come as windows of one register whose chosen lanes move together; else one by one.
-#include "kernels/simd-inl.h"
+// Bodies of slice_gather, compiled once per instruction set. Columns come as runs of neighbours. Where runs are short
+// and the columns ascend, they come as windows of one register whose chosen lanes move together; else one by one.
+#include "kernels/common/simd-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -105,7 +105,7 @@ inline std::vector<Window> windows_of(const Gather& gather) {
     Window& window = windows.back();
     window.mask |= 1u << (col - window.first);
     ++window.taken;
-    // A register's worth wherever a later column shows that the row goes on so far.
+    // A register's worth wherever a later column shows that the row reaches that far.
     const std::int64_t left = gather.cols[gather.col_count - 1] + 1 - window.first;
     window.reach = left < kWidth ? left : kWidth;
   }

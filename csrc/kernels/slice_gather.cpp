@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "kernels/parallel.h"
-#include "kernels/simd.h"
+#include "kernels/common/parallel.h"
+#include "kernels/common/simd.h"
 
 namespace pyprune {
 namespace {
@@ -29,19 +29,13 @@ struct GatherKernels {
 }  // namespace pyprune
 
 #define PYPRUNE_BODY "kernels/slice_gather-inl.h"
-#include "kernels/foreach_target.h"
+#include "kernels/common/foreach_target.h"
 
 namespace pyprune {
 namespace {
 
 GatherKernels active_gather() {
-#if PYPRUNE_X86
-  static const IsaTable<GatherKernels> table = {
-      {scalar::gather_kernels(), avx2::gather_kernels(), avx512::gather_kernels()}};
-#else
-  static const IsaTable<GatherKernels> table = {
-      {scalar::gather_kernels(), scalar::gather_kernels(), scalar::gather_kernels()}};
-#endif
+  static const IsaTable<GatherKernels> table = PYPRUNE_EACH_ISA(gather_kernels());
   return table.active();
 }
 

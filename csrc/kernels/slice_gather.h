@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "storage.h"
+#include "kernels/common/storage.h"
 
 namespace pyprune {
 

@@ -1,13 +1,13 @@
-// Sums and updates of columns, for body files: see foreach_target.h; no include guard on purpose. Columns go down the matrix for
-// the sums and up again for the update, over whole pieces of rows: narrow panels, which would stay in the cache, touch a
+// Sums and updates of columns, for body files: see foreach_target.h; no include guard on purpose. The sums run down the
+// matrix and the update runs up again, over whole pieces of rows: narrow panels, which would stay in the cache, touch a
 // new page every few hundred bytes and cost more than they save.
 //
-// Terms say what is summed. kArrays: how many arrays that reads. Exact terms join their lanes' sums in double, one by one.
-// The others are for 16-bit storage, whose conversion to double costs more than memory takes to deliver: the terms are
-// made in float32, where the square or product of two such numbers is exact, and kChain of them are added there first,
-// which costs a sum at most 2e-7 of itself. That fails beyond the range of float32; usable() tells, and the sum is made
-// of exact terms then. An update says what the elements of `out` become, given one scale a lane.
-#include "kernels/simd-inl.h"
+// Terms say what is summed. kArrays: how many arrays that reads. Exact terms join their lanes' sums in double, one by
+// one. The others are for 16-bit storage, whose conversion to double costs more than memory takes to deliver: the terms
+// are made in float32, where the square or product of two such numbers is exact, and kChain of them are added there
+// first, which costs a sum at most 2e-7 of itself. That fails beyond the range of float32; usable() tells, and the sum
+// is made of exact terms then. An update says what the elements of `out` become, given one scale a lane.
+#include "kernels/common/simd-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -182,8 +182,8 @@ void over_rows(const Piece& piece, std::int64_t begin, std::int64_t end, bool up
   }
 }
 
-// Calls work(rows, panel, col, extent) on every pair of selected columns of some rows at a time: several rows share what
-// is known of the columns, and keep several streams from memory going. `up` begins at the last row.
+// Calls work(rows, panel, col, extent) on every pair of selected columns of some rows at a time: several rows share
+// what is known of the columns, and keep several streams from memory going. `up` begins at the last row.
 template <class Work>
 void over_columns(const Piece& piece, bool up, Work work) {
   constexpr int kRows = kStreams / Work::kArrays;
@@ -264,8 +264,8 @@ struct SumAndUpdateColumns {
   }
 };
 
-// Makes the sums of columns what they must be, and puts them in order. Each block of columns decides alone whether its sums
-// are usable, so that nothing depends on how the columns are shared between threads.
+// Makes the sums of columns what they must be, and puts them in order. Each block of columns decides alone whether its
+// sums are usable, so that nothing depends on how the columns are shared between threads.
 template <class Terms>
 void finish_column_sums(Terms terms, const Piece& piece) {
   if (!Terms::kExact) {

@@ -1,7 +1,7 @@
 // From a run-time dtype to a storage type.
 #pragma once
 
-#include "kernels/storage.h"
+#include "kernels/common/storage.h"
 
 namespace pyprune {
 

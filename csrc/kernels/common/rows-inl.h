@@ -1,6 +1,6 @@
-// What the operations on rows share, beside what columns-inl.h has for both: the sum of a row, and the update of its
-// elements. For body files: see foreach_target.h; no include guard on purpose.
-#include "kernels/columns-inl.h"
+// The sum of a row, and the update of its elements. What rows and columns share is in columns-inl.h. For body files:
+// see foreach_target.h; no include guard on purpose.
+#include "kernels/common/columns-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -18,7 +18,7 @@ struct OfRow {
   }
 };
 
-// Nothing to do beside a sum.
+// Nothing else to do in the pass that makes a sum.
 struct Nothing {
   template <class Extent>
   void operator()(std::int64_t, Extent) const {}

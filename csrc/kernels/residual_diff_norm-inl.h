@@ -1,6 +1,6 @@
 // Bodies of the residual-difference norm, compiled once per instruction set. Sums run in double over a fixed number of
 // lanes: squares of float32 can neither overflow nor vanish, and the result is the same on every instruction set.
-#include "kernels/storage-inl.h"
+#include "kernels/common/storage-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {

@@ -1,10 +1,10 @@
-#include "kernels/diff_norm.h"
+#include "kernels/residual_diff_norm.h"
 
 #include <cstdint>
 
 #include "dispatch.h"
-#include "kernels/parallel.h"
-#include "kernels/with_storage.h"
+#include "kernels/common/parallel.h"
+#include "kernels/common/with_storage.h"
 
 namespace pyprune {
 namespace {
@@ -20,27 +20,21 @@ struct DiffKernels {
 }  // namespace
 }  // namespace pyprune
 
-#define PYPRUNE_BODY "kernels/diff_norm-inl.h"
-#include "kernels/foreach_target.h"
+#define PYPRUNE_BODY "kernels/residual_diff_norm-inl.h"
+#include "kernels/common/foreach_target.h"
 
 namespace pyprune {
 namespace {
 
 template <class T>
 DiffKernels<T> active_diff() {
-#if PYPRUNE_X86
-  static const IsaTable<DiffKernels<T>> table = {
-      {scalar::diff_kernels<T>(), avx2::diff_kernels<T>(), avx512::diff_kernels<T>()}};
-#else
-  static const IsaTable<DiffKernels<T>> table = {
-      {scalar::diff_kernels<T>(), scalar::diff_kernels<T>(), scalar::diff_kernels<T>()}};
-#endif
+  static const IsaTable<DiffKernels<T>> table = PYPRUNE_EACH_ISA(diff_kernels<T>());
   return table.active();
 }
 
 }  // namespace
 
-double diff_norm(const void* x_in, const void* x_out, float* norms, const DiffShape& shape) {
+double residual_diff_norm(const void* x_in, const void* x_out, float* norms, const DiffShape& shape) {
   with_storage(shape.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_diff<T>().forward;
@@ -53,8 +47,8 @@ double diff_norm(const void* x_in, const void* x_out, float* norms, const DiffSh
   return sum / static_cast<double>(shape.rows);
 }
 
-void diff_norm_gradient(const void* x_in, const void* x_out, const float* norms, double scale, void* grad_in,
-                        void* grad_out, const DiffShape& shape) {
+void residual_diff_norm_gradient(const void* x_in, const void* x_out, const float* norms, double scale, void* grad_in,
+                                 void* grad_out, const DiffShape& shape) {
   with_storage(shape.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_diff<T>().backward;

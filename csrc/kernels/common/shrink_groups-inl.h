@@ -1,31 +1,17 @@
-// Bodies of the group soft-threshold and of the Moreau step, compiled once per instruction set. Both are "evaluate
-// each element, shrink its group": a source object evaluates element i in float32, and the groups are rows or columns.
-// An element is evaluated twice, for the norm and for the product, instead of being stored (and rounded) in between.
-// Sums run in double over a fixed number of lanes: squares of float32 can neither overflow nor vanish, and the result
-// is the same on every instruction set.
-#include "kernels/rows-inl.h"
+// "Evaluate each element, shrink its group", into another matrix or the same: shared by the group soft-threshold and
+// the Moreau step. For body files: see foreach_target.h; no include guard on purpose.
+//
+// A source evaluates element i in float32, and the groups are rows or columns. An element is evaluated twice, for the
+// norm and for the product, instead of being stored (and rounded) in between. Sums run in double over a fixed number of
+// lanes: squares of float32 can neither overflow nor vanish, and the result is the same on every instruction set.
+#include "kernels/common/groups-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-template <class T>
-struct Stepped {
-  using Storage = T;
-  static constexpr int kArrays = 2;
-  const T* delta;
-  const T* grad;
-  float decay;
-  float gamma;
-  template <class Extent>
-  Pair at(std::int64_t i, Extent extent) const {
-    return extent.load(delta + i) * spread(decay) - extent.load(grad + i) * spread(gamma);
-  }
-  Stepped shifted(std::int64_t offset) const { return {delta + offset, grad + offset, decay, gamma}; }
-};
-
-// kNumbers: no element of the row is NaN. out may be what the source reads: an element is evaluated before it is written,
-// and nothing later needs it.
+// kNumbers: no element of the row is NaN. out may be what the source reads: an element is evaluated before it is
+// written, and nothing later needs it.
 template <bool kNumbers, class Source, class T>
 void multiply(Source source, T* out, std::int64_t count, float scale) {
   const Floats scales = spread(scale);
@@ -44,8 +30,8 @@ void multiply(Source source, T* out, std::int64_t count, float scale) {
 template <class Source, class T>
 void shrink_rows(Source all, T* out, double threshold, const Piece& piece) {
   for (std::int64_t row = piece.begin; row < piece.end; ++row) {
-    const Source source = all.shifted(row * piece.cols);
-    T* target = out + row * piece.cols;
+    const Source source = all.shifted(piece.row_start(row));
+    T* target = out + piece.row_start(row);
     const double sum = checked_row_sum(Squares<Source>{source}, 0, piece.cols, Nothing{});
     const float scale = shrink_scale(sum, threshold);
     if (scale == 0.0f) {
@@ -85,28 +71,6 @@ void shrink_groups(Source source, T* out, double threshold, const Piece& piece) 
   }
 }
 
-template <class T>
-void threshold_body(const T* x, T* out, double threshold, const Piece& piece) {
-  shrink_groups(Plain<T>{x}, out, threshold, piece);
-}
-
-template <class T>
-void moreau_body(T* delta, const T* grad, float decay, float gamma, double threshold, const Piece& piece) {
-  const Stepped<T> source{delta, grad, decay, gamma};
-  if (threshold > 0) return shrink_groups(source, delta, threshold, piece);
-  // Without a threshold the groups do not interact; begin and end count rows.
-  const std::int64_t end = piece.end * piece.cols;
-  std::int64_t i = piece.begin * piece.cols;
-  for (; i + kPair <= end; i += kPair) store_pair(delta + i, source.at(i, Whole{}));
-  if (i < end) store_pair_up_to(delta + i, source.at(i, Part{end - i}), end - i);
-}
-
 }  // namespace
-
-template <class T>
-GroupKernels<T> group_kernels() {
-  return {threshold_body<T>, moreau_body<T>};
-}
-
 }  // namespace PYPRUNE_TARGET_NAMESPACE
 }  // namespace pyprune

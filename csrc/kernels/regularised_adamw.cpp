@@ -1,12 +1,13 @@
-#include "kernels/adamw.h"
+#include "kernels/regularised_adamw.h"
 
 #include <cmath>
 #include <cstdint>
 
 #include "dispatch.h"
-#include "kernels/index_set.h"
-#include "kernels/parallel.h"
-#include "kernels/simd.h"
+#include "kernels/group_penalty.h"
+#include "kernels/group_prox.h"
+#include "kernels/common/parallel.h"
+#include "kernels/common/simd.h"
 
 namespace pyprune {
 namespace {
@@ -28,21 +29,15 @@ struct AdamKernels {
 }  // namespace
 }  // namespace pyprune
 
-#define PYPRUNE_BODY "kernels/adamw-inl.h"
-#include "kernels/foreach_target.h"
+#define PYPRUNE_BODY "kernels/regularised_adamw-inl.h"
+#include "kernels/common/foreach_target.h"
 
 namespace pyprune {
 namespace {
 
 template <class T>
 AdamKernels active_adam() {
-#if PYPRUNE_X86
-  static const IsaTable<AdamKernels> table = {
-      {scalar::adam_kernels<T>(), avx2::adam_kernels<T>(), avx512::adam_kernels<T>()}};
-#else
-  static const IsaTable<AdamKernels> table = {
-      {scalar::adam_kernels<T>(), scalar::adam_kernels<T>(), scalar::adam_kernels<T>()}};
-#endif
+  static const IsaTable<AdamKernels> table = PYPRUNE_EACH_ISA(adam_kernels<T>());
   return table.active();
 }
 
@@ -64,9 +59,9 @@ std::vector<GroupPiece> pieces_of(const AdamTensor& t) {
   const std::int64_t limit = t.by_row ? 1 : kPieceColumns;
   std::vector<GroupPiece> pieces;
   for (std::int64_t i = 0; i < t.index_count; ++i) {
-    const bool goes_on = !pieces.empty() && pieces.back().length < limit &&
+    const bool continues = !pieces.empty() && pieces.back().length < limit &&
                          pieces.back().first + pieces.back().length == t.index[i];
-    if (goes_on) {
+    if (continues) {
       ++pieces.back().length;
     } else {
       pieces.push_back({t.index[i], i, 1});

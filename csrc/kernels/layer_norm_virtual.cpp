@@ -1,12 +1,12 @@
-#include "kernels/layer_norm.h"
+#include "kernels/layer_norm_virtual.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "dispatch.h"
-#include "kernels/parallel.h"
-#include "kernels/with_storage.h"
+#include "kernels/common/parallel.h"
+#include "kernels/common/with_storage.h"
 
 namespace pyprune {
 namespace {
@@ -25,21 +25,15 @@ struct NormKernels {
 }  // namespace
 }  // namespace pyprune
 
-#define PYPRUNE_BODY "kernels/layer_norm-inl.h"
-#include "kernels/foreach_target.h"
+#define PYPRUNE_BODY "kernels/layer_norm_virtual-inl.h"
+#include "kernels/common/foreach_target.h"
 
 namespace pyprune {
 namespace {
 
 template <class T>
 NormKernels<T> active_norm() {
-#if PYPRUNE_X86
-  static const IsaTable<NormKernels<T>> table = {
-      {scalar::norm_kernels<T>(), avx2::norm_kernels<T>(), avx512::norm_kernels<T>()}};
-#else
-  static const IsaTable<NormKernels<T>> table = {
-      {scalar::norm_kernels<T>(), scalar::norm_kernels<T>(), scalar::norm_kernels<T>()}};
-#endif
+  static const IsaTable<NormKernels<T>> table = PYPRUNE_EACH_ISA(norm_kernels<T>());
   return table.active();
 }
 
@@ -70,8 +64,8 @@ void parameter_gradients(const T* grad, const T* x, const float* mean, const flo
 
 }  // namespace
 
-void layer_norm(const void* x, const void* weight, const void* bias, float eps, void* out, float* mean, float* rstd,
-                const NormShape& shape) {
+void layer_norm_virtual(const void* x, const void* weight, const void* bias, float eps, void* out, float* mean,
+                        float* rstd, const NormShape& shape) {
   with_storage(shape.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_norm<T>().forward;
@@ -82,8 +76,9 @@ void layer_norm(const void* x, const void* weight, const void* bias, float eps, 
   });
 }
 
-void layer_norm_gradient(const void* grad, const void* x, const void* weight, const float* mean, const float* rstd,
-                         void* grad_x, void* grad_weight, void* grad_bias, const NormShape& shape) {
+void layer_norm_virtual_gradient(const void* grad, const void* x, const void* weight, const float* mean,
+                                 const float* rstd, void* grad_x, void* grad_weight, void* grad_bias,
+                                 const NormShape& shape) {
   with_storage(shape.dtype, [&](auto tag) {
     using T = decltype(tag);
     const T *slope = static_cast<const T*>(grad), *input = static_cast<const T*>(x);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "storage.h"
+#include "kernels/common/storage.h"
 
 namespace pyprune {
 
@@ -17,10 +17,10 @@ struct DiffShape {
 };
 
 // norms[row] = ||x_out[row] - x_in[row]||; returns their mean.
-double diff_norm(const void* x_in, const void* x_out, float* norms, const DiffShape& shape);
+double residual_diff_norm(const void* x_in, const void* x_out, float* norms, const DiffShape& shape);
 
 // The gradient of scale times the sum of the norms. Either result may be null; they may not overlap the inputs.
-void diff_norm_gradient(const void* x_in, const void* x_out, const float* norms, double scale, void* grad_in,
-                        void* grad_out, const DiffShape& shape);
+void residual_diff_norm_gradient(const void* x_in, const void* x_out, const float* norms, double scale, void* grad_in,
+                                 void* grad_out, const DiffShape& shape);
 
 }  // namespace pyprune

@@ -1,7 +1,7 @@
 // Bodies of AdamW, compiled once per instruction set. Elements go in blocks of 128, which share a scale of the 8-bit
-// moments and a block of random bits: registers from memory to memory, 8-bit moments by way of buffers in the first-level
-// cache. Nothing depends on how blocks are shared between threads.
-#include "kernels/philox-inl.h"
+// moments and a block of random bits: registers from memory to memory, 8-bit moments by way of buffers in the
+// first-level cache. Nothing depends on how blocks are shared between threads.
+#include "kernels/common/philox-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {

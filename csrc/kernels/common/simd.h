@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "dispatch.h"
-#include "kernels/storage.h"
+#include "kernels/common/storage.h"
 
 #if PYPRUNE_X86
 #include <immintrin.h>

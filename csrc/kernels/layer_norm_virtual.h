@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "storage.h"
+#include "kernels/common/storage.h"
 
 namespace pyprune {
 
@@ -17,11 +17,12 @@ struct NormShape {
 };
 
 // out, and the mean and the reciprocal deviation of each row. bias may be null.
-void layer_norm(const void* x, const void* weight, const void* bias, float eps, void* out, float* mean, float* rstd,
-                const NormShape& shape);
+void layer_norm_virtual(const void* x, const void* weight, const void* bias, float eps, void* out, float* mean,
+                        float* rstd, const NormShape& shape);
 
 // The gradients of x, weight and bias, each of which may be null.
-void layer_norm_gradient(const void* grad, const void* x, const void* weight, const float* mean, const float* rstd,
-                         void* grad_x, void* grad_weight, void* grad_bias, const NormShape& shape);
+void layer_norm_virtual_gradient(const void* grad, const void* x, const void* weight, const float* mean,
+                                 const float* rstd, void* grad_x, void* grad_weight, void* grad_bias,
+                                 const NormShape& shape);
 
 }  // namespace pyprune

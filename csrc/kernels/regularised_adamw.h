@@ -1,11 +1,11 @@
 // AdamW with a fused group penalty over many tensors. The definition, NaN and infinity included, is
-// pyprune/ops/regularised_adamw/reference.py; the random bits are defined in philox.py beside it.
+// pyprune/ops/regularised_adamw/reference.py; the random bits are defined in philox.py next to it.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "storage.h"
+#include "kernels/common/storage.h"
 
 namespace pyprune {
 

@@ -1,7 +1,7 @@
 // One register of float32 lanes on every target, with conversions from and to storage that agree bit for bit with
 // storage-inl.h. Arithmetic is the compiler's own vector arithmetic (operators on Floats); only what has no operator
 // is spelled out per target. Included by body files, inside foreach_target.h: no include guard on purpose.
-#include "kernels/storage-inl.h"
+#include "kernels/common/storage-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
@@ -43,7 +43,8 @@ inline Words rounded_to_bfloat16(Floats lanes) {
   return lanes == lanes ? number_to_bfloat16(lanes) : ((Words)lanes | 0x400000u);
 }
 
-// load_bytes() and store_bytes(): one byte, 0 to 255, for each lane. add_square() may fuse: the square of a float32 is exact in double, so both forms round once and alike.
+// load_bytes() and store_bytes(): one byte, 0 to 255, for each lane. add_square() may fuse: the square of a float32 is
+// exact in double, so both forms round once and alike.
 #if PYPRUNE_TARGET_WIDTH == 16
 
 inline Floats load_lanes(const BFloat16* x) {
@@ -183,8 +184,8 @@ inline Floats square_root(Floats value) {
 
 inline void store_lanes(BFloat16* out, Floats lanes) { store_upper_halves(out, rounded_to_bfloat16(lanes)); }
 
-// Two registers for 2 * kWidth neighbouring elements. bfloat16 gives its even elements first and then the odd ones, which
-// takes a shift and a mask instead of shuffles; lane by lane arithmetic does not mind, and store_pair() undoes it.
+// Two registers for 2 * kWidth neighbouring elements. bfloat16 gives its even elements first and then the odd ones,
+// which takes a shift and a mask instead of shuffles; arithmetic lane by lane is the same, and store_pair() undoes it.
 constexpr int kPair = 2 * kWidth;
 
 struct Pair {
@@ -223,9 +224,9 @@ inline void store_pair(BFloat16* out, Pair pair) {
   store_pair_of_words(out, rounded_to_bfloat16(pair.first), rounded_to_bfloat16(pair.second));
 }
 
-// What holds no NaN, or only NaN as it comes from bfloat16 or is made of such by arithmetic: its lower half is 0, so that
-// rounding cannot turn it into anything else. For bfloat16 that saves a third of the work, and keeps the bits of what
-// was only loaded.
+// For pairs without NaN, or only with NaN that comes from bfloat16 or from arithmetic on it: its lower half is 0, so
+// that rounding cannot turn it into anything else. For bfloat16 that saves a third of the work, and keeps the bits of
+// elements that were only loaded.
 template <class T>
 inline void store_numbers(T* out, Pair pair) {
   store_pair(out, pair);
@@ -292,13 +293,6 @@ inline void store_up_to(T* out, Floats lanes, std::int64_t count) {
   } else {
     store_some(out, lanes, static_cast<int>(count));
   }
-}
-
-// The factor of a group in the group soft-threshold, 0 for a group that goes. The comparison is written so that a NaN
-// norm gives a NaN factor, and so spreads over its group.
-inline float shrink_scale(double squared_norm, double threshold) {
-  const double norm = __builtin_sqrt(squared_norm);
-  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Bodies of the LayerNorm with a virtual size, compiled once per instruction set. Sums run in double over a fixed
 // number of lanes, so that the result is the same on every instruction set.
-#include "kernels/storage-inl.h"
+#include "kernels/common/storage-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {

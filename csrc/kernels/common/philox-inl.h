@@ -1,6 +1,6 @@
-// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11) on registers. Included by
-// body files, inside foreach_target.h: no include guard on purpose.
-#include "kernels/simd-inl.h"
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC11) on registers. Included
+// by body files, inside foreach_target.h: no include guard on purpose.
+#include "kernels/common/simd-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {

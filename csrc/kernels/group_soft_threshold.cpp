@@ -1,0 +1,43 @@
+#include "kernels/group_soft_threshold.h"
+
+#include <cstdint>
+
+#include "dispatch.h"
+#include "kernels/common/groups.h"
+#include "kernels/common/simd.h"
+#include "kernels/common/with_storage.h"
+
+namespace pyprune {
+namespace {
+
+template <class T>
+using ThresholdKernel = void (*)(const T* x, T* out, double threshold, const Piece& piece);
+
+}  // namespace
+}  // namespace pyprune
+
+#define PYPRUNE_BODY "kernels/group_soft_threshold-inl.h"
+#include "kernels/common/foreach_target.h"
+
+namespace pyprune {
+namespace {
+
+template <class T>
+ThresholdKernel<T> active_kernel() {
+  static const IsaTable<ThresholdKernel<T>> table = PYPRUNE_EACH_ISA(threshold_kernel<T>());
+  return table.active();
+}
+
+}  // namespace
+
+void group_soft_threshold(const void* x, void* out, double threshold, const Selection& groups) {
+  with_storage(groups.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto kernel = active_kernel<T>();
+    share_groups(groups, [&](const Piece& piece) {
+      kernel(static_cast<const T*>(x), static_cast<T*>(out), threshold, piece);
+    });
+  });
+}
+
+}  // namespace pyprune
