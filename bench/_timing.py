@@ -1,4 +1,4 @@
-"""Interleaved timing: what bench/ops.py and bench/optimizer.py share."""
+"""Interleaved timing, shared by bench/ops.py and bench/optimizer.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from pyprune.ops import available_isas
-from pyprune.serving.stats import append_jsonl, environment_record, mad, median
+from pyprune.report import Table, markdown_table
+from pyprune.runtime.records import append_jsonl
+from pyprune.serving.stats import environment_record, mad, median
 
 CEILING = "ceiling"
 GPU_CALLS = 10
@@ -68,7 +70,7 @@ class Case:
         return self.traffic / self.median / 1e6
 
     def record(self) -> dict[str, Any]:
-        """What goes to the JSONL file."""
+        """The case as a line of the JSONL file."""
         names = ("op", "dtype", "variant", "implementation", "traffic")
         return {**{name: getattr(self, name) for name in names}, "samples_ms": self.samples}
 
@@ -163,7 +165,7 @@ def quotient(above: Case | None, below: Case | None) -> float | None:
 
 
 def conditions(device: torch.device) -> dict[str, object]:
-    """What a number needs beside it to mean something."""
+    """The machine and the versions that a figure depends on."""
     return {
         **environment_record(torch.cuda.get_device_name() if device.type == "cuda" else None),
         "isas": available_isas(),
@@ -178,7 +180,7 @@ def keep(path: Path, cases: Iterable[Case], about: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that is asked for, and what was measured.
+    """A limit, and what was measured.
 
     Attributes:
         what: in words.
@@ -199,14 +201,18 @@ class Target:
         """Met, missed or not measured."""
         if self.measured is None:
             return "not measured"
-        return "met" if (self.measured >= self.wanted) == self.at_least or self.measured == self.wanted else "MISSED"
+        return "met" if (self.measured >= self.wanted) == self.at_least or self.measured == self.wanted else "missed"
 
 
 def print_targets(targets: Sequence[Target]) -> None:
     """One line a target."""
-    print("\n| target | asked | measured | |\n|---|---:|---:|---|")
-    for target in targets:
-        measured = "" if target.measured is None else f"{target.measured:.2f}"
-        sign = ">=" if target.at_least else "<="
-        verdict = target.verdict + (f" ({target.note})" if target.note else "")
-        print(f"| {target.what} | {sign} {target.wanted:.2f} | {measured} | {verdict} |")
+    rows = tuple(
+        (
+            target.what,
+            f"{'at least' if target.at_least else 'at most'} {target.wanted:.2f}",
+            None if target.measured is None else f"{target.measured:.2f}",
+            target.verdict + (f" ({target.note})" if target.note else ""),
+        )
+        for target in targets
+    )
+    print("\n" + markdown_table(Table("Targets", ("target", "limit", "measured", "verdict"), rows)))

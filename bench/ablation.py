@@ -10,7 +10,7 @@ cell ends, failed ones with their error; a cell whose record is there already (s
 not run again, so an interrupted grid continues where it was (after a change of the code, give another --jsonl). Cells
 that differ only in what comes after the choice of layers share that choice. The table goes to stdout, progress to
 stderr, and an option of the grid that made no difference anywhere is named there. "Parameters removed" counts tied
-ones once; "preserved ratio" is |W| after / before regularisation in the channels that go (DReSS); seconds are those
+ones once; "preserved ratio" is |W| after / before regularisation in the removed channels (DReSS); seconds are those
 of deciding, training and cutting.
 
 Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C.
@@ -36,8 +36,9 @@ from pyprune.config.run import PruneConfig
 from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, shown
 from pyprune.recipe import build_config, parse_setting, read_yaml
 from pyprune.report import Cell, Table, markdown_table
-from pyprune.runtime.progress import console, warn
-from pyprune.serving.stats import RecordFile, environment_record
+from pyprune.runtime.progress import say, warn
+from pyprune.runtime.records import Json, RecordFile
+from pyprune.serving.stats import environment_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,15 +49,13 @@ if TYPE_CHECKING:
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
 AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")
-"""Options that cannot change which parts go."""
+"""Options that cannot change which parts are removed."""
 
 AFTER_THE_GATES = ("norm", "penalty_weight", "schedule", "anneal_share", "target_preserved_ratio")
 """Options of ELDeR's second stage, which starts when the layers are chosen."""
 
 USED_BY_THE_GATES = ("dtype", "gradient_checkpointing")
 """Training options of the second stage that the first one uses as well."""
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,13 +135,13 @@ def run(options: argparse.Namespace) -> int:
     )
     records = Records(options.jsonl, retry_failed=options.retry_failed)
     keys = [setting.key(case.config.to_dict()) for case in cases]
-    _say(f"{len(cases)} cells, {sum(key in records.cells for key in keys)} of them in {options.jsonl} already")
+    say(f"{len(cases)} cells, {sum(key in records.cells for key in keys)} of them in {options.jsonl} already")
     bench = Bench(setting, cases[0].config, records)
     for number, (case, key) in enumerate(zip(cases, keys, strict=True), start=1):
         if key not in records.cells:
-            _say(f"[{number}/{len(cases)}] {case.label}")
+            say(f"[{number}/{len(cases)}] {case.label}")
             records.add(bench.cell(case, key))
-            _say(f"    {_outcome(records.cells[key])}")
+            say(f"    {_outcome(records.cells[key])}")
     found = [records.cells[key] for key in keys]
     print(markdown_table(make_table(cases, found, setting)))
     for name in without_effect(cases, found):
@@ -302,7 +301,7 @@ class Bench:
         key = self.setting.key({"dense": self.config.dtype})
         if key not in self.records.dense:
             self._load()
-            _say("dense perplexity")
+            say("dense perplexity")
             record = {"kind": "dense", "key": key, **self.setting.identity(), "dtype": self.config.dtype}
             record |= {"perplexity": self._perplexities(self._copy()), "environment": self.environment}
             self.records.add(record)
@@ -386,7 +385,7 @@ class Bench:
 
 
 def decides(config: PruneConfig) -> Json:
-    """The options that the choice of what goes can depend on; equal ones give the same plan."""
+    """The options that the choice of the removed parts can depend on; equal ones give the same plan."""
     found = {key: value for key, value in config.to_dict().items() if key not in AFTER_THE_PLAN}
     if "elder" in found:
         elder = {key: value for key, value in found["elder"].items() if key not in AFTER_THE_GATES}
@@ -472,10 +471,6 @@ def _outcome(record: Json) -> str:
         return f"failed: {record['error']}"
     found = ", ".join(f"{value:.4g} on {source}" for source, value in record["perplexity"].items())
     return f"PPL {found}; {record['seconds']:.0f} s"
-
-
-def _say(text: str) -> None:
-    console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,17 +4,17 @@
 
 The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Parts:
 
-* penalty: the l2 penalty of a quarter of the hidden channels and the optimizer's step, without a forward pass. Beside
-  it the penalty by autograd with torch's AdamW, and with torch's fused AdamW.
+* penalty: the l2 penalty of a quarter of the hidden channels and the optimizer's step, without a forward pass; compared
+  with the penalty by autograd and torch's AdamW, and with torch's fused AdamW.
 * step: a whole training step (bfloat16 autocast, as the presets train) with each of them.
 * memory: peak of a step that frees each gradient as soon as it is used. Peaks come from the allocation events of
   torch's own allocator (torch.profiler; on CUDA its peak counter), so they hold every tensor and no interpreter. What
   activations take is the peak of forward and backward with hooks that drop each gradient and do nothing else, less
   the largest gradient.
 * size: bytes of a LLaMA-2-7B with bfloat16 weights and 8-bit moments, from a model without memory behind it.
-* compaction: ``compact_checkpoint`` to 75 % of the hidden size beside ``cp -r`` of the checkpoint; page cache warm, one
-  filesystem, the output removed between. It reads as much as ``cp`` and writes less, so the target is of bytes a second
-  (read and written); the share by time stands beside it.
+* compaction: ``compact_checkpoint`` to 75 % of the hidden size, compared with ``cp -r`` of the checkpoint; page cache
+  warm, one filesystem, the output removed in between. It reads as much as ``cp`` and writes less, so the target is of
+  bytes a second (read and written); its note has the share by time.
 
 Everything timed is interleaved; every sample is appended to bench/results/optimizer.jsonl.
 """
@@ -25,7 +25,6 @@ import argparse
 import gc
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,10 +38,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a file, Python sees this folder only
-
-from bench._timing import (  # noqa: E402
+from bench._timing import (
     Case,
     Target,
     conditions,
@@ -53,19 +49,20 @@ from bench._timing import (  # noqa: E402
     quotient,
     release,
 )
-from bench.end_to_end import load_dense  # noqa: E402
-from pyprune.checkpoint.compact import compact_checkpoint  # noqa: E402
-from pyprune.checkpoint.record import RECORD_NAME  # noqa: E402
-from pyprune.checkpoint.save import save_checkpoint  # noqa: E402
-from pyprune.errors import CheckpointError  # noqa: E402
-from pyprune.families import family_for  # noqa: E402
-from pyprune.methods.regularise.dress import dress_targets  # noqa: E402
-from pyprune.ops.regularised_adamw import Penalty  # noqa: E402
-from pyprune.serving.stats import append_jsonl  # noqa: E402
-from pyprune.train.loss import causal_loss  # noqa: E402
-from pyprune.train.optimizer import RegularisedAdamW, clip_factor  # noqa: E402
+from bench.end_to_end import load_dense
+from pyprune.checkpoint.compact import compact_checkpoint
+from pyprune.checkpoint.record import RECORD_NAME
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.errors import CheckpointError
+from pyprune.families import family_for
+from pyprune.methods.regularise.dress import dress_targets
+from pyprune.ops.regularised_adamw import Penalty
+from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.records import append_jsonl
+from pyprune.train.loss import causal_loss
+from pyprune.train.optimizer import RegularisedAdamW, clip_factor
 
-RESULTS = ROOT / "bench" / "results" / "optimizer.jsonl"
+RESULTS = Path(__file__).resolve().parent / "results" / "optimizer.jsonl"
 SMOLLM2 = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
@@ -218,7 +215,8 @@ class Peak:
     Attributes:
         weights: of all parameters.
         moments: of the optimizer.
-        activations: most that forward and backward held beside weights and gradients (see the module's docstring).
+        activations: most that forward and backward held in addition to weights and gradients (see the module's
+            docstring).
         gradient: the largest single gradient.
         measured: the peak of a step in backward, weights and moments included.
         all_gradients: the peak of an ordinary step, which holds every gradient.
@@ -295,28 +293,32 @@ def _step(model: PreTrainedModel, batch: Tensor, optimizer: RegularisedAdamW) ->
     optimizer.step()
 
 
+MEMORY_COLUMNS = (
+    "tokens", "weights", "moments, bits", "weights, MB", "moments", "activations", "largest gradient", "sum",
+    "peak in backward", "peak, all gradients",
+)  # fmt: skip
+
+
 def memory_part(model: PreTrainedModel, options: argparse.Namespace) -> tuple[list[Peak], list[Target]]:
     """Peaks in float32 with float32 moments, and in bfloat16 with 8-bit moments.
 
     Of few tokens, whose activations leave the peak to the gradients, and of the smallest batch of the steps.
     """
     peaks, targets = [], []
-    print(
-        "\n| tokens | weights | moments, bits | weights, MB | moments | activations | largest gradient | sum ", end=""
-    )
-    print("| peak in backward | peak, all gradients |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    lines: list[tuple[Cell, ...]] = []
     sizes = ((1, min(32, options.length)), (options.batches[0], options.length))
     for (dtype, bits), (rows, length) in product(((torch.float32, 32), (torch.bfloat16, 8)), sizes):
         peak = measure_peak(model.to(dtype), tokens(model, rows, length), bits)
         name = str(dtype).removeprefix("torch.")
         parts = (peak.weights, peak.moments, peak.activations, peak.gradient, peak.expected, peak.measured)
-        cells = " | ".join(f"{size / 1e6:.1f}" for size in (*parts, peak.all_gradients))
-        print(f"| {rows} x {length} | {name} | {bits} | {cells} |")
+        megabytes = (f"{size / 1e6:.1f}" for size in (*parts, peak.all_gradients))
+        lines.append((f"{rows} x {length}", name, bits, *megabytes))
         peaks.append(peak)
         ratio = peak.measured / peak.expected
         what = f"peak in backward over the sum, {name}, {bits}-bit moments, {rows} x {length} tokens"
         targets.append(Target(what, 1.05, ratio, at_least=False))
     model.to(torch.float32)
+    print("\n" + markdown_table(Table("Memory of a step", MEMORY_COLUMNS, tuple(lines))))
     return peaks, targets
 
 
@@ -341,7 +343,7 @@ def size_part(overhead: float) -> Target:
 def compaction_part(
     model: PreTrainedModel, tokenizer: Any, options: argparse.Namespace
 ) -> tuple[list[Case], list[Target]]:
-    """Streamed compaction beside a copy."""
+    """Streamed compaction, compared with a copy."""
     plan = family_for(model).plan(model.config)
     plan = plan.keep_hidden(range(len(plan.hidden) * 3 // 4))
     with tempfile.TemporaryDirectory(dir=options.work) as name:
@@ -414,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     overhead = 1.0
     for part in (p for p in PARTS if p in options.parts):
         if part in ("penalty", "step", "compaction"):
-            own, asked = (
+            own, found = (
                 compaction_part(model, tokenizer, options)
                 if part == "compaction"
                 else {"penalty": penalty_part, "step": step_part}[part](model, options)
@@ -423,12 +425,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             release(own)
             measured += own
         elif part == "memory":
-            peaks, asked = memory_part(model, options)
+            peaks, found = memory_part(model, options)
             append_jsonl(options.jsonl, ({**about, "op": "peak memory", **asdict(peak)} for peak in peaks))
             overhead = max(1.0, *(peak.measured / peak.expected for peak in peaks))
         else:
-            asked = [size_part(overhead)]
-        targets += asked
+            found = [size_part(overhead)]
+        targets += found
         gc.collect()
     if measured:
         print_table(measured)
@@ -437,10 +439,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_table(cases: Sequence[Case]) -> None:
     """One line a case."""
-    print("\n| what | variant | implementation | ms | MAD | MB moved | MB/s |\n|---|---|---|---:|---:|---:|---:|")
-    for c in cases:
-        moved = f"{c.traffic / 1e6:.1f} | {1e3 * c.speed:.0f}" if c.traffic else " | "
-        print(f"| {c.op} | {c.variant} | {c.implementation} | {c.median:.1f} | {c.deviation:.1f} | {moved} |")
+    columns = ("what", "variant", "implementation", "ms", "MAD", "MB moved", "MB/s")
+    rows = tuple(
+        (
+            *(c.op, c.variant, c.implementation, f"{c.median:.1f}", f"{c.deviation:.1f}"),
+            *((f"{c.traffic / 1e6:.1f}", f"{1e3 * c.speed:.0f}") if c.traffic else (None, None)),
+        )
+        for c in cases
+    )
+    print("\n" + markdown_table(Table("Optimizer", columns, rows)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Measure checkpoints side by side and append every sample to bench/results/serving.jsonl (never overwritten).
+"""Measure checkpoints turn by turn and append every sample to bench/results/serving.jsonl (never overwritten).
 
     python bench/runner.py dense=path/to/dense pruned=path/to/pruned [--engine vllm] [--repeats 5]
 
-The table goes to stdout as Markdown, progress to stderr. The first model is the baseline. Other bench scripts import
-``append_jsonl``, ``environment_record``, ``mad``, ``median`` and ``markdown_table`` from here.
+The table goes to stdout as Markdown, progress to stderr. The first model is the baseline.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyprune.errors import PypruneError
+from pyprune.report import markdown_table
 from pyprune.serving.measure import Workload, measure
-from pyprune.serving.stats import append_jsonl, environment_record, mad, median
-from pyprune.serving.table import conditions, markdown_table, speed_table
+from pyprune.serving.table import conditions, speed_table
 
-__all__ = ["RESULTS", "append_jsonl", "environment_record", "mad", "markdown_table", "median"]
-
-RESULTS = Path(__file__).resolve().parent / "results"
-"""Append-only JSONL files, one a kind of bench."""
+RECORDS = Path(__file__).resolve().parent / "results" / "serving.jsonl"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PypruneError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{speed_table(report)}\n\n{conditions(report)}")
+    print(f"{markdown_table(speed_table(report))}\n\n{conditions(report)}")
     return 0
 
 
@@ -58,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=default.repeats, help="timed turns of each model")
     parser.add_argument("--dtype", default=default.dtype, help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the random prompts")
-    parser.add_argument("--jsonl", type=Path, default=RESULTS / "serving.jsonl", help="file to append to")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, help="file to append to")
     return parser
 
 

@@ -47,8 +47,9 @@ from pyprune.recipe import build_config, build_recovery
 from pyprune.report import Cell as TableCell
 from pyprune.report import Table, format_cell, markdown_table
 from pyprune.runtime.interrupts import interruptible
-from pyprune.runtime.progress import console
-from pyprune.serving.stats import RecordFile, environment_record, median
+from pyprune.runtime.progress import say
+from pyprune.runtime.records import RecordFile
+from pyprune.serving.stats import environment_record, median
 
 if TYPE_CHECKING:
     from pyprune.quality.perplexity import EvaluationText
@@ -219,13 +220,13 @@ def run(options: argparse.Namespace) -> int:
     records = RecordFile((options.jsonl or [RECORDS])[0], retry_failed=options.retry_failed)
     keys = [setting.key(case.identity) for case in cases]
     todo = [(case, key) for case, key in zip(cases, keys, strict=True) if key not in records.of("cell")]
-    _say(f"{len(cases)} cells, {len(cases) - len(todo)} of them in {records.path} already")
+    say(f"{len(cases)} cells, {len(cases) - len(todo)} of them in {records.path} already")
     bench = Bench(setting, options.model, options.out, records, first_seed=options.seeds[0], keep=options.keep)
     for number, (case, key) in enumerate(todo, start=1):
-        _say(f"[{number}/{len(todo)}] {case.label}")
+        say(f"[{number}/{len(todo)}] {case.label}")
         records.add(bench.cell(case, key))
         bench.tidy(case, [later for later, _ in todo[number:]])
-        _say(f"    {_outcome(records.of('cell')[key])}")
+        say(f"    {_outcome(records.of('cell')[key])}")
     print_tables([records], options.out)
     return int(any(records.of("cell")[key]["error"] for key in keys))
 
@@ -428,7 +429,7 @@ class Bench:
 
         key = self.setting.key({"dense": True})
         if key not in self.records.of("dense"):
-            _say("dense perplexity")
+            say("dense perplexity")
             measured = self._measure(self.dense)
             parameters = read_pruning_json(self.dense).provenance["parameters"]
             shared = {"kind": "dense", "key": key, "setting": self.setting.identity(), "parameters": parameters}
@@ -734,10 +735,6 @@ def _outcome(record: Json) -> str:
     taken = {name.removesuffix("_seconds"): value for name, value in record.items() if name.endswith("_seconds")}
     timed = [f"{name} {value:.0f}" for name, value in taken.items() if value is not None]
     return f"{found}; {record['parameters']:,} parameters; seconds: {', '.join(timed)}"
-
-
-def _say(text: str) -> None:
-    console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _seeds(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError,
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
 from pyprune.runtime.files import MARK, claimed, disk_errors, read_json, seal, unseal, work_folder, write_text
+from pyprune.runtime.records import differences
 
 RUN, DECISION = "run.json", "decision.json"
 
@@ -128,11 +129,10 @@ class RunFolder:
         """Refuse to resume another run; see :func:`run_folder`."""
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        differences = _differences(self._read(RUN), identity)
-        if differences:
+        if different := differences(self._read(RUN), identity):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "
-                + ", ".join(differences)
+                + ", ".join(different)
                 + ". Use the same ones, or start without --resume."
             )
 
@@ -170,14 +170,3 @@ class RunFolder:
         return CheckpointError(
             f"{self.path / name} is damaged ({shown(why)}), so the run cannot be continued; start without --resume."
         )
-
-
-def _differences(kept: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    found: list[str] = []
-    for key in sorted({*kept, *now}):
-        a, b = kept.get(key), now.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += _differences(a, b, f"{path}{key}.")
-        elif a != b:
-            found.append(f"{path}{key} was {shown(a)}, now {shown(b)}")
-    return found

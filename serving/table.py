@@ -1,10 +1,11 @@
-"""The speed table with the papers' columns, as Markdown."""
+"""The speed table with the papers' columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 
+from pyprune.report import Cell, Table
 from pyprune.serving.measure import SpeedReport, Summary, Workload
 
 HEADER = (
@@ -20,25 +21,12 @@ HEADER = (
 )
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, padded so that it reads well as plain text; all columns but the first flush right."""
-    body = [list(row) for row in rows]
-    widths = [max(3, *(len(line[i]) for line in [list(header), *body])) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
-    return "\n".join([line(header), f"|{rule}|", *(line(row) for row in body)])
-
-
 def speed_table(
     report: SpeedReport,
     *,
     perplexity: Mapping[str, float] | None = None,
     ratios: Mapping[str, str] | None = None,
-) -> str:
+) -> Table:
     """Return the table of a report: one row a model, the papers' columns, parameters and bytes.
 
     Tokens/s and Latency are "median ± median absolute deviation". Options that differ from the papers' protocol get a
@@ -50,22 +38,22 @@ def speed_table(
         ratios: model name -> text for PR, such as "7/30 layers"; default: the share of parameters that was removed.
     """
     extra = _unusual_options(report.workload)
-    rows = [
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             name,
             (ratios or {}).get(name, f"{report.pruning_ratio(name):.1%}"),
-            f"{perplexity[name]:.2f}" if perplexity and name in perplexity else "-",
+            f"{perplexity[name]:.2f}" if perplexity and name in perplexity else None,
             _plus_minus(report.tokens_per_second(name)),
             f"{report.throughput_increase(name):.2f}x",
             _plus_minus(report.latency_ms(name)),
             f"{report.speedup(name):.2f}x",
-            f"{model.parameters:,}",
-            f"{model.bytes:,}",
+            model.parameters,
+            model.bytes,
             *extra.values(),
         )
         for name, model in report.models.items()
-    ]
-    return markdown_table((*HEADER, *extra), rows)
+    )
+    return Table("Speed", (*HEADER, *extra), rows)
 
 
 def conditions(report: SpeedReport) -> str:

@@ -94,7 +94,7 @@ def bench(
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure PRUNED beside DENSE, turn by turn: token generation and prompt processing.
+    """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing.
 
     Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup.
 
@@ -129,8 +129,8 @@ def bench(
         seed=seed,
         jsonl=jsonl,
     )
-    text = f"{speed_table(report, perplexity=perplexity)}\n\n{conditions(report)}"
-    output({**report.to_dict(), "perplexity": perplexity}, json_file, text)
+    table = speed_table(report, perplexity=perplexity)
+    output({**report.to_dict(), "perplexity": perplexity}, json_file, table, conditions(report))
     if annotate:
         speed = {
             "throughput increase (TI)": round(report.throughput_increase("pruned"), 4),

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import DataError
+from pyprune.runtime.modes import evaluating
 
 
 @dataclass
@@ -119,14 +120,12 @@ def _listening(model: nn.Module, name: str, into: dict[str, Moments], register: 
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
     """No dropout and no graph for the model's own parameters meanwhile."""
-    training = model.training
     thawed = [p for p in model.parameters() if p.requires_grad]
-    model.eval()
     for parameter in thawed:
         parameter.requires_grad_(False)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
         for parameter in thawed:
             parameter.requires_grad_(True)
-        model.train(training)

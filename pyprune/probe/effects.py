@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pyprune.families import family_for, named_axes
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
+from pyprune.runtime.modes import evaluating
 
 UNCHANGED_SHARE = 0.05
 """A regulariser that closed less of the gap (of 1 - cosine, or of |W|) than this has had no effect."""
@@ -130,14 +131,12 @@ def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSn
         removed = float(channels[gone.to(channels.device)].sum())
         sums[index] = Sums(removed, float(channels.sum()) - removed)
 
-    was_training = model.training
     hooks = LayerHooks(layers, range(len(layers)), measure)
     try:
-        model.eval()
-        model(input_ids=probe.clamp(min=0).to(model.device), use_cache=False, logits_to_keep=1)
+        with evaluating(model):
+            model(input_ids=probe.clamp(min=0).to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         hooks.remove()
-        model.train(was_training)
     return EffectSnapshot(
         removed_hidden=len(plan.removed_hidden),
         removed_layers=plan.removed_layers,

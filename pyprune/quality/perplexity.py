@@ -6,8 +6,7 @@ they differ in the window (2048 or 128 tokens), so in the context a prediction s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +19,7 @@ from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids
 from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean
+from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
 
@@ -177,7 +177,7 @@ def perplexity(
     windows = _cut(token_ids, size, max_tokens, max_windows, source)
     _check_model(model, windows, size)
     losses: list[Tensor] = []
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for batch in track(
             windows.split(min(step, len(windows))), f"Perplexity ({protocol})", total=-(-len(windows) // step)
         ):
@@ -241,15 +241,3 @@ def _check_finite(losses: Tensor, first: int, size: int, source: str) -> None:
             f"{(index + 1) * size}). The model's weights or its dtype are broken: "
             "check them for NaN or inf, or evaluate in float32."
         )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode, and back into its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

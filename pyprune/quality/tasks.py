@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pyprune.data.encoding import check_chat_template, render
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
-from pyprune.quality.perplexity import _evaluating
 from pyprune.runtime.limits import foreign_errors
+from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import quiet
 
 _UNKNOWN_SHOWN = 5
@@ -61,7 +61,7 @@ def evaluate_tasks(
         check_chat_template(tokenizer, ", ".join(tasks))
         render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
     manager = _task_manager(tasks, include_path)
-    with _evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
+    with evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         # The global seeds stay as they are: an evaluation must not change the training around it.
         output = simple_evaluate(

@@ -34,7 +34,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
-def say(text: str, style: str) -> None:
+def say(text: str, style: str = "") -> None:
     """Print a line on stderr: in a style on a terminal, plain in a log, brackets left as they are."""
     console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 

@@ -13,9 +13,8 @@ float16 with bfloat16: the perplexity after pruning, and the overlap (Jaccard: c
   itself, from the originals, one after the other. What a scorer holds comes on top (moreau: a float32 displacement of
   the open parameters).
 
-Finished work is kept in a file of JSON lines, replaced as a whole whenever something is finished; the same call goes
-on from there. A line is found again by what it depends on: weights, options, text. Not by the code: after a change of
-pyprune, use another file.
+Finished work is appended to a file of JSON lines, from which the same call continues. A line is found again by what it
+depends on: weights, options, text. Not by the code: after a change of pyprune, use another file.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from pyprune.config.score import ScoreAxis
 from pyprune.cut.mask import mask_, restored
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
-from pyprune.errors import CheckpointError, ConfigError, OutputError, did_you_mean, shown
+from pyprune.errors import ConfigError, OutputError, did_you_mean, shown
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.base import own_options
 from pyprune.methods.ratio import share_of_parameters
@@ -54,8 +53,9 @@ from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.recipe import build_config, dotted_names, parse_setting
 from pyprune.report import Cell, Report, Table, to_markdown
-from pyprune.runtime.files import check_file, parse_json, read_bounded, write_text
-from pyprune.runtime.progress import console
+from pyprune.runtime.files import check_file, write_text
+from pyprune.runtime.progress import say
+from pyprune.runtime.records import Json, RecordFile
 from pyprune.study.perturbations import DENSE, VARIANTS, Adapter, VariantReport, set_variant_
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
@@ -72,7 +72,6 @@ TITLE = "Robustness of scores against changes of the weights"
 OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
 """Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
 
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -390,10 +389,10 @@ def check_robustness(
     config.validate()
     if out is not None:
         check_rows_file(out)
-    kept = _Kept(out)
+    records = RecordFile(out, program="pyprune robustness", option="--out")
     texts = [evaluation_text(tokenizer, source) for source in config.texts]
     with restored(model) as originals:
-        result = _Bench(model, tokenizer, config, texts, originals, kept).result()
+        result = _Bench(model, tokenizer, config, texts, originals, records).result()
     if out is not None:
         write_text(out.with_suffix(".md"), to_markdown(result.report()))
     return result
@@ -427,7 +426,7 @@ class _Bench:
     config: RobustnessConfig
     texts: Sequence[EvaluationText]
     originals: Mapping[str, Tensor]
-    kept: _Kept
+    records: RecordFile
     holds: str | None = None
     samples: dict[DataConfig, Tensor] = field(default_factory=dict)
     reports: dict[str, VariantReport] = field(default_factory=dict)
@@ -543,7 +542,7 @@ class _Bench:
         options = {name: value for name, value in config.to_dict().items() if name != "ratio"}
         reserved = sorted(t.text_sha256 for t in self.texts)
         key = _key("scores", self._identity(variant), {"options": options, "reserved": reserved})
-        known = self.kept.get(key) or {"plans": {}}
+        known = self.records.of("scores").get(key) or {"plans": {}}
         if all(repr(ratio) in known["plans"] for ratio in self.config.ratios):
             return known
         samples = self._samples(config)
@@ -551,11 +550,11 @@ class _Bench:
         start = time.perf_counter()
         run = self._score(samples, config)
         seconds = time.perf_counter() - start
-        _say(f"[{number}] seed {seed}, {method}, {variant}: scored in {seconds:.1f} s")
+        say(f"[{number}] seed {seed}, {method}, {variant}: scored in {seconds:.1f} s", "dim")
         plans = {
             repr(ratio): _rank(self.model, run, replace(config, ratio=ratio)).to_dict() for ratio in self.config.ratios
         }
-        return self.kept.add(
+        return self.records.add(
             {
                 "kind": "scores",
                 "key": key,
@@ -595,14 +594,14 @@ class _Bench:
         plan = _plan(record, ratio) if record else None
         measured = {"text": text.text_sha256, "protocol": self.config.protocol, "tokens": self.config.max_tokens}
         key = _key("perplexity", self._identity(variant), {"plan": plan and plan.to_dict(), **measured})
-        known = self.kept.get(key)
+        known = self.records.of("perplexity").get(key)
         if known is None:
             start = time.perf_counter()
             model = self.pruned(variant, plan)
             found = evaluate_perplexity(
                 model, self.tokenizer, text, self.config.protocol, max_tokens=self.config.max_tokens
             )
-            known = self.kept.add(
+            known = self.records.add(
                 {
                     "kind": "perplexity",
                     "key": key,
@@ -686,47 +685,3 @@ def jaccard(first: frozenset[tuple[int, int]], second: frozenset[tuple[int, int]
 
 def _key(kind: str, identity: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([kind, identity, part], sort_keys=True).encode()).hexdigest()[:32]
-
-
-class _Kept:
-    """Finished work by key, in a file of JSON lines that is replaced as a whole (or in memory alone).
-
-    Raises:
-        CheckpointError: the file holds something else; it is left alone.
-        OutputError: it cannot be written.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.records: dict[str, Json] = {}
-        for number, line in enumerate(self._lines(), start=1):
-            try:
-                record = parse_json(line)
-                self.records[record["key"]] = record
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path}, line {number} was not written by pyprune robustness ({shown(error)}); name another --out."
-                ) from error
-
-    def _lines(self) -> list[str]:
-        if self.path is None or not self.path.exists():
-            return []
-        try:
-            return read_bounded(self.path).splitlines()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}. Name another --out.") from error
-
-    def get(self, key: str) -> Json | None:
-        """What is finished already."""
-        return self.records.get(key)
-
-    def add(self, record: Json) -> Json:
-        """Keep a record, at once."""
-        self.records[record["key"]] = record
-        if self.path is not None:
-            write_text(self.path, "".join(json.dumps(r) + "\n" for r in self.records.values()))
-        return record
-
-
-def _say(text: str) -> None:
-    console().print(text, style="dim", highlight=False, markup=False)

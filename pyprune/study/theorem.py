@@ -1,6 +1,6 @@
 """Theorem 1 of MoreauPruner, checked on a function whose Gaussian smoothing has a closed form.
 
-The theorem: for a beta-Lipschitz g, ISOTROPIC noise, g_s(w) = E g(w + u) with u ~ N(0, sigma^2 I), and
+The theorem: for a beta-Lipschitz g, isotropic noise, g_s(w) = E g(w + u) with u ~ N(0, sigma^2 I), and
 0 < rho < sigma/beta, the gradient of the Moreau envelope of g_s is Lipschitz with the constant
 
     printed:  sigma / min(sigma rho, sigma - rho beta)  =  max(1/rho, sigma / (sigma - rho beta))
@@ -107,7 +107,7 @@ def moreau_gradient(gradient: Callable[[Tensor], Tensor], w: Tensor, rho: float)
 
 @dataclass(frozen=True)
 class TheoremCheck:
-    """The largest slope |F(w1) - F(w2)| / |w1 - w2| over many pairs, beside the bounds.
+    """The largest slope |F(w1) - F(w2)| / |w1 - w2| over many pairs, and the bounds.
 
     Attributes:
         beta, sigma, rho: the constants.

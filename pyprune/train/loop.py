@@ -31,6 +31,7 @@ from pyprune.data.tokens import Batch as Batch
 from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingError
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
+from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import console
 from pyprune.train.objective import Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
@@ -359,16 +360,14 @@ class _Run:
 
     @torch.no_grad()
     def _validation_loss(self, samples: Batch) -> float:
-        was_training = self.model.training
-        self.model.eval()
-        loss = self.objective.validation_penalty(self.model)
-        for micro, weight in self._micro_batches(samples):
-            with self._autocast():
-                terms = self.objective.micro_loss(self.model, micro)
-            loss += float(terms.minimised) * weight.predicted
-            if terms.penalty is not None:
-                loss += float(terms.penalty) * weight.fed
-        self.model.train(was_training)
+        with evaluating(self.model):
+            loss = self.objective.validation_penalty(self.model)
+            for micro, weight in self._micro_batches(samples):
+                with self._autocast():
+                    terms = self.objective.micro_loss(self.model, micro)
+                loss += float(terms.minimised) * weight.predicted
+                if terms.penalty is not None:
+                    loss += float(terms.penalty) * weight.fed
         return loss
 
     def _end(self) -> None:

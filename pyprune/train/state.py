@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
 from pyprune.runtime.files import file_digest, read_json, reason, seal, sync, unseal
+from pyprune.runtime.records import differences
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -118,13 +119,7 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
     Raises:
         CheckpointError: naming every option that differs.
     """
-    names = sorted(set(recorded) | set(current))
-    different = [
-        f"{n}: {shown(recorded.get(n))} in the checkpoint, {shown(current.get(n))} now"
-        for n in names
-        if recorded.get(n) != current.get(n)
-    ]
-    if different:
+    if different := differences(recorded, current):
         raise CheckpointError(
             f"{path} belongs to another run and cannot be resumed with these settings:\n"
             + "\n".join(f"- {d}" for d in different)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import runner
+from pyprune.report import Table
 
 
 def test_options_reach_the_measurement(
@@ -19,14 +20,14 @@ def test_options_reach_the_measurement(
         return "report"
 
     monkeypatch.setattr(runner, "measure", fake_measure)
-    monkeypatch.setattr(runner, "speed_table", lambda report: f"table of {report}")
+    monkeypatch.setattr(runner, "speed_table", lambda report: Table("Speed", ("table",), ((f"of {report}",),)))
     monkeypatch.setattr(runner, "conditions", lambda report: "conditions")
     path = tmp_path / "runs.jsonl"
     assert runner.main(["a=/x", "b=/y=z", "--repeats", "5", "--jsonl", str(path)]) == 0
     assert seen["models"] == {"a": "/x", "b": "/y=z"}
     assert (seen["repeats"], seen["batch_size"], seen["jsonl"]) == (5, 64, path)
     out = capsys.readouterr()
-    assert out.out == "table of report\n\nconditions\n"
+    assert out.out == "| table |\n|---|\n| of report |\n\nconditions\n"
 
 
 def test_errors_have_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

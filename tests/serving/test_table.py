@@ -1,13 +1,13 @@
-"""Statistics, JSONL, prompts and the table: everything of the measurement that needs no engine."""
+"""Statistics, prompts and the table: everything of the measurement that needs no engine."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from pyprune.errors import ConfigError, OutputError
+from pyprune.errors import ConfigError
+from pyprune.report import markdown_table
 from pyprune.serving.measure import (
     COLUMNS,
     SHORT_PROMPT_TOKENS,
@@ -18,8 +18,8 @@ from pyprune.serving.measure import (
     kv_cache_bytes,
     measure,
 )
-from pyprune.serving.stats import append_jsonl, environment_record, mad, median
-from pyprune.serving.table import conditions, markdown_table, speed_table
+from pyprune.serving.stats import environment_record, mad, median
+from pyprune.serving.table import conditions, speed_table
 
 
 def _report(workload: Workload | None = None, note: str | None = None) -> SpeedReport:
@@ -66,44 +66,28 @@ def test_summaries_are_those_of_the_samples() -> None:
 
 def test_table_is_the_papers() -> None:
     table = speed_table(_report(), perplexity={"dense": 29.0, "pruned": 34.123})
-    assert table.splitlines() == [
-        "| Model  |    PR |   PPL |    Tokens/s |    TI | Latency (ms) | Speedup | Parameters | Bytes |",
-        "|--------|------:|------:|------------:|------:|-------------:|--------:|-----------:|------:|",
-        "| dense  |  0.0% | 29.00 | 100.0 ± 4.8 | 1.00x |  4,000 ± 100 |   1.00x |      1,000 | 2,000 |",
-        "| pruned | 18.4% | 34.12 | 125.0 ± 0.0 | 1.25x |    3,200 ± 0 |   1.25x |        816 | 1,632 |",
+    assert markdown_table(table).splitlines() == [
+        "| Model | PR | PPL | Tokens/s | TI | Latency (ms) | Speedup | Parameters | Bytes |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| dense | 0.0% | 29.00 | 100.0 ± 4.8 | 1.00x | 4,000 ± 100 | 1.00x | 1,000 | 2,000 |",
+        "| pruned | 18.4% | 34.12 | 125.0 ± 0.0 | 1.25x | 3,200 ± 0 | 1.25x | 816 | 1,632 |",
     ]
 
 
 def test_only_unusual_options_get_a_column() -> None:
-    assert "batch_size" not in speed_table(_report())
+    assert "batch_size" not in speed_table(_report()).columns
     table = speed_table(_report(Workload(batch_size=8)), ratios={"pruned": "7/30 layers"})
-    header, _, _, pruned = table.splitlines()
-    assert header.rstrip(" |").endswith("batch_size")
-    assert "new_tokens" not in header
-    assert "7/30 layers" in pruned
-    assert " - " in pruned  # no perplexity was given
+    assert table.columns[-1] == "batch_size"
+    assert "new_tokens" not in table.columns
+    _, pruned = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    assert pruned["PR"] == "7/30 layers"
+    assert pruned["PPL"] is None, "no perplexity was given"
 
 
 def test_conditions_name_engine_and_note() -> None:
     text = conditions(_report(note="a note"))
     assert text.startswith("vLLM 0.32.0, bfloat16, a CPU (2 CPUs): 64 prompts x 128 new tokens")
     assert text.endswith("a note")
-
-
-def test_markdown_table_without_rows() -> None:
-    assert markdown_table(("a", "b"), []) == "| a   |   b |\n|-----|----:|"
-
-
-def test_jsonl_is_appended(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "runs.jsonl"
-    append_jsonl(path, [{"a": 1}])
-    append_jsonl(path, [{"a": 2}])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 2}]
-
-
-def test_jsonl_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="writable"):
-        append_jsonl(tmp_path, [{}])
 
 
 def test_environment_says_what_a_reader_needs() -> None:

@@ -1,0 +1,134 @@
+"""Records of runs: JSON lines that are appended and found again, and what sets one run apart from another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyprune.errors import CheckpointError, OutputError, shown
+from pyprune.runtime.files import parse_json, read_bounded, reason
+from pyprune.runtime.progress import say
+
+Json = dict[str, Any]
+
+_BEGINNING = '{"'
+"""Of every line that is written here, and so of one that was cut off."""
+
+
+def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line and flush it to the disk, so that an interrupted run keeps its results.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    _append(path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in records))
+
+
+def _append(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            if path.is_file():  # a pipe or a terminal has no disk
+                os.fsync(out.fileno())
+    except OSError as error:
+        raise OutputError(f"Cannot append to {path}: {reason(error, path)}. Name a writable file.") from error
+
+
+class RecordFile:
+    """Results in a JSONL file that is only ever appended to, so that an interrupted run continues where it was.
+
+    Every record has a "kind" and a "key"; of those that share both, the newest one counts. A line that a killed process
+    left incomplete is passed over.
+
+    Args:
+        path: the file; made when the first record comes. None = records are kept in memory alone.
+        program: what writes such files, for messages.
+        option: the command-line option that names the file, for messages.
+        retry_failed: leave out records with an "error", so that what they are of runs again.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else; it is left alone.
+    """
+
+    def __init__(
+        self, path: Path | None, *, program: str = "this bench", option: str = "--jsonl", retry_failed: bool = False
+    ) -> None:
+        self.path = path
+        self._program = program
+        self._option = option
+        self._kinds: dict[str, dict[str, Json]] = {}
+        text = self._text()
+        self._torn = bool(text) and not text.endswith("\n")
+        for number, line in enumerate(text.splitlines(), start=1):
+            record = self._parsed(line, number)
+            if record is not None and not (retry_failed and record.get("error")):
+                self._remember(record)
+
+    def _text(self) -> str:
+        if self.path is None or not (self.path.is_file() or self.path.is_dir()):  # a pipe would keep it waiting
+            return ""
+        try:
+            return read_bounded(self.path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}. Name another {self._option}.") from error
+
+    def _parsed(self, line: str, number: int) -> Json | None:
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            if not (line and _BEGINNING.startswith(line[: len(_BEGINNING)])):
+                raise self._foreign(number, shown(error)) from error
+            say(f"{self.path}, line {number} is not complete; it is left alone, and what it was of runs again.")
+            return None
+        if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("kind", "key")):
+            raise self._foreign(number, "no kind and key")
+        return record
+
+    def _foreign(self, number: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}, line {number} was not written by {self._program} ({why}); name another {self._option}."
+        )
+
+    def _remember(self, record: Json) -> None:
+        self.of(record["kind"])[record["key"]] = record
+
+    def of(self, kind: str) -> dict[str, Json]:
+        """Key -> newest record of a kind, in the order in which the keys first came."""
+        return self._kinds.setdefault(kind, {})
+
+    def add(self, record: Json) -> Json:
+        """Keep a record, on the disk at once, and return it.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        if self.path is not None:
+            if self._torn:
+                _append(self.path, "\n")
+                self._torn = False
+            append_jsonl(self.path, [record])
+        self._remember(record)
+        return record
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
+    """What differs between two sets of options or facts, one line an entry: "train.steps was 4, now 5".
+
+    Args:
+        before: of the run that was interrupted; may be nested.
+        now: of the run that would continue it.
+        path: dotted name of both, with a dot at its end.
+    """
+    found: list[str] = []
+    for key in sorted({*before, *now}):
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{path}{key}.")
+        elif a != b:
+            found.append(f"{path}{key} was {shown(a)}, now {shown(b)}")
+    return found
