@@ -19,6 +19,7 @@ from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, compact_
 from pyprune.cut.compensate import compensate_, target_of
 from pyprune.cut.mask import masked
+from pyprune.cut.reconstruct import reconstruct_
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
@@ -56,6 +57,7 @@ class PruneResult:
         warnings: what the user should worry about.
         decision: how the plan came about; "seconds" is the wall time of a new one.
         stages: one report for each action before and after the cut, in order.
+        reconstruction: what the reconstruction by least squares did, layer by layer; None without it.
         effects: what regularisation did to the weights, activations and layers; None without it.
         verified: perplexity of the masked model before the cut and of the compacted one after it, on the same
             calibration text; None unless ``verify`` was on.
@@ -68,6 +70,7 @@ class PruneResult:
     warnings: list[str] = field(default_factory=list)
     decision: dict[str, Any] = field(default_factory=dict)
     stages: list[dict[str, Any]] = field(default_factory=list)
+    reconstruction: dict[str, Any] | None = None
     effects: EffectReport | None = None
     verified: dict[str, float] | None = None
     out: Path | None = None
@@ -80,6 +83,7 @@ class PruneResult:
             "warnings": self.warnings,
             "decision": self.decision,
             "stages": self.stages,
+            "reconstruction": self.reconstruction,
             "effects": self.effects.to_dict() if self.effects is not None else None,
             "verified": self.verified,
         }
@@ -104,16 +108,12 @@ class StageText:
         """Take token ids, int64 [N, T], under "regularise" and, for what follows the cut, "recover"."""
         before = data.get("regularise", NO_SAMPLES)
         drawn = tuple(samples for samples in data.values() if isinstance(samples, TokenSamples))
-        return cls(_batch(before), _batch(data.get("recover", before)), drawn)
+        return cls(Batch.of(before), Batch.of(data.get("recover", before)), drawn)
 
     @property
     def probe(self) -> Tensor:
         """The few samples that single measurements are taken on, int64 [N, T]."""
         return self.before.ids[:PROBE_SAMPLES]
-
-
-def _batch(samples: TokenSamples | Tensor) -> Batch:
-    return Batch.of(samples) if isinstance(samples, Tensor) else samples.tokens
 
 
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
@@ -147,9 +147,9 @@ def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
 
 
 def shapes_the_result(config: PruneConfig) -> bool:
-    """Whether text shapes the result: it trains the model, a method reads it to decide, or biases hold its means."""
+    """Whether text shapes the result: by training, by what a method reads to decide, or by what the cut makes of it."""
     decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
-    return bool(config.stages.before or config.stages.after) or decides or config.adds_biases
+    return bool(config.stages.before or config.stages.after) or decides or config.reads_text_at_the_cut
 
 
 @dataclass
@@ -195,7 +195,7 @@ class StageRun:
         config = self.config
         if config.plan is not None:
             note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
-            return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_biases(config)))
+            return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_reconstruction(config)))
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         started = time.monotonic()
@@ -224,11 +224,7 @@ class StageRun:
         if not config.stages.prune:
             return
         dense_parameters = count_parameters(model)
-        if config.adds_biases:
-            # The dense model's own activations, as they are at the moment of the cut.
-            report = compensate_(model, result.plan, self.text.before.ids, batch_size=config.cut.batch_size)
-            (result.notes if report.blocks else result.warnings).extend(report.notes())
-            result.decision["compensation"] = vars(report)
+        self._reconstruct()
         if config.verify:
             with masked(model, result.plan):
                 result.verified = {"masked_perplexity": self._perplexity()}
@@ -237,6 +233,20 @@ class StageRun:
             result.verified["compacted_perplexity"] = self._perplexity()
         if result.compact.reasons:
             result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
+
+    def _reconstruct(self) -> None:
+        """Let what stays make up for what is removed, by the dense model's activations at the moment of the cut."""
+        cut, model, result = self.config.cut, self.model, self.result
+        if cut.reconstruct == "bias":
+            means = compensate_(model, result.plan, self.text.before.ids, batch_size=cut.batch_size)
+            (result.notes if means.blocks else result.warnings).extend(means.notes())
+            result.decision["compensation"] = vars(means)
+        elif cut.reconstruct == "least_squares":
+            solved = reconstruct_(
+                model, result.plan, self.text.before, options=cut.least_squares, batch_size=cut.batch_size
+            )
+            (result.notes if solved.solved else result.warnings).extend(solved.notes())
+            result.reconstruction = solved.to_dict()
 
     def train_after_the_cut(self) -> None:
         """Recover."""
@@ -350,17 +360,18 @@ def read_plan(path: str | Path) -> PrunePlan:
     return PrunePlan.from_json(text)
 
 
-def _lost_biases(config: PruneConfig) -> list[str]:
-    """A checkpoint with bias compensation, whose plan is replayed without it."""
+def _lost_reconstruction(config: PruneConfig) -> list[str]:
+    """A checkpoint that was reconstructed, whose plan is replayed without that."""
     folder = Path(str(config.plan))
-    if config.adds_biases or not folder.is_dir():
+    if config.cut.reconstruct != "none" or not folder.is_dir():
         return []
-    decided = read_pruning_json(folder).provenance.get("report", {}).get("decision", {})
-    if "compensation" not in decided:
+    report = read_pruning_json(folder).provenance.get("report", {})
+    kind = "least_squares" if report.get("reconstruction") else "bias"
+    if kind == "bias" and "compensation" not in report.get("decision", {}):
         return []
     return [
-        f"The bias compensation of {folder} is not replayed: the plan says what stays, not the biases. Set "
-        "cut.reconstruct to bias to compute them again from this run's calibration text."
+        f"The reconstruction of {folder} is not replayed: the plan says what stays, not its weights. Set "
+        f"cut.reconstruct to {kind} to compute it again from this run's calibration text."
     ]
 
 

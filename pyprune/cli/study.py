@@ -25,8 +25,8 @@ def robustness(
         str,
         typer.Option(
             metavar="A,B",
-            help=f"Presets of scoring methods, comma-separated: {', '.join(score_presets())}. smoothgrad gets the noise "
-            "draws of moreau.",
+            help=f"Presets of scoring methods, comma-separated: {', '.join(score_presets())}. smoothgrad gets the "
+            "noise draws of moreau.",
         ),
     ] = "taylor,smoothgrad,moreau,moreau-converged",
     ratios: Annotated[

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pyprune.config.base import Config, option
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_WEIGHT, Config, _require, option
 from pyprune.config.train import LARGEST_BATCH
+
+
+@dataclass(frozen=True)
+class ReconstructConfig(Config):
+    """How a cut is reconstructed by least squares (:mod:`pyprune.cut.reconstruct`).
+
+    Attributes:
+        ridges: candidates for the ridge, relative to the mean of diag(x^T x); the best one is chosen for every writer.
+        held_back: share of the sequences of each kind that only judges the candidates, in (0, 0.5].
+        readers: whether q, k, v, gate and up are solved as well; null = where hidden channels are removed.
+        relative: whether a token's error counts relative to the size of its stream, which is what the norms see;
+            otherwise a few tokens with enormous values decide.
+    """
+
+    ridges: tuple[float, ...] = option((1e-3, 1e-2, 1e-1, 1.0), at_least=0, at_most=LARGEST_WEIGHT)
+    held_back: float = option(0.125, above=0, at_most=0.5)
+    readers: bool | None = None
+    relative: bool = True
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(bool(self.ridges), "ridges is empty; give one or more numbers from 0 up.", found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -14,10 +40,14 @@ class CutConfig(Config):
     """What happens at the moment of the cut.
 
     Attributes:
-        reconstruct: how the parts that stay make up for what is removed: none, or bias (the mean of what the output
-            projections lose, given back as a bias: FLAP's, :mod:`pyprune.cut.compensate`).
-        batch_size: sequences in one forward pass of that; None = as many as make 2,048 tokens.
+        reconstruct: how the parts that stay make up for what is removed: none, bias (the mean of what the output
+            projections lose, given back as a bias: FLAP's, :mod:`pyprune.cut.compensate`) or least_squares (what stays
+            is solved in closed form to follow the dense stream, :mod:`pyprune.cut.reconstruct`). Both read the
+            calibration text.
+        least_squares: how, for least_squares.
+        batch_size: sequences in one forward pass of it; null = as many as make 2,048 tokens.
     """
 
-    reconstruct: Literal["none", "bias"] = "none"
+    reconstruct: Literal["none", "bias", "least_squares"] = "none"
+    least_squares: ReconstructConfig = field(default_factory=ReconstructConfig)
     batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)

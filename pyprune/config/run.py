@@ -194,6 +194,11 @@ class PruneConfig(Config):
         """Whether the cut gives the mean of what it takes back as biases."""
         return self.stages.prune and self.cut.reconstruct == "bias"
 
+    @property
+    def reads_text_at_the_cut(self) -> bool:
+        """Whether calibration text shapes what the cut leaves."""
+        return self.stages.prune and self.cut.reconstruct != "none"
+
     def _trainings(self) -> Iterator[Training]:
         """The trainings of all stages, in order."""
         after = self.recovery_data or self.data

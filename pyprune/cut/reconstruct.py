@@ -38,11 +38,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pyprune.config.cut import ReconstructConfig
 from pyprune.cut._sides import Chunk, CompactedLayers, CutSide, MaskedLayers
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._walk import Solved, Walk, chunks_of
 from pyprune.data.tokens import Batch, micro_batch_for
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
@@ -51,37 +52,6 @@ from pyprune.runtime.progress import track
 
 FORWARD_TOKENS = 2048
 """Tokens in one pass through a layer, unless ``batch_size`` says otherwise."""
-
-
-@dataclass(frozen=True)
-class ReconstructOptions:
-    """How a reconstruction is made.
-
-    Attributes:
-        ridges: candidates for the ridge, relative to the mean of diag(x^T x); each 0 or more.
-        held_back: share of the sequences of each kind that only judges the candidates, in (0, 0.5].
-        readers: whether q, k, v, gate and up are solved as well; None = where hidden channels go.
-        batch_size: sequences in one pass; None = as many as make 2,048 tokens.
-        relative: whether a token's error counts relative to the size of its stream, which is what the norms see;
-            otherwise a few tokens with enormous values decide.
-    """
-
-    ridges: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0)
-    held_back: float = 0.125
-    readers: bool | None = None
-    batch_size: int | None = None
-    relative: bool = True
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not self.ridges or not all(0 <= ridge < float("inf") for ridge in self.ridges):
-            problems.append(f"ridges is {self.ridges}; give one or more numbers from 0 up.")
-        if not 0 < self.held_back <= 0.5:
-            problems.append(f"held_back is {self.held_back}; it must be above 0 and at most 0.5.")
-        if self.batch_size is not None and self.batch_size < 1:
-            problems.append(f"batch_size is {self.batch_size}; it must be at least 1, or None.")
-        if problems:
-            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -177,7 +147,8 @@ def reconstruct_(
     samples: Tensor | Batch,
     *,
     kinds: Sequence[str] | None = None,
-    options: ReconstructOptions | None = None,
+    options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
+    batch_size: int | None = None,
 ) -> ReconstructionReport:
     """Solve what stays of a dense model so that its cut follows it, in place; shapes stay dense.
 
@@ -190,8 +161,9 @@ def reconstruct_(
         plan: what stays.
         samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which counts for
             nothing.
-        kinds: what kind of text each sample is, N labels; None = all of one kind.
-        options: see :class:`ReconstructOptions`.
+        kinds: what kind of text each sample is, N labels; None = those of the samples, or all of one kind.
+        options: see :class:`ReconstructConfig`.
+        batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
     Raises:
         DataError: fewer than two samples of every kind, or labels that do not fit them.
@@ -203,7 +175,7 @@ def reconstruct_(
     check_plan(plan, family, model.config)
     dense = LayerRunner(model, family)
     side = MaskedLayers(dense, plan)
-    return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options or ReconstructOptions())
+    return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size)
 
 
 def reconstruct_compacted_(
@@ -213,7 +185,8 @@ def reconstruct_compacted_(
     samples: Tensor | Batch,
     *,
     kinds: Sequence[str] | None = None,
-    options: ReconstructOptions | None = None,
+    options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
+    batch_size: int | None = None,
 ) -> ReconstructionReport:
     """Solve a model that is cut already so that it follows the dense one, in place.
 
@@ -223,7 +196,8 @@ def reconstruct_compacted_(
         dense: the dense model, or its layers as something else holds them.
         samples: see :func:`reconstruct_`.
         kinds: see :func:`reconstruct_`.
-        options: see :class:`ReconstructOptions`.
+        options: see :class:`ReconstructConfig`.
+        batch_size: see :func:`reconstruct_`.
 
     Raises:
         DataError, UnsupportedModelError: see :func:`reconstruct_`.
@@ -233,7 +207,7 @@ def reconstruct_compacted_(
     check_plan(plan, source.family, source.model.config)
     side = CompactedLayers(LayerRunner(pruned, source.family), plan, source.model.config)
     with still(pruned):
-        return _reconstruct(source, side, plan, Batch.of(samples), kinds, options or ReconstructOptions())
+        return _reconstruct(source, side, plan, Batch.of(samples), kinds, options, batch_size)
 
 
 @torch.no_grad()
@@ -243,7 +217,8 @@ def _reconstruct(
     plan: PrunePlan,
     samples: Batch,
     kinds: Sequence[str] | None,
-    options: ReconstructOptions,
+    options: ReconstructConfig,
+    batch_size: int | None,
 ) -> ReconstructionReport:
     begin = time.monotonic()
     steps, lost = steps_of(dense.family, plan)
@@ -253,7 +228,7 @@ def _reconstruct(
     walk: Walk | None = None
     if not all(step.exact for step in steps):
         with still(dense.model):
-            chunks = _chunks(dense, samples, kinds, options)
+            chunks = _chunks(dense, samples, kinds or samples.kinds or None, options.held_back, batch_size)
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
             walk = Walk(dense, side, chunks, ridges=options.ridges, multiplier=multiplier, relative=options.relative)
             _walk(walk, side, steps, lost, readers=readers)
@@ -310,18 +285,18 @@ def _described(entry: Solved) -> SolvedPart:
 
 
 def _chunks(
-    dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, options: ReconstructOptions
+    dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
 ) -> list[Chunk]:
     count = len(samples)
     labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
     if len(labels) != count:
         raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
-    size = options.batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
+    size = batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
     device = dense.model.device
     made = []
-    for ids, real, kind, held_back in chunks_of(samples.inputs, samples.real, labels, options.held_back, size):
+    for ids, real, kind, judges in chunks_of(samples.inputs, samples.real, labels, held_back, size):
         ids, real = ids.to(device), real.to(device)
-        made.append(Chunk(ids, real, kind, held_back, dense.embed(ids)))
+        made.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
     if not any(chunk.held_back for chunk in made):
         raise DataError(
             f"Reconstruction has {count} samples and cannot hold any back to choose the ridge with; give at least two "

