@@ -146,7 +146,7 @@ class Choice:
     Attributes:
         ridge: relative to the mean diagonal; None = the modules are left as they were.
         before: errors on the sequences held back, with the modules as they were.
-        after: the same with the modules as they are now.
+        after: the same with the solution on the other sequences.
     """
 
     ridge: float | None
@@ -154,35 +154,46 @@ class Choice:
     after: Tally
 
 
+Solutions = Callable[[Sequence[float]], Iterator[tuple[float, Callable[[], None]]]]
+"""(ridges) -> (ridge, a function that puts its solution into the modules) for each that has one."""
+
+
 def choose(
     projections: Sequence[Projection],
-    solutions: Iterator[tuple[float, Callable[[], None]]],
+    solutions: Solutions,
+    ridges: Sequence[float],
     error: Callable[[], Tally],
+    add_judges: Callable[[], None],
 ) -> Choice:
     """Try solutions one after the other, and keep the one with the smallest error on the sequences held back.
 
     The error of a solution is the mean over the kinds of text of its squared error relative to that of the modules as
-    they were. A solution that makes any kind worse is not taken, so that leaving everything as it was can win.
+    they were. A solution that makes any kind worse is not taken, so that leaving everything as it was can win. With the
+    ridge that is best, the system is then solved on all sequences.
 
     Args:
         projections: what the solutions change.
-        solutions: (ridge, a function that puts the solution into the modules).
+        solutions: of the system as it stands.
+        ridges: candidates.
         error: of the modules as they are, on the sequences held back.
+        add_judges: adds the sequences held back to the system, with the modules as they were.
     """
     before = error()
-    best: tuple[float, float, Callable[[], None], Tally] | None = None
-    for ridge, apply in solutions:
+    best: tuple[float, float, Tally] | None = None
+    for ridge, apply in solutions(ridges):
         apply()
         found = error()
         score = _score(before, found)
         if score is not None and (best is None or score < best[0]):
-            best = score, ridge, apply, found
+            best = score, ridge, found
+    for projection in projections:
+        projection.restore()
     if best is None:
-        for projection in projections:
-            projection.restore()
         return Choice(None, before, before)
-    best[2]()
-    return Choice(best[1], before, best[3])
+    add_judges()
+    for _, apply in solutions([best[1]]):
+        apply()
+    return Choice(best[1], before, best[2])
 
 
 def _score(before: Tally, after: Tally) -> float | None:

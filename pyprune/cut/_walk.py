@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -116,8 +117,10 @@ class Walk:
         constant = any(p.has_bias for p in projections)
         equations = self._equations(sum(p.inputs for p in projections), projections[0].outputs, constant, projections)
         before = Tally()
-        for i, chunk in enumerate(c for c in self.chunks if not c.held_back):
-            self._gather(step, layer, projections, chunk, equations, before, check=not i)
+
+        def gather(held_back: bool) -> None:
+            for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
+                self._gather(step, layer, projections, chunk, equations, before, check=not i)
 
         def error() -> Tally:
             tally = Tally()
@@ -127,7 +130,9 @@ class Walk:
                     tally.add(chunk.kind, *self._error(chunk, out)[2:])
             return tally
 
-        choice = choose(projections, joint_solutions(equations, projections, self.ridges), error)
+        gather(False)
+        solutions = partial(joint_solutions, equations, projections)
+        choice = choose(projections, solutions, self.ridges, error, partial(gather, True))
         if choice.ridge is not None:
             self.cut.solved(projections)
         after = self.advance_cut(step, layer)
@@ -151,7 +156,8 @@ class Walk:
             x = torch.cat([chunk.tokens(p.read(seen[p.name][0])) for p in projections], dim=1).float()
             written = sum(seen[p.name][1].reshape(out.shape).float() for p in projections)
         residual, weight, error, size = self._error(chunk, out)
-        before.add("used", error, size)
+        if not chunk.held_back:
+            before.add("used", error, size)
         lacking = projections[0].written(residual)
         gain = self.cut.gain(step, layer)
         written = cast(Tensor, written)
@@ -187,13 +193,21 @@ class Walk:
         constant = all(p.has_bias for p in projections)
         equations = self._equations(projections[0].inputs, sum(p.outputs for p in projections), constant, projections)
         judges: list[tuple[str, Tensor, list[Tensor]]] = []
+
+        def add(x: Tensor, targets: Sequence[Tensor]) -> None:
+            lacking = torch.cat(_lacking(projections, x, targets), dim=1)
+            equations.add(projections[0].read(x), lacking, torch.ones(len(x), device=x.device))
+
+        def add_judges() -> None:
+            for _, x, targets in judges:
+                add(x, targets)
+
         for chunk in self.chunks:
             x, targets = self._read(step, layer, projections, chunk)
             if chunk.held_back:
                 judges.append((chunk.kind, x, targets))
-                continue
-            lacking = torch.cat(_lacking(projections, x, targets), dim=1)
-            equations.add(projections[0].read(x), lacking, torch.ones(len(x), device=x.device))
+            else:
+                add(x, targets)
         self._count(equations, projections, [t for _, x, targets in judges for t in (x, *targets)])
 
         def error() -> Tally:
@@ -205,7 +219,8 @@ class Walk:
                 tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
             return tally
 
-        choice = choose(projections, parallel_solutions(equations, projections, self.ridges), error)
+        solutions = partial(parallel_solutions, equations, projections)
+        choice = choose(projections, solutions, self.ridges, error, add_judges)
         if choice.ridge is not None:
             self.cut.solved(projections)
         self.reports.append(Solved(step.part, (block,), "readers", choice, None))

@@ -3,7 +3,7 @@
 The dense and the cut model read the same text side by side. At every kept part in order (attention, then MLP), with h
 the cut stream in front of it and x what its writer (o_proj, down_proj) reads in the *cut* model,
 
-    W <- W + argmin_D  sum over tokens ||x D^T - (t - h - x W^T)||^2 / ||t||^2  +  ridge * mean(diag(x^T x)) * ||D||^2
+    W <- W + argmin_D  sum over tokens ||x D^T - (t - h - x W^T)||^2  +  ridge * mean(diag(x^T x)) * ||D||^2
 
 where t is the dense stream in front of the next part that stays: so a writer takes over what the removed layers and
 blocks behind it wrote, and corrects what the parts before it got wrong. Where hidden channels go, t is the kept part of
@@ -15,8 +15,8 @@ the norm, with the dense model's divisor for each token, would take to t - h; wh
 measured behind the norm, like everything else.
 
 The ridge is chosen for every writer on sequences that are held back from every kind of text, among the given
-candidates and "leave it as it was"; a candidate that makes any kind of text worse is out. The sequences that are held
-back are never solved on, so that their error is that of text that was not seen.
+candidates and "leave it as it was"; a candidate that makes any kind of text worse is out. With the ridge that was best
+the system is then solved on all sequences; the errors reported are those from before that, of text not solved on.
 
 With the readers (q, k, v, gate, up), each is solved to give the dense module's values from the cut stream before the
 writers of its block are. That is on by default where hidden channels go.
@@ -65,7 +65,7 @@ class SolvedPart:
         ridge: the one that was chosen; None = left as it was, because no candidate was better.
         before: mean over the kinds of text, on sequences held back, with the modules as they were; the parts before
             this one are reconstructed already.
-        after: the same with the modules as they are now.
+        after: the same with the solution on the other sequences.
         kinds: the same two for each kind of text.
         used: the same two on the sequences that were solved on, all kinds together; None for readers.
     """
@@ -122,9 +122,9 @@ class ReconstructionReport:
             )
         last = [part for part in self.parts if part.role == "writers"][-1]
         return (
-            f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on "
-            f"{self.tokens - self.held_back:,} tokens; behind layer {last.layer} the stream is {last.after:.1%} off "
-            f"the dense one on {self.held_back:,} tokens held back ({self.seconds:.0f} s, "
+            f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on {self.tokens:,} tokens; the "
+            f"stream behind layer {last.layer} was {last.after:.1%} off the dense one on {self.held_back:,} of them, "
+            f"before these were solved on as well ({self.seconds:.0f} s, "
             f"{self.extra_bytes / 2**20:,.0f} MiB beside the model)."
         )
 

@@ -247,7 +247,7 @@ def test_the_readers_are_solved_where_hidden_channels_go() -> None:
     results = {}
     for readers in (False, None):
         trial = copy.deepcopy(model)
-        report = reconstruct_(trial, plan, SAMPLES, options=ReconstructConfig(readers=readers))
+        report = reconstruct_(trial, plan, tiny_batch(batch=64, length=32), options=ReconstructConfig(readers=readers))
         results[readers] = report
     assert {part.role for part in results[False].parts} == {"writers"}
     assert {part.role for part in results[None].parts} == {"writers", "readers"}
