@@ -479,7 +479,7 @@ class Bench:
         }
 
     def _recovered(self, case: Case) -> Json:
-        from pyprune.pipeline import recover_checkpoint
+        from pyprune.rework import recover_checkpoint
         from pyprune.run_folder import interrupted_run
 
         assert case.recovery is not None

@@ -38,7 +38,8 @@ _PUBLIC = {
     "mask_": "pyprune.cut.mask:mask_",
     "prune": "pyprune.pipeline:prune",
     "prune_": "pyprune.pipeline:prune_",
-    "recover": "pyprune.pipeline:recover_checkpoint",
+    "reconstruct": "pyprune.rework:reconstruct_checkpoint",
+    "recover": "pyprune.rework:recover_checkpoint",
     "recover_": "pyprune.train.recover:recover",
     "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
 }
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.pipeline import prune_ as prune_
-    from pyprune.pipeline import recover_checkpoint
     from pyprune.plan import PrunePlan as PrunePlan
     from pyprune.quality.measure import Evaluation as Evaluation
     from pyprune.quality.measure import evaluate as evaluate
@@ -64,12 +64,14 @@ if TYPE_CHECKING:
     from pyprune.quality.tasks import evaluate_tasks as evaluate_tasks
     from pyprune.recipe import build_config as build_config
     from pyprune.recipe import build_recovery as build_recovery
+    from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
     from pyprune.serving.export import export as export
     from pyprune.serving.measure import measure
     from pyprune.stages import PruneResult as PruneResult
     from pyprune.train.recover import recover as recover_in_memory
 
     bench = measure
+    reconstruct = reconstruct_checkpoint
     recover = recover_checkpoint
     recover_ = recover_in_memory
 

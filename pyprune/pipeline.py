@@ -11,19 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
-from pyprune.checkpoint.record import has_record, inherited_facts, read_pruning_json, take_measured
+from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
-from pyprune.config.run import PruneConfig, RecoverRunConfig
-from pyprune.config.train import RecoverConfig
-from pyprune.data.sampling import TokenSamples, sample_sequences
+from pyprune.checkpoint.trained_on import training_marks
+from pyprune.config.run import PruneConfig
+from pyprune.data.sampling import TokenSamples
 from pyprune.data.sources import check_source
-from pyprune.data.stream import check_sequence_length
-from pyprune.errors import ConfigError
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.plan import PrunePlan
+from pyprune.rework import teacher_dtype, trained_before
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.runtime.files import check_output
 from pyprune.stages import (
@@ -36,8 +34,6 @@ from pyprune.stages import (
     shapes_the_result,
     wanted_text,
 )
-from pyprune.train.objective import TrainReport
-from pyprune.train.recover import recover
 
 
 def prune(
@@ -94,7 +90,7 @@ def prune(
         result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
         marks = earlier.get("training_marks", "")
         if shapes_the_result(config):
-            again = [text for samples in data.values() for text in _trained_before(marks, samples)]
+            again = [text for samples in data.values() for text in trained_before(marks, samples)]
             result.warnings += again
             say_warnings(again)
             marks = training_marks(data.values(), marks)
@@ -198,114 +194,10 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     return replace(decision, notes=(*decision.notes, note))
 
 
-def teacher_dtype(config: RecoverConfig) -> str:
-    """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
-    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
-
-
-def recover_checkpoint(
-    pruned: str | Path,
-    config: RecoverRunConfig,
-    *,
-    out: str | Path,
-    teacher: str | Path | None = None,
-    teacher_gguf_file: str | None = None,
-    teacher_revision: str | None = None,
-    trust_remote_code: bool = False,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> TrainReport:
-    """Recover a checkpoint that is cut already, and write another one with the same plan.
-
-    The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
-    joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
-    training checkpoints in a hidden folder next to ``out``.
-
-    Args:
-        pruned: checkpoint folder (or hub id) of the model to recover.
-        config: every option.
-        out: the folder to create.
-        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
-        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
-        teacher_revision: hub revision of the teacher.
-        trust_remote_code: run the repositories' own code.
-        resume: continue an interrupted run of the same options.
-        overwrite: replace an existing ``out``.
-
-    Raises:
-        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
-        PypruneError: whatever stops a stage; nothing is left at ``out``.
-    """
-    out = Path(out)
-    config.validate()
-    if (teacher is None) != (config.recover.distill is None):
-        raise ConfigError(
-            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
-            if teacher is None
-            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
-            "recover.distill.alpha=0.5), or leave the teacher out."
-        )
-    _check_unused_teacher_options(teacher, gguf_file=teacher_gguf_file, revision=teacher_revision)
-    check_output(out, overwrite=overwrite, reads=[pruned, teacher, config.data.source])
-    check_source(config.data.source)
-    of_teacher: dict[str, Any] = {"gguf_file": teacher_gguf_file, "revision": teacher_revision}
-    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    source = {"model": str(pruned), "weights": weights_identity(pruned, **reading), "teacher": str(teacher)}
-    source["teacher_weights"] = weights_identity(teacher, **of_teacher, **reading) if teacher is not None else ""
-    reading["device"] = config.device
-    record = read_pruning_json(pruned) if has_record(pruned) else None
-    plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
-    with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
-        model, tokenizer = load_model(pruned, dtype=config.dtype, **reading)
-        if tokenizer is None:
-            raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
-        check_sequence_length(model.config, config.data.sequence_length)
-        samples = sample_sequences(tokenizer, config.data)
-        dense = None
-        if teacher is not None:
-            dense = load_model(teacher, dtype=teacher_dtype(config.recover), **of_teacher, **reading)[0]
-        report = recover(
-            model,
-            samples.tokens,
-            config.recover,
-            teacher=dense,
-            plan=plan,
-            checkpoint_dir=work.path / "recover",
-            resume=resume,
-        )
-        report.warnings += [*_trained_before(known.get("training_marks", ""), samples), *unguarded([samples])]
-        earlier = take_measured(known)
-        entry = {"from": str(pruned), "teacher": str(teacher) if teacher else None, "config": config.to_dict()}
-        entry |= {"report": report.to_dict(), "measured_before": earlier}
-        provenance = {
-            **known,
-            "recoveries": [*known.get("recoveries", []), entry],
-            "training_marks": training_marks([samples], known.get("training_marks", "")),
-        }
-        dtype = config.export_dtype or stored_dtype(pruned, trust_remote_code=trust_remote_code)
-        save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
-    return report
-
-
-def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:
-    """Options of a teacher that is not there would do nothing."""
-    unused = [f"teacher_{name}" for name, value in options.items() if value is not None]
-    if teacher is None and unused:
-        raise ConfigError(f"{' and '.join(unused)} without a teacher would do nothing; give the teacher too.")
-
-
 def _sources(config: PruneConfig) -> list[str]:
-    return [data.source for data in wanted_text(config).values()]
+    return [source for data in wanted_text(config).values() for source in data.sources]
 
 
 def _check_sources(config: PruneConfig) -> None:
     for source in _sources(config):
         check_source(source)
-
-
-def _trained_before(marks: str, samples: TokenSamples) -> list[str]:
-    ids = samples.input_ids
-    again = marked_passages(marks, ids[ids >= 0])
-    if not again:
-        return []
-    return [f"{again} passages of this run's text were training text of this checkpoint already; use other text."]

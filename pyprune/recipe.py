@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 from typing_extensions import override
 
-from pyprune.config.run import PruneConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, ReconstructRunConfig, RecoverRunConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
 from pyprune.methods.registry import check_name, method_preset, read_config
 from pyprune.methods.registry import preset as find_preset
@@ -193,6 +193,19 @@ def build_recovery(
 
         start = recovery(named).to_dict()
     return RecoverRunConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
+
+
+def build_reconstruction(
+    *, recipe: str | Path | None = None, options: Mapping[str, Any] | None = None, settings: Sequence[str] = ()
+) -> ReconstructRunConfig:
+    """Compose the options of ``pyprune reconstruct``; arguments as in :func:`build_config`.
+
+    Raises:
+        ConfigError: as :func:`build_config`.
+    """
+    data = read_recipe(recipe) if recipe is not None else {}
+    usual = ReconstructRunConfig().to_dict()
+    return ReconstructRunConfig.from_dict(merge(merge(usual, data), _chosen(options, settings)))
 
 
 def _name_in(data: dict[str, Any], key: str, recipe: str | Path | None) -> str | None:

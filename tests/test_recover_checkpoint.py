@@ -25,9 +25,10 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
-from pyprune.pipeline import prune, prune_, recover_checkpoint
+from pyprune.pipeline import prune, prune_
 from pyprune.quality.perplexity import perplexity
 from pyprune.recipe import build_config, build_recovery, merge
+from pyprune.rework import recover_checkpoint
 from pyprune.train.distill import Distillation
 from tests._support.models import tiny_model
 from tests._support.plans import axis_plans

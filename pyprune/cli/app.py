@@ -10,7 +10,8 @@ from typer.core import TyperGroup
 
 from pyprune.cli.evaluate import evaluate
 from pyprune.cli.inspect import env, inspect, methods
-from pyprune.cli.prune import prune, recover
+from pyprune.cli.prune import prune
+from pyprune.cli.rework import reconstruct, recover
 from pyprune.cli.serve import bench, export, serve
 from pyprune.cli.study import robustness
 from pyprune.errors import LONGEST_NAME
@@ -44,6 +45,7 @@ app = typer.Typer(
 COMMANDS: dict[str, Callable[..., None]] = {
     "prune": prune,
     "recover": recover,
+    "reconstruct": reconstruct,
     "eval": evaluate,
     "robustness": robustness,
     "export": export,

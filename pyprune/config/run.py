@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_SEED, Config, _first, _require, option
-from pyprune.config.cut import CutConfig
+from pyprune.config.cut import CutConfig, ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.score import ScoreConfig
-from pyprune.config.train import HALF_DTYPES, RecoverConfig, TrainConfig
+from pyprune.config.train import HALF_DTYPES, LARGEST_BATCH, RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError, shown
 
 RatioOf = Literal["layers", "hidden", "parameters"]
@@ -77,6 +77,35 @@ class RecoverRunConfig(Config):
     def problems(self) -> list[str]:
         trained = Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
         return trained.problems(self.dtype)
+
+
+@dataclass(frozen=True)
+class ReconstructRunConfig(Config):
+    """Everything `pyprune reconstruct` does to a checkpoint that is cut already.
+
+    Attributes:
+        dtype: dtype of the weights while working.
+        device: where the models run: auto (cuda when there is one), cpu, cuda or cuda:N.
+        export_dtype: dtype of the written checkpoint; None = the pruned checkpoint's.
+        data: calibration text.
+        least_squares: how it is reconstructed.
+        batch_size: sequences in one forward pass; None = as many as make 2,048 tokens.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=144, sequence_length=256))
+    least_squares: ReconstructConfig = field(default_factory=ReconstructConfig)
+    batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.data.layout == "stream", "data.layout is 'instructions', which is for recovery; set 'stream'.", found
+        )
+        return found
 
 
 @dataclass(frozen=True)

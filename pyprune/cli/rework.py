@@ -1,0 +1,212 @@
+"""recover and reconstruct: what is done to a checkpoint that is cut already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pyprune.cli.base import Debug, Overwrite, RemoteCode, guarded
+from pyprune.runtime.progress import warn
+
+if TYPE_CHECKING:
+    from pyprune.cut.reconstruct import ReconstructionReport
+    from pyprune.report import Cell
+    from pyprune.train.objective import TrainReport
+
+
+@guarded
+def recover(
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint.")],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DENSE",
+            help="The model that PRUNED was cut from, to learn from (logits, and hidden states if asked for). "
+            "Default: none, the text alone.",
+        ),
+    ] = None,
+    teacher_gguf_file: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside DENSE. Default: safetensors.")
+    ] = None,
+    teacher_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of DENSE from the hub. Default: its main branch.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a teacher).",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option by its dotted name, e.g. recover.distill.hidden=0.1 or recover.adapters=none. Repeatable.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to train on: alpaca, wikitext2, ptb, c4, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. "
+            "Default: the preset's, else wikitext2.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
+    ] = None,
+    trust_remote_code: RemoteCode = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
+    ] = False,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> None:
+    """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
+
+    Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
+    """
+    from pyprune.recipe import build_recovery
+    from pyprune.runtime.files import check_output
+
+    check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
+    options = build_recovery(
+        preset=preset,
+        recipe=config,
+        options={
+            "data.source": data,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+            "recover.distill": {} if teacher is not None else None,  # a teacher alone means the default weights
+        },
+        settings=set_ or (),
+    )
+    from pyprune.rework import recover_checkpoint
+
+    report = recover_checkpoint(
+        pruned,
+        options,
+        out=out,
+        teacher=teacher,
+        teacher_gguf_file=teacher_gguf_file,
+        teacher_revision=teacher_revision,
+        trust_remote_code=trust_remote_code,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    _print_recovered(report, out)
+
+
+def _print_recovered(report: TrainReport, out: Path) -> None:
+    from pyprune.report import Table, print_table
+
+    first, last = report.history[0], report.history[-1]
+    rows: list[tuple[str, Cell]] = [
+        ("objective", report.objective),
+        ("steps", report.steps),
+        ("tokens", report.tokens),
+        ("language-model loss, first and last step", f"{first.lm_loss:.4f}, {last.lm_loss:.4f}"),
+    ]
+    rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
+    print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
+    for warning in report.warnings:
+        warn(warning)
+    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
+
+
+@guarded
+def reconstruct(
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder that pyprune prune wrote.")],
+    dense: Annotated[
+        str, typer.Option(metavar="MODEL", help="Checkpoint folder or hub id of the model that PRUNED was cut from.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the reconstructed checkpoint.")],
+    dense_gguf_file: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside MODEL. Default: safetensors.")
+    ] = None,
+    dense_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of MODEL from the hub. Default: its main branch.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any option by its dotted name, e.g. least_squares.readers=true. Repeatable.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Text to follow the dense model on: mixture (prose, web, code and other languages from the hub), "
+            "mixture-offline, wikitext2, c4, a datasets id, or a .txt/.jsonl(.gz) file. Default: mixture.",
+        ),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 144.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
+    trust_remote_code: RemoteCode = False,
+    overwrite: Overwrite = False,
+    debug: Debug = False,
+) -> None:
+    """Solve the weights of a pruned checkpoint in closed form so that it follows its dense model; no training.
+
+    Example: pyprune reconstruct pruned/ --dense HuggingFaceTB/SmolLM2-135M --out reconstructed/
+    """
+    from pyprune.recipe import build_reconstruction
+    from pyprune.runtime.files import check_output
+
+    check_output(out, overwrite=overwrite, reads=[config, pruned, dense, calibration])
+    options = build_reconstruction(
+        recipe=config,
+        options={
+            "data.source": calibration,
+            "data.samples": samples,
+            "data.sequence_length": sequence_length,
+        },
+        settings=set_ or (),
+    )
+    from pyprune.rework import reconstruct_checkpoint
+
+    report = reconstruct_checkpoint(
+        pruned,
+        options,
+        dense=dense,
+        out=out,
+        dense_gguf_file=dense_gguf_file,
+        dense_revision=dense_revision,
+        trust_remote_code=trust_remote_code,
+        overwrite=overwrite,
+    )
+    _print_reconstructed(report, out)
+
+
+def _print_reconstructed(report: ReconstructionReport, out: Path) -> None:
+    from pyprune.report import Table, print_table
+
+    rows: list[tuple[Cell, ...]] = [
+        (f"{part.layer} {' and '.join(part.blocks)}, {part.role}", part.before, part.after, part.ridge)
+        for part in report.parts
+    ]
+    columns = ("layer", "off before", "off after", "ridge (- = left as it was)")
+    print_table(Table(f"Wrote {out}: relative error on text held back", columns, tuple(rows)))
+    for note in report.notes():
+        if report.solved:
+            print(note)
+        else:
+            warn(note)
+    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")

@@ -1,0 +1,261 @@
+"""What is done to a checkpoint that is cut already: it is recovered, or reconstructed; its plan stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
+from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
+from pyprune.config.run import ReconstructRunConfig, RecoverRunConfig
+from pyprune.config.train import RecoverConfig
+from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
+from pyprune.data.sampling import TokenSamples, sample_sequences
+from pyprune.data.sources import check_source
+from pyprune.data.stream import check_sequence_length
+from pyprune.errors import ConfigError
+from pyprune.plan import PrunePlan
+from pyprune.run_folder import RunFolder, run_folder
+from pyprune.runtime.files import check_output
+from pyprune.train.objective import TrainReport
+from pyprune.train.recover import recover
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The dense model of a checkpoint, by where it is read from.
+
+    Attributes:
+        model: folder or hub id; None where none is needed.
+        gguf_file: a GGUF file inside it.
+        revision: of the hub.
+        trust_remote_code: run the repository's own code.
+    """
+
+    model: str | Path | None = None
+    gguf_file: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How it is read."""
+        return {
+            "gguf_file": self.gguf_file,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+    @property
+    def weights(self) -> str:
+        """What its weights are known by; empty where there is none."""
+        return weights_identity(self.model, **self.reading) if self.model is not None else ""
+
+    def load(self, *, dtype: str, device: str) -> PreTrainedModel:
+        """The model in memory.
+
+        Raises:
+            ConfigError: no dense model was named.
+        """
+        if self.model is None:
+            raise ConfigError("This needs the dense model, and none was named.")
+        return load_model(self.model, dtype=dtype, device=device, **self.reading)[0]
+
+
+@dataclass
+class _Work:
+    """A checkpoint in work.
+
+    Attributes:
+        model: what is changed, in place.
+        samples: text for it.
+        plan: what it was cut with; None where the record has none.
+        folder: where an interrupted run is kept.
+        report: of what was done, as plain data; to be filled in.
+        warnings: what was found about the text.
+    """
+
+    model: PreTrainedModel
+    samples: TokenSamples
+    plan: PrunePlan | None
+    folder: RunFolder
+    report: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def recover_checkpoint(
+    pruned: str | Path,
+    config: RecoverRunConfig,
+    *,
+    out: str | Path,
+    teacher: str | Path | None = None,
+    teacher_gguf_file: str | None = None,
+    teacher_revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> TrainReport:
+    """Recover a checkpoint that is cut already, and write another one with the same plan.
+
+    The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
+    joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
+    training checkpoints in a hidden folder next to ``out``.
+
+    Args:
+        pruned: checkpoint folder (or hub id) of the model to recover.
+        config: every option.
+        out: the folder to create.
+        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
+        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
+        teacher_revision: hub revision of the teacher.
+        trust_remote_code: run the repositories' own code.
+        resume: continue an interrupted run of the same options.
+        overwrite: replace an existing ``out``.
+
+    Raises:
+        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
+        PypruneError: whatever stops a stage; nothing is left at ``out``.
+    """
+    config.validate()
+    if (teacher is None) != (config.recover.distill is None):
+        raise ConfigError(
+            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
+            if teacher is None
+            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
+            "recover.distill.alpha=0.5), or leave the teacher out."
+        )
+    _check_unused_teacher_options(teacher, gguf_file=teacher_gguf_file, revision=teacher_revision)
+    dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
+    with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
+        report = recover(
+            work.model,
+            work.samples,
+            config.recover,
+            teacher=None if teacher is None else dense.load(dtype=teacher_dtype(config.recover), device=config.device),
+            plan=work.plan,
+            checkpoint_dir=work.folder.path / "recover",
+            resume=resume,
+        )
+        report.warnings += work.warnings
+        work.report = report.to_dict()
+    return report
+
+
+def reconstruct_checkpoint(
+    pruned: str | Path,
+    config: ReconstructRunConfig,
+    *,
+    dense: str | Path,
+    out: str | Path,
+    dense_gguf_file: str | None = None,
+    dense_revision: str | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> ReconstructionReport:
+    """Reconstruct a checkpoint that is cut already from its dense model, and write another one with the same plan.
+
+    The record keeps everything it held; what this run did is added under "reconstructions".
+
+    Args:
+        pruned: checkpoint folder of the cut model, written by pyprune.
+        config: every option.
+        dense: folder or hub id of the model that it was cut from.
+        out: the folder to create.
+        dense_gguf_file: a GGUF file inside the dense model's folder or repository.
+        dense_revision: hub revision of the dense model.
+        trust_remote_code: run the repositories' own code.
+        overwrite: replace an existing ``out``.
+
+    Raises:
+        ConfigError: invalid options, or a checkpoint without a plan.
+        PlanError: the dense model is not the one that the plan is of.
+        PypruneError: whatever stops it; nothing is left at ``out``.
+    """
+    config.validate()
+    source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
+    with _reworked(pruned, config, source, out, "reconstructions", overwrite=overwrite) as work:
+        if work.plan is None:
+            raise ConfigError(
+                f"{pruned} holds no plan, which says what was removed; give a checkpoint that pyprune prune wrote."
+            )
+        report = reconstruct_compacted_(
+            work.model,
+            work.plan,
+            source.load(dtype=config.dtype, device=config.device),
+            work.samples,
+            options=config.least_squares,
+            batch_size=config.batch_size,
+        )
+        work.report = report.to_dict()
+    return report
+
+
+@contextmanager
+def _reworked(
+    pruned: str | Path,
+    config: RecoverRunConfig | ReconstructRunConfig,
+    dense: Dense,
+    out: str | Path,
+    entries: str,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Iterator[_Work]:
+    """Load a checkpoint and its text, and write it with another entry in its record when the block has ended."""
+    out = Path(out)
+    check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
+    for source in config.data.sources:
+        check_source(source)
+    remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
+    identity = {"model": str(pruned), "weights": weights_identity(pruned, **remote), "teacher": str(dense.model)}
+    identity["teacher_weights"] = dense.weights
+    record = read_pruning_json(pruned) if has_record(pruned) else None
+    plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
+    with run_folder(out, identity, config, resume=resume, overwrite=overwrite) as folder:
+        model, tokenizer = load_model(pruned, dtype=config.dtype, device=config.device, **remote)
+        if tokenizer is None:
+            raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
+        check_sequence_length(model.config, config.data.sequence_length)
+        samples = sample_sequences(tokenizer, config.data)
+        marks = known.get("training_marks", "")
+        warnings = [*trained_before(marks, samples), *unguarded([samples])]
+        work = _Work(model, samples, plan, folder, warnings=warnings)
+        yield work
+        earlier = take_measured(known)
+        entry = {"from": str(pruned), "teacher": str(dense.model) if dense.model else None, "config": config.to_dict()}
+        entry |= {"report": work.report, "measured_before": earlier}
+        provenance = {
+            **known,
+            entries: [*known.get(entries, []), entry],
+            "training_marks": training_marks([samples], marks),
+        }
+        dtype = config.export_dtype or stored_dtype(pruned, **remote)
+        save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
+
+
+def teacher_dtype(config: RecoverConfig) -> str:
+    """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
+    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
+
+
+def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:
+    """Options of a teacher that is not there would do nothing."""
+    unused = [f"teacher_{name}" for name, value in options.items() if value is not None]
+    if teacher is None and unused:
+        raise ConfigError(f"{' and '.join(unused)} without a teacher would do nothing; give the teacher too.")
+
+
+def trained_before(marks: str, samples: TokenSamples) -> list[str]:
+    """What to warn of where text of a run was training text of the checkpoint already."""
+    ids = samples.input_ids
+    again = marked_passages(marks, ids[ids >= 0])
+    if not again:
+        return []
+    return [f"{again} passages of this run's text were training text of this checkpoint already; use other text."]

@@ -1,0 +1,137 @@
+"""`pyprune reconstruct` and `cut.reconstruct: least_squares`: the effect on a model, the record, the refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.cli.app import app
+from pyprune.families import family_for
+from pyprune.pipeline import prune
+from pyprune.recipe import build_config
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.text import write_model, write_text
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt", words=9000)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write_model(tiny_model("llama"), tmp_path / "dense")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    model = tiny_model("llama")
+    path = tmp_path / "plan.json"
+    path.write_text(family_for(model).plan(model.config).drop_layers([1]).to_json())
+    return path
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def arguments(dense: Path, plan: Path, text: Path, out: Path, *more: str) -> list[str | Path]:
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    return ["prune", dense, "--plan", plan, "--out", out, *data, *more]
+
+
+def distance(folder: Path, dense: Path) -> float:
+    """How far the logits of a checkpoint are from the dense model's, relative to their size."""
+    batch = tiny_batch(8, 32) % 200 + 3
+    with torch.no_grad():
+        wanted, found = (load_model(path)[0](batch).logits for path in (dense, folder))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_cut_that_is_reconstructed_follows_the_dense_model(
+    dense: Path, plan: Path, text: Path, tmp_path: Path
+) -> None:
+    plain = run(*arguments(dense, plan, text, tmp_path / "plain"))
+    assert plain.exit_code == 0, plain.output
+    solved = run(*arguments(dense, plan, text, tmp_path / "solved", "--set", "cut.reconstruct=least_squares"))
+    assert solved.exit_code == 0, solved.output
+    assert "Reconstruction:" in " ".join(solved.stdout.split())
+    assert distance(tmp_path / "solved", dense) < 0.9 * distance(tmp_path / "plain", dense)
+    record = read_pruning_json(tmp_path / "solved").provenance
+    parts = record["report"]["reconstruction"]["parts"]
+    assert parts
+    assert any(part["ridge"] is not None for part in parts)
+    assert record["config"]["cut"]["reconstruct"] == "least_squares"
+    assert read_pruning_json(tmp_path / "plain").provenance["report"]["reconstruction"] is None
+
+
+def test_both_sides_of_a_reconstructed_cut_agree(dense: Path, plan: Path, text: Path, tmp_path: Path) -> None:
+    config = build_config(
+        options={"plan": str(plan), "cut.reconstruct": "least_squares", "verify": True, "data.source": str(text),
+                 "data.samples": 96, "data.sequence_length": 32}
+    )  # fmt: skip
+    result = prune(dense, config, out=tmp_path / "out")
+    assert result.verified is not None
+    assert result.verified["compacted_perplexity"] == pytest.approx(result.verified["masked_perplexity"], rel=1e-5)
+
+
+def test_a_checkpoint_that_is_cut_already_is_reconstructed(dense: Path, plan: Path, text: Path, tmp_path: Path) -> None:
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    done = run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "solved", *data)
+    assert done.exit_code == 0, done.output
+    assert "relative error on text held back" in done.stdout
+    assert distance(tmp_path / "solved", dense) < 0.9 * distance(tmp_path / "plain", dense)
+    before, after = (read_pruning_json(tmp_path / name) for name in ("plain", "solved"))
+    assert before.plan == after.plan
+    (entry,) = after.provenance["reconstructions"]
+    assert entry["teacher"] == str(dense)
+    assert entry["report"]["parts"]
+    model, _ = load_model(tmp_path / "solved")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_both_ways_to_reconstruct_give_the_same_model(dense: Path, plan: Path, text: Path, tmp_path: Path) -> None:
+    """At the cut, or afterwards from the checkpoint."""
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    at_once = arguments(dense, plan, text, tmp_path / "once", "--set", "cut.reconstruct=least_squares")
+    assert run(*at_once).exit_code == 0
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    assert run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "later", *data).exit_code == 0
+    once, later = (load_model(tmp_path / name)[0] for name in ("once", "later"))
+    for (name, a), (_, b) in zip(once.named_parameters(), later.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_cannot_be_reconstructed_is_refused(dense: Path, text: Path, plan: Path, tmp_path: Path) -> None:
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    out = tmp_path / "out"
+    other = write_model(tiny_model("llama", seed=5), tmp_path / "other")
+    no_plan = run("reconstruct", other, "--dense", dense, "--out", out, *data)
+    assert no_plan.exit_code != 0
+    assert "holds no plan" in no_plan.stderr
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    qwen = write_model(tiny_model("qwen2"), tmp_path / "qwen")
+    wrong = run("reconstruct", tmp_path / "plain", "--dense", qwen, "--out", out, *data)
+    assert wrong.exit_code != 0
+    assert "model type" in wrong.stderr
+    assert not out.exists()
+    nothing = run(*arguments(dense, plan, text, out, "--set", "cut.reconstruct=least_squares",
+                             "--set", "stages.prune=false"))  # fmt: skip
+    assert "nothing is cut" in nothing.stderr
+
+
+def test_a_replayed_plan_says_that_the_reconstruction_is_not(
+    dense: Path, plan: Path, text: Path, tmp_path: Path
+) -> None:
+    solved = arguments(dense, plan, text, tmp_path / "solved", "--set", "cut.reconstruct=least_squares")
+    assert run(*solved).exit_code == 0
+    config = build_config(options={"plan": str(tmp_path / "solved")})
+    warnings = prune(dense, config, out=tmp_path / "again").warnings
+    assert any("is not replayed" in text and "least_squares" in text for text in warnings)
