@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.config.data import DataConfig
-from pyprune.config.regularise import GateConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.errors import PypruneError
 from pyprune.methods.base import own_options
 from pyprune.methods.registry import preset
-from pyprune.methods.regularise.elder import ElderOptions
+from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.report import BarChart, Cell, LineChart, Report, Table, print_table, write_report
 from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
 from pyprune.runtime.progress import console

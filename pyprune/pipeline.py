@@ -132,8 +132,8 @@ def prune_(
 
     Args:
         model: a dense model of a known family.
-        data: token ids, int64 [N, T], under "regularise" and (when something follows the cut) "recover"; empty
-            when a saved plan is only applied.
+        data: token ids, int64 [N, T], under "regularise", and under "cut" and "recover" where the cut is
+            reconstructed or something follows it on other text; empty when a saved plan is only applied.
         config: every option.
         work: where an interrupted run is kept; None keeps nothing.
         teacher: for distillation, the dense model again (or what makes it): ``model`` itself is cut in place.

@@ -95,20 +95,22 @@ class StageText:
 
     Attributes:
         before: what the method reads, what is trained on before the cut, and what the cut is measured on.
+        cut: what the cut is reconstructed on.
         after: what is trained on after the cut.
         drawn: the samples that were drawn from a source, for the marks of what was trained on.
     """
 
     before: Batch
+    cut: Batch
     after: Batch
     drawn: tuple[TokenSamples, ...] = ()
 
     @classmethod
     def of(cls, data: Mapping[str, TokenSamples | Tensor]) -> StageText:
-        """Take token ids, int64 [N, T], under "regularise" and, for what follows the cut, "recover"."""
+        """Take token ids, int64 [N, T], under "regularise" and, where they are others, "cut" and "recover"."""
         before = data.get("regularise", NO_SAMPLES)
         drawn = tuple(samples for samples in data.values() if isinstance(samples, TokenSamples))
-        return cls(Batch.of(before), Batch.of(data.get("recover", before)), drawn)
+        return cls(Batch.of(before), Batch.of(data.get("cut", before)), Batch.of(data.get("recover", before)), drawn)
 
     @property
     def probe(self) -> Tensor:
@@ -141,6 +143,8 @@ def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
     if not (shapes_the_result(config) or config.verify):
         return {}
     wanted = {"regularise": config.data}
+    if config.reads_text_at_the_cut and config.cut.data is not None:
+        wanted["cut"] = config.cut.data
     if config.stages.after:
         wanted["recover"] = config.recovery_data or config.data
     return wanted
@@ -224,6 +228,7 @@ class StageRun:
         if not config.stages.prune:
             return
         dense_parameters = count_parameters(model)
+        self._prepare()
         self._reconstruct()
         if config.verify:
             with masked(model, result.plan):
@@ -234,16 +239,29 @@ class StageRun:
         if result.compact.reasons:
             result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
 
+    def _prepare(self) -> None:
+        """Let the method change the weights for the cut that it decided."""
+        method = get_method(self.config.method) if self.config.method != "none" else None
+        if method is None or method.prepare is None:
+            return
+        if self.config.plan is not None:
+            self.result.warnings.append(
+                f"The plan is replayed without what {method.name} does to the weights before it cuts: what stays is as "
+                "in the dense model. Run the method without a plan to have both."
+            )
+            return
+        self.result.notes += method.prepare(self.model, self.result.plan, self.result.decision)
+
     def _reconstruct(self) -> None:
         """Let what stays make up for what is removed, by the dense model's activations at the moment of the cut."""
         cut, model, result = self.config.cut, self.model, self.result
         if cut.reconstruct == "bias":
-            means = compensate_(model, result.plan, self.text.before.ids, batch_size=cut.batch_size)
+            means = compensate_(model, result.plan, self.text.cut.ids, batch_size=cut.batch_size)
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
             solved = reconstruct_(
-                model, result.plan, self.text.before, options=cut.least_squares, batch_size=cut.batch_size
+                model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
             )
             (result.notes if solved.solved else result.warnings).extend(solved.notes())
             result.reconstruction = solved.to_dict()

@@ -127,6 +127,19 @@ def test_what_cannot_be_reconstructed_is_refused(dense: Path, text: Path, plan: 
     assert "nothing is cut" in nothing.stderr
 
 
+def test_the_cut_may_have_text_of_its_own(dense: Path, plan: Path, text: Path, tmp_path: Path) -> None:
+    other = write_text(tmp_path / "other.txt", words=9000, seed=3)
+    own = ["--set", f"cut.data={{source: {other}, samples: 48, sequence_length: 32}}"]
+    solve = ["--set", "cut.reconstruct=least_squares"]
+    for name, more in (("same", solve), ("own", [*solve, *own])):
+        done = run(*arguments(dense, plan, text, tmp_path / name, *more))
+        assert done.exit_code == 0, done.output
+    reports = [read_pruning_json(tmp_path / name).provenance["report"] for name in ("same", "own")]
+    assert [report["reconstruction"]["tokens"] for report in reports] == [96 * 32, 48 * 32]
+    unread = run(*arguments(dense, plan, text, tmp_path / "unread", *own))
+    assert "cut: data is given, but reconstruct is 'none'" in unread.stderr
+
+
 def test_a_replayed_plan_says_that_the_reconstruction_is_not(
     dense: Path, plan: Path, text: Path, tmp_path: Path
 ) -> None:

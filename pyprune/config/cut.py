@@ -8,6 +8,7 @@ from typing import Literal
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_WEIGHT, Config, _require, option
+from pyprune.config.data import DataConfig
 from pyprune.config.train import LARGEST_BATCH
 
 
@@ -44,10 +45,28 @@ class CutConfig(Config):
             projections lose, given back as a bias: FLAP's, :mod:`pyprune.cut.compensate`) or least_squares (what stays
             is solved in closed form to follow the dense stream, :mod:`pyprune.cut.reconstruct`). Both read the
             calibration text.
+        data: the text for it; null = what the method and the stages before the cut read. Text of several kinds keeps
+            the reconstruction from fitting one of them at the cost of the others.
         least_squares: how, for least_squares.
         batch_size: sequences in one forward pass of it; null = as many as make 2,048 tokens.
     """
 
     reconstruct: Literal["none", "bias", "least_squares"] = "none"
+    data: DataConfig | None = None
     least_squares: ReconstructConfig = field(default_factory=ReconstructConfig)
     batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.data is None or self.reconstruct != "none",
+            "data is given, but reconstruct is 'none', which reads no text; leave it out, or set reconstruct.",
+            found,
+        )
+        _require(
+            self.data is None or self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery_data; a cut is reconstructed on 'stream'.",
+            found,
+        )
+        return found
