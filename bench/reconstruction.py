@@ -234,7 +234,8 @@ def table(rows: Sequence[Json]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; return the exit status."""
-    from pyprune.serving.stats import append_jsonl, environment_record
+    from pyprune.runtime.records import append_jsonl
+    from pyprune.serving.stats import environment_record
 
     options = _parser().parse_args(arguments)
     environment = environment_record()
