@@ -92,6 +92,7 @@ def joined(parts: Iterable[Ids], limit: int | None = None) -> Ids:
     data = bytearray()
     for ids in parts:
         data += np.ascontiguousarray(ids).data
+        del ids  # while the next part is made, it would lie in the way of what the tokenizer frees
         if limit is not None and len(data) >= limit * 8:
             break
     return np.frombuffer(data, dtype=np.int64)[:limit]

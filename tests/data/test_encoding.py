@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import tracemalloc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from pyprune.config.data import DataConfig
 from pyprune.data import encoding, instructions
-from pyprune.data.encoding import encode, encode_each, joined, pieces, render
+from pyprune.data.encoding import Ids, encode, encode_each, joined, pieces, render
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
@@ -108,6 +109,17 @@ def test_each_text_has_its_ids_however_long_it_is(monkeypatch: pytest.MonkeyPatc
     assert [TOKENIZER.decode(ids.tolist()) for ids in encode_each(Recorder(), texts, "a")] == texts
 
 
+def freed_parts(count: int) -> Iterator[Ids]:
+    """Each part, made only when the one before is gone: its place is where the tokenizer's memory grows."""
+    for n in range(count):
+        part = np.array([n, n])
+        before = weakref.ref(part)
+        handed = [part]
+        del part
+        yield handed.pop()
+        assert before() is None
+
+
 def test_ids_are_laid_end_to_end_without_a_second_copy() -> None:
     parts = 64
     tracemalloc.start()
@@ -118,6 +130,7 @@ def test_ids_are_laid_end_to_end_without_a_second_copy() -> None:
         tracemalloc.stop()
     assert np.array_equal(ids, np.repeat(np.arange(parts), 100_000))
     assert peak < 1.3 * ids.nbytes
+    assert joined(freed_parts(3)).tolist() == [0, 0, 1, 1, 2, 2]
     made: list[int] = []
     few = joined((made.append(n) or np.array([n, n]) for n in range(9)), limit=3)  # type: ignore[func-returns-value]
     assert (few.tolist(), made) == ([0, 0, 1], [0, 1])

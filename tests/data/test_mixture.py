@@ -177,7 +177,8 @@ def test_the_mixture_without_a_network() -> None:
 
 
 def test_the_demo_splits_every_text_of_a_mixture(tmp_path: Path) -> None:
-    texts = {kind: [prose(40, seed=i + 100 * n) for i in range(40)] for n, kind in enumerate(("prose", "code"))}
+    words = {"prose": 40, "code": 700}  # files of code that are passages by themselves
+    texts = {kind: [prose(count, seed=i + count) for i in range(40)] for kind, count in words.items()}
     parts = [
         MixturePart(jsonl(tmp_path, [{"text": text} for text in found], f"{kind}.jsonl"), kind, share=2)
         for kind, found in texts.items()
@@ -186,6 +187,10 @@ def test_the_demo_splits_every_text_of_a_mixture(tmp_path: Path) -> None:
     tests = {kind: evaluation_text(TOKENIZER, str(path)) for kind, path in demo.tests.items()}
     assert list(tests) == ["prose", "code"]
     assert [(part.kind, part.share) for part in demo.parts] == [("prose", 2), ("code", 2)]
+    for part in demo.parts:
+        kept, held_out = read_documents(part.source), read_documents(str(demo.tests[part.kind]))
+        assert (len(kept), len(held_out)) == (30, 10)
+        assert sorted(kept + held_out) == sorted(texts[part.kind])
     reserved = [text.spans for text in tests.values()]
     drawn = split_disjoint(TOKENIZER, {"regularise": demo.data(20, 64)}, reserved=reserved)["regularise"]
     assert Counter(drawn.kinds) == {"prose": 10, "code": 10}

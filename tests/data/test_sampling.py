@@ -104,6 +104,9 @@ def test_sets_that_are_too_much_together_have_the_message_of_both(tmp_path: Path
 def test_invalid_options_are_refused_before_reading() -> None:
     with pytest.raises(ConfigError, match="samples is 0"):
         sample_sequences(TOKENIZER, DataConfig(source="none.txt", samples=0))
+    wrong = {"regularise": DataConfig(source="none.txt", samples=0), "recover": DataConfig(sequence_length=1)}
+    with pytest.raises(ConfigError, match=r"regularise: samples is 0.*\nrecover: sequence_length is 1"):
+        split_disjoint(TOKENIZER, wrong)
 
 
 # Disjointness
