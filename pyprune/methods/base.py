@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -110,6 +110,14 @@ class Regularise(Protocol):
         ...
 
 
+class Prepare(Protocol):
+    """Change the weights for the cut, which follows at once."""
+
+    def __call__(self, model: PreTrainedModel, plan: PrunePlan, details: Mapping[str, Any], /) -> Sequence[str]:
+        """Change the weights in place and return notes for the report; ``details`` are those of the decision."""
+        ...
+
+
 @dataclass(frozen=True)
 class Deferred:
     """A function that is imported when it is first called, so that declaring a method imports no torch.
@@ -145,6 +153,8 @@ class Method:
             and the stage trains the language model alone, with the same options.
         reads_text: whether ``decide`` looks at the samples.
         options: the class of the method's own options.
+        prepare: (model, plan, details of the decision) -> notes; changes the weights that stay right before the cut.
+            None for a method that cuts them as they are. A replayed plan is cut without it.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; the plain options where it is missing) and ``name-...``.
@@ -157,6 +167,7 @@ class Method:
     regularise: Regularise | None
     reads_text: bool = True
     options: type[MethodOptions] = MethodOptions
+    prepare: Prepare | None = None
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 
