@@ -135,7 +135,7 @@ class Bench:
         from pyprune.recipe import build_config
 
         options = {
-            "ratio": 0.2, "ratio_of": "parameters", "options.form": "param_second", "score.ranking": "global",
+            "ratio": 0.2, "ratio_of": "parameters", "taylor.form": "param_second", "score.ranking": "global",
             "score.axes": ["ffn"], "score.first_layer": 2, "score.last_layer": 27,
         }  # fmt: skip
         source = DataConfig(source=str(self.files["web"].calibration), samples=10, sequence_length=128)
