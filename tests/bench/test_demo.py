@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from bench.end_to_end import Settings, choice
+from bench._demo_options import Settings, choice
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.methods.base import own_options
+from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.runtime.files import foreign_names, seal
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
@@ -114,7 +116,7 @@ def test_both_checkpoints_load(out: Path, metrics: dict[str, Any]) -> None:
         assert tokenizer is not None
 
 
-def test_everything_is_in_the_dtype_that_was_asked_for(out: Path, metrics: dict[str, Any]) -> None:
+def test_everything_is_in_the_chosen_dtype(out: Path, metrics: dict[str, Any]) -> None:
     for arm in metrics["details"]["arms"].values():
         assert arm["config"]["elder"]["train"]["dtype"] == arm["config"]["finetune"]["dtype"] == "float32"
     assert {json.loads((out / name / "config.json").read_text())["dtype"] for name in ("dense", "pruned")} == {
@@ -124,7 +126,7 @@ def test_everything_is_in_the_dtype_that_was_asked_for(out: Path, metrics: dict[
     assert "float32 compute" in text
     assert "float32 weights" in text
     assert "bfloat16" not in text
-    assert choice(replace(Settings(), dtype="float32")).elder.train.dtype == "float32"
+    assert own_options(choice(replace(Settings(), dtype="float32")), ElderOptions).train.dtype == "float32"
 
 
 def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:

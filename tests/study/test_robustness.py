@@ -25,14 +25,9 @@ from pyprune.methods.score._descent import Noise
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.study.perturbations import VARIANTS, Adapter, set_variant_
-from pyprune.study.robustness import (
-    METHODS,
-    RobustnessConfig,
-    RobustnessResult,
-    check_robustness,
-    jaccard,
-    removed_units,
-)
+from pyprune.study.robustness import check_robustness, jaccard, removed_units
+from pyprune.study.robustness_config import METHODS, RobustnessConfig
+from pyprune.study.robustness_result import RobustnessResult
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests._support.tokenizer import tiny_tokenizer
@@ -223,7 +218,7 @@ def test_the_hidden_axis_is_a_share_of_the_channels(texts: tuple[Path, Path]) ->
     assert "ratio of hidden" in result.conditions["open"]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_table(
+def test_an_interrupted_run_continues_to_the_same_table(
     texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = config(texts)
@@ -359,9 +354,9 @@ def test_tables_of_somebody_else_are_not_replaced(texts: tuple[Path, Path], tmp_
 @pytest.mark.parametrize(
     ("out", "figures", "words"),
     [
-        ("rows.md", "figures.json", "is where the tables go"),
+        ("rows.md", "figures.json", "is where the tables are written"),
         ("rows.jsonl", "rows.jsonl", "for something else"),
-        ("rows.jsonl", "rows.md", "where the tables go"),
+        ("rows.jsonl", "rows.md", "where the tables are written"),
     ],
 )
 def test_no_output_replaces_another(

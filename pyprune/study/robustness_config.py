@@ -1,0 +1,144 @@
+"""Options of the robustness study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_SEED, Config, option
+from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreAxis
+from pyprune.errors import ConfigError, did_you_mean, shown
+from pyprune.methods.base import own_options
+from pyprune.methods.registry import is_of_another, presets, score_presets
+from pyprune.methods.score.moreau import MoreauOptions
+from pyprune.methods.score.smoothgrad import SmoothGradOptions
+from pyprune.quality.perplexity import WINDOWS
+from pyprune.recipe import build_config, dotted_names, parse_setting
+from pyprune.study.perturbations import VARIANTS, Adapter
+
+METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
+RATIOS = (0.05, 0.1, 0.15, 0.2)
+CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
+"""What every method reads unless the options say otherwise, whatever its preset does: else they are not comparable."""
+
+OPEN_OPTIONS = ("data", "hidden_multiple", "score")
+"""Sections of the options that may be set, in addition to the compared methods' own ones (moreau.rho); no other option
+of `pyprune prune` is read here."""
+
+OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
+"""Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
+
+
+@dataclass(frozen=True)
+class RobustnessConfig(Config):
+    """What is compared.
+
+    Attributes:
+        methods: names of scoring presets.
+        ratios: shares to remove, each in (0, 1).
+        variants: of :data:`pyprune.study.perturbations.VARIANTS`; float32 is always there.
+        seeds: calibration seeds.
+        axes: what may be removed: heads and ffn, or hidden alone.
+        texts: test texts.
+        protocol: of the perplexities.
+        max_tokens: tokens of each test text; None = all.
+        adapter: of the variant lora.
+        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}; None = not
+            given.
+        settings: the same as "dotted.name=value" texts, which win.
+    """
+
+    methods: tuple[str, ...] = METHODS
+    ratios: tuple[float, ...] = RATIOS
+    variants: tuple[str, ...] = VARIANTS
+    seeds: tuple[int, ...] = option((0,), at_least=0, at_most=LARGEST_SEED)
+    axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
+    texts: tuple[str, ...] = ("wikitext2",)
+    protocol: str = "ppl-128"
+    max_tokens: int | None = option(None, at_least=2)
+    adapter: Adapter = field(default_factory=Adapter)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+
+    @override
+    def problems(self) -> list[str]:
+        found = [f"ratio is {r}; it must be strictly between 0 and 1." for r in self.ratios if not 0 < r < 1]
+        for what, known in (("method", _known()), ("variant", VARIANTS)):
+            found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
+        if self.protocol not in WINDOWS:
+            found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
+        for name in ("methods", "ratios", "variants", "seeds", "axes", "texts"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                found.append(f"{name} is {shown(list(values))}; give at least one, and none of them twice.")
+        return found
+
+    @override
+    def validate(self) -> None:
+        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read.
+
+        Raises:
+            ConfigError: also options that the comparison sets itself, or does not read.
+        """
+        super().validate()
+        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
+        self._refuse_own_options(given)
+        for method in self.methods:
+            self.of(method)
+        self._refuse_unread(given)
+
+    def of(self, method: str) -> PruneConfig:
+        """The complete options of a method, but for the ratio and the calibration seed.
+
+        Raises:
+            ConfigError: an unknown option, or scoring in several rounds.
+        """
+        given: dict[str, Any] = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
+        if self.axes == ("hidden",):
+            given["ratio_of"] = "hidden"
+        # None is an option that was not given, which must not undo what is the same for all.
+        given |= {name: value for name, value in self.options.items() if value is not None}
+        own = presets()[method]().method
+        found = build_config(
+            preset=method,
+            options={name: value for name, value in given.items() if not is_of_another(name, own)},
+            settings=[text for text in self.settings if not is_of_another(text, own)],
+        )
+        if found.score_options.iterations > 1 or found.score_options.counts:
+            raise ConfigError(
+                "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "
+                "score.heads, score.ffn and score.hidden out."
+            )
+        if found.method == "smoothgrad":
+            noise = own_options(self.of("moreau"), MoreauOptions)
+            draws = noise.draws * (noise.steps if noise.redraw else 1)
+            found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
+            found.validate()
+        return found
+
+    def _refuse_own_options(self, given: Sequence[str]) -> None:
+        for name in given:
+            if name in OWN_OPTIONS:
+                own = OWN_OPTIONS[name]
+                raise ConfigError(f"{name} is what robustness sets itself, for every row of its tables; use --{own}.")
+
+    def _refuse_unread(self, given: Sequence[str]) -> None:
+        """Options that none of the compared methods reads."""
+        compared = {presets()[method]().method for method in self.methods}
+        if "smoothgrad" in compared:
+            compared.add("moreau")  # whose noise it gets
+        readable = [*OPEN_OPTIONS, *sorted(compared)]
+        for name in given:
+            if name.partition(".")[0] not in readable:
+                raise ConfigError(
+                    f"robustness does not read the option {name}; those of {', '.join(readable)} may be set."
+                )
+
+
+def _known() -> list[str]:
+    """The presets that can be compared; a second name of one is known too."""
+    return [*score_presets(), *(f"{name}-paper" for name in score_presets() if f"{name}-paper" in presets())]
