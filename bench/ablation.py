@@ -8,9 +8,9 @@ Every --grid multiplies the cells, and every --config runs them all. Options joi
 each cell prunes a copy in memory and nothing but its record is written. Records are appended to --jsonl as soon as a
 cell ends, failed ones with their error; a cell whose record is there already (same model, options and test text) is
 not run again, so an interrupted grid continues where it was (after a change of the code, give another --jsonl). Cells
-that differ only in what comes after the choice of layers share that choice. The table goes to stdout, progress to
-stderr, and an option of the grid that made no difference anywhere is named there. "Parameters removed" counts tied
-ones once; "preserved ratio" is |W| after / before regularisation in the removed channels (DReSS); seconds are those
+whose options differ only after the choice of layers share that choice. The table goes to stdout, progress to stderr,
+and an option of the grid that made no difference anywhere is named there. "Parameters removed" counts tied ones once;
+"preserved ratio" is |W| after / before regularisation in the removed channels (DReSS); seconds are those
 of deciding, training and cutting.
 
 Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C.
@@ -231,7 +231,7 @@ class Bench:
     Attributes:
         setting: what all cells share.
         config: any cell's options (dtype and device are common).
-        records: where results go.
+        records: where results are written.
     """
 
     setting: Setting

@@ -6,7 +6,7 @@ from pyprune.families import all_families
 from pyprune.serving.launch import answer_for_variants
 
 ARCHITECTURES = {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
-"""Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint asks for it."""
+"""Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint needs it."""
 
 
 def look_for_platform() -> None:

@@ -190,7 +190,7 @@ def _print_pruned(result: PruneResult) -> None:
             ("loads without pyprune", result.compact.stock),
         ]
     if result.effects is not None and result.effects.preserved_ratio is not None:
-        rows.append(("preserved |W| of what goes", f"{result.effects.preserved_ratio:.2%}"))
+        rows.append(("preserved |W| of the removed parts", f"{result.effects.preserved_ratio:.2%}"))
     if result.verified is not None:
         rows += [(name.replace("_", " "), f"{value:.6g}") for name, value in result.verified.items()]
     rows += [("note", note) for note in result.notes]

@@ -24,8 +24,8 @@ def recover(
         str | None,
         typer.Option(
             metavar="DENSE",
-            help="The model that PRUNED was cut from, to learn from (logits, and hidden states if asked for). "
-            "Default: none, the text alone.",
+            help="The model that PRUNED was cut from, to learn from: its logits, and its hidden states where "
+            "distillation uses them. Default: none, the text alone.",
         ),
     ] = None,
     teacher_gguf_file: Annotated[

@@ -2,7 +2,7 @@
 
 Every op hands :func:`choose` one check per backend. A check returns ``None`` when the backend can run this
 very call and otherwise the reason why not. ``PYPRUNE_BACKEND=auto`` (the default) takes the first that can,
-in the order triton, cpp, python, and logs its reason once; a backend that was asked for by name and cannot
+in the order triton, cpp, python, and logs its reason once; a backend that was chosen by name and cannot
 run raises.
 """
 
@@ -38,7 +38,7 @@ class OpError(PypruneError, ValueError):
 
 
 class BackendError(PypruneError, RuntimeError):
-    """A backend was asked for by name and cannot run this call."""
+    """A backend was chosen by name and cannot run this call."""
 
 
 @cache

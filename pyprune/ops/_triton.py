@@ -15,7 +15,7 @@ COLUMN_STEPS = 8
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any, **constants: Any) -> None:
-    """Run a kernel where its tensors are; every launch goes through here.
+    """Run a kernel where its tensors are; every launch comes through here.
 
     Triton launches on torch's current GPU, whatever GPU the tensors are on.
 
@@ -71,7 +71,7 @@ def to_storage(value, dtype: tl.constexpr):
 
 @triton.jit
 def shrink_scale(squared_norm, threshold):
-    """Factor of a group in the group soft-threshold; 0 for a group that goes."""
+    """Factor of a group in the group soft-threshold; 0 for a group that is removed."""
     norm = tl.sqrt(squared_norm)
     # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
     # keep the branch that is not taken from dividing by it.

@@ -19,7 +19,7 @@ NAN = math.nan
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Normal values, with one group of each kind that is zero and one that is small enough to go."""
+    """Normal values, with one group of each kind that is zero and one that is small enough to be removed."""
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     if rows > 2:
         x[1] = 0

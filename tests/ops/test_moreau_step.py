@@ -19,7 +19,7 @@ GAMMA, RHO, ETA = 0.1, 0.4, 8.0
 
 
 def tensors(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Displacement and gradient; row 1 and column 1 are zero, row 2 and column 2 small enough to go."""
+    """Displacement and gradient; row 1 and column 1 are zero, row 2 and column 2 small enough to be removed."""
     generator = torch.Generator().manual_seed(seed)
     pair = []
     for _ in range(2):

@@ -98,7 +98,7 @@ def test_no_difference_is_stored(backend: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         residual_diff_norm(x_in, x_out, "l2")
     own = [t for t in saved if t.data_ptr() not in (x_in.data_ptr(), x_out.data_ptr())]
-    assert [t.shape for t in own] == [(32,)], "beside the inputs only one norm a token"
+    assert [t.shape for t in own] == [(32,)], "in addition to the inputs only one norm a token"
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -1,4 +1,4 @@
-"""Real vLLM reads every *.safetensors of a folder: other weights beside a verified checkpoint must not be served."""
+"""Real vLLM reads every *.safetensors of a folder: other weights next to a verified checkpoint must not be served."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ struct SumColumns {
   }
 };
 
-// scales: one a column in the order of lanes; or null, then `scale` is everybody's.
+// scales: one a column in the order of lanes; or null, then `scale` is every column's.
 template <class Update>
 struct UpdateColumns {
   static constexpr int kArrays = Update::kArrays;

@@ -35,7 +35,7 @@ def _add(grad, at, inside, slope):
 @triton.jit
 def _penalty(w, grad, index, penalty_weight, partial, groups, length, cols, offset, chunk, L1: tl.constexpr,
              GRADIENT: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """Sums of a chunk of some groups; with l1 the gradient beside them, with l2 after them if the chunk is all."""
+    """Sums of a chunk of some groups; with l1 the gradient in the same pass, with l2 after them if the chunk is all."""
     first = tl.program_id(1).to(tl.int64) * chunk
     end = tl.minimum(first + chunk, length)
     factor = tl.load(penalty_weight)

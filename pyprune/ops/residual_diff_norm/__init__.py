@@ -1,4 +1,4 @@
-"""How much a layer changes its input: what ELDeR and TRSP add to the loss for each layer that will go."""
+"""How much a layer changes its input: what ELDeR and TRSP add to the loss for each layer that will be removed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> to
     """Mean over tokens of the norm of ``x_out - x_in``, ELDeR and TRSP stage 2.
 
     The papers write ``||X_out - X_in||`` for the whole batch; the mean over tokens makes the penalty
-    independent of batch and length. Neither direction stores the difference: forward keeps one norm a token beside
-    the inputs, backward takes the difference again and writes both gradients in one pass.
+    independent of batch and length. Neither direction stores the difference: forward keeps one norm a token in
+    addition to the inputs, backward takes the difference again and writes both gradients in one pass.
 
     Args:
         x_in: ``[..., H]``, usually ``[B, T, H]``: the layer's input, floating point.

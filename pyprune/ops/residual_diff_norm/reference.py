@@ -15,7 +15,7 @@ def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> to
 
 
 def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, and the norm of each token, which is all that the gradient needs beside the inputs.
+    """The mean, and the norm of each token, which is all that the gradient needs in addition to the inputs.
 
     Args:
         x_in: ``[tokens, H]``.
