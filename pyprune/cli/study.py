@@ -118,6 +118,7 @@ def robustness(
     if model is None:
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
     from pyprune.checkpoint.load import load_model
+    from pyprune.config.data import DataConfig
     from pyprune.data.sources import check_source
     from pyprune.study.perturbations import Adapter
     from pyprune.study.robustness import check_robustness, check_rows_file
@@ -140,7 +141,7 @@ def robustness(
     check_rows_file(out)
     if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
         raise OutputError(f"--json is {json_file}, where the tables are written; name another file.")
-    for source in filter(None, (calibration, *config.texts)):
+    for source in (*(DataConfig(calibration).sources if calibration else ()), *config.texts):
         check_source(source)
     loaded, tokenizer = load_model(
         model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code

@@ -168,7 +168,8 @@ class DataConfig(Config):
         _require(len({*read}) == len(read), "mixture lists one text twice; give it one share.", found)
         _require(
             self.samples >= len(read),
-            f"samples is {self.samples}, but the mixture has {len(read)} texts; draw at least one sample of each.",
+            f"samples is {self.samples}, but the mixture has {len(read)} texts, and each of them gives at least one; "
+            f"raise samples to {len(read)}.",
             found,
         )
         return found

@@ -142,7 +142,7 @@ def _too_small(part: StreamPart, free: Mask, wanted: Sequence[Windows], *, withi
     shared = max(w.shared for w in wanted)
     overlap = f"windows that share at most {shared} tokens" if shared else "non-overlapping windows"
     place = ", each inside one document" if within else ""
-    advice = "" if shared else ", let them overlap (overlap)"
+    advice = "" if shared else ", let the windows overlap (option overlap)"
     return (
         f"{part.source!r} is too small: it has {total} tokens{taken}; {samples} need {sum(w.tokens for w in wanted)} "
         f"tokens in unbroken, {overlap}{place}. Lower samples or sequence_length{advice}, or give more text."

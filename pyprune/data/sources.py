@@ -58,11 +58,6 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
         MissingDependencyError: a hub data set without the package `datasets`.
     """
     check_source(source)
-    if source in MIXTURES:
-        raise DataError(
-            f"{source!r} is a mixture of several texts, for calibration and training (data.source). Name one text, "
-            f"for example {MIXTURES[source][0].source!r}."
-        )
     if source in HUB_SOURCES:
         corpus = read_named(source, split, field)
     elif source.startswith(PACKAGE_PREFIX):
@@ -79,15 +74,18 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
 def check_source(source: str) -> None:
     """Refuse a source that cannot be read, without reading it: for runs that need its text after long work.
 
-    The name of a mixture passes; the sources in it (``DataConfig.sources``) are checked one by one.
+    Of a mixture, the sources in it are checked one by one (``DataConfig.sources``).
 
     Raises:
         DataError: a local file (or one of a package) that is not there, is no regular file, is too large or may not be
-            read; or a name that is no source at all.
+            read; or a name that is no source at all, or is that of a mixture.
         MissingDependencyError: a hub data set without the package `datasets`.
     """
     if source in MIXTURES:
-        return
+        raise DataError(
+            f"{source!r} is a mixture of several texts, for calibration and training (data.source). Name one text, "
+            f"for example {MIXTURES[source][0].source!r}."
+        )
     if source.startswith(PACKAGE_PREFIX):
         check_file(packaged_file(source.removeprefix(PACKAGE_PREFIX)))
     elif source not in HUB_SOURCES and _is_local(source):

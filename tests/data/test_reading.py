@@ -134,9 +134,9 @@ def test_missing_truncated_and_unknown_sources(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(MIXTURES))
 def test_a_mixture_is_no_single_text(name: str) -> None:
-    check_source(name)
-    with pytest.raises(DataError, match=f"{name}' is a mixture of several texts.*Name one text, for example"):
-        read_corpus(name)
+    for call in (check_source, read_corpus):
+        with pytest.raises(DataError, match=f"{name}' is a mixture of several texts.*Name one text, for example"):
+            call(name)
 
 
 # Hub data sets, without a hub

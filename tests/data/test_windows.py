@@ -34,7 +34,7 @@ def starts(samples: Any) -> list[int]:
 def test_more_windows_than_the_text_has_room_for(tmp_path: Path) -> None:
     source = text_file(tmp_path, prose(200)[:998])  # 1,000 tokens
     options: dict[str, Any] = {"source": source, "samples": 18, "sequence_length": 100}
-    with pytest.raises(DataError, match=r"18 samples of 100 tokens need 1800.*let them overlap \(overlap\)"):
+    with pytest.raises(DataError, match=r"18 samples of 100 tokens need 1800.*windows overlap \(option overlap\)"):
         sample_sequences(TOKENIZER, DataConfig(**options))
     samples = sample_sequences(TOKENIZER, DataConfig(**options, overlap=0.5))
     assert samples.ids.shape == (18, 100)
