@@ -320,11 +320,17 @@ class Ranking:
             return [order.scores for order in orders]
         if how == "standard":
             return [_standard(order.scores) for order in orders]
-        sizes: dict[str, float] = {}
-        for order in orders:
-            if order.axis not in sizes:
-                sizes[order.axis] = self._parameters_of_first(order) / len(order.bundles[0])
-        return [tuple(s / (sizes[o.axis] * len(b)) for s, b in zip(o.scores, o.bundles, strict=True)) for o in orders]
+        units = self._sizes(orders) if how == "size" else _means(orders, of_layers=how == "layer")
+        return [
+            tuple(score / (unit * len(bundle)) for score, bundle in zip(order.scores, order.bundles, strict=True))
+            for order, unit in zip(orders, units, strict=True)
+        ]
+
+    def _sizes(self, orders: Sequence[RankedUnits]) -> list[float]:
+        """Parameters of one unit of each order."""
+        first = {o.axis: o for o in reversed(orders)}
+        sizes = {axis: self._parameters_of_first(o) / len(o.bundles[0]) for axis, o in first.items()}
+        return [sizes[o.axis] for o in orders]
 
     def _parameters_of_first(self, order: RankedUnits) -> int:
         total = sum(math.prod(shape) for shape in self.shapes.values())
@@ -387,6 +393,24 @@ class Ranking:
             queries = tuple(q for q in layer.query_heads if q not in heads)
             kv_heads = layer.kv_heads if queries else ()
         return LayerPlan(layer.index, queries, kv_heads, tuple(i for i in layer.ffn if i not in ffn))
+
+
+def _means(orders: Sequence[RankedUnits], *, of_layers: bool) -> list[float]:
+    """Mean score of one unit of each order's axis, in its layer or in all open ones, without the units that are gone.
+
+    1 where all scores are zero.
+    """
+    alike: dict[object, list[RankedUnits]] = {}
+    for order in orders:
+        alike.setdefault((order.layer, order.axis) if of_layers else order.axis, []).append(order)
+    means = {key: _mean(some) for key, some in alike.items()}
+    return [means[(order.layer, order.axis) if of_layers else order.axis] for order in orders]
+
+
+def _mean(orders: Sequence[RankedUnits]) -> float:
+    units = sum(len(bundle) for order in orders for bundle in order.bundles[order.removed :])
+    total = math.fsum(score for order in orders for score in order.scores[order.removed :])
+    return (total / units if units else 0.0) or 1.0
 
 
 def _standard(scores: Sequence[float]) -> tuple[float, ...]:

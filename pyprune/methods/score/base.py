@@ -40,6 +40,7 @@ from pyprune.families import NamedParam, family_for, parameter_shapes, parameter
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
+from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
 from pyprune.methods.score._structures import OpenUnits, ScoreError, StructureScores, open_units, opened_places
 from pyprune.plan import PrunePlan
@@ -53,6 +54,10 @@ NEAR = 0.9
 
 MANY_ZEROS = 0.5
 """Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
+
+UNIFORM_NOTE = (
+    "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
+)
 
 
 @dataclass
@@ -168,12 +173,21 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
     share = share_of_parameters(ranking.family, ranking.shapes, plan)
-    notes = [_goal_note(config, share, parameters_after(ranking.family, ranking.shapes, plan)), *run.notes]
+    losses = losses_by_axis(ranking, plan)
+    left = parameters_after(ranking.family, ranking.shapes, plan)
+    notes = [_goal_note(config, share, left), losses_note(losses), *run.notes]
+    warnings += untouched_axes(ranking, losses, standardised=run.scores.standardised)
     warnings += _shortfall(ranking, share)
     if config.score_options.uniform:
-        notes += _uniform_notes(config, plan)
+        notes.append(UNIFORM_NOTE)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
-    details = {"rounds": rounds, "share_removed": share, "group_scores": score_spread(run), **run.details}
+    details = {
+        "rounds": rounds,
+        "share_removed": share,
+        "removed_by_axis": {loss.axis: loss.to_dict() for loss in losses},
+        "group_scores": score_spread(run),
+        **run.details,
+    }
     return PlanDecision(plan, tuple(notes), {"scores": details}, tuple(warnings))
 
 
@@ -217,16 +231,6 @@ def _goal_note(config: PruneConfig, share: float, left: int) -> str:
     else:
         asked = f"asked for {config.ratio:.2%}"
     return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
-
-
-def _uniform_notes(config: PruneConfig, plan: PrunePlan) -> list[str]:
-    notes = [
-        "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
-    ]
-    heads = plan.dense.num_attention_heads
-    if "heads" in config.score_options.axes and all(len(layer.query_heads) == heads for layer in plan.layers):
-        notes.append("uniform: no heads go; every smaller number is beyond the goal or fits no stock architecture.")
-    return notes
 
 
 def _uniform_warnings(reasons: Sequence[str]) -> list[str]:

@@ -12,46 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
-from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, family_for, parameter_shapes, parameters_after
 from pyprune.methods.base import PlanDecision
-from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score.base import Scoring, decide_by_scores, ranking_of
 from pyprune.methods.score.random import RandomOptions
-from pyprune.pipeline import NO_SAMPLES, make_plan
-from pyprune.plan import PrunePlan
+from pyprune.pipeline import make_plan
 from pyprune.recipe import build_config
 from tests._support.models import TINY, tiny_batch, tiny_model
-from tests._support.options import scoring_config
 from tests._support.paths import REPO
-
-
-def options(method: str = "magnitude", ratio: float = 0.15, **score: Any) -> PruneConfig:
-    return scoring_config(method, ratio, **score)
-
-
-def injected(model: PreTrainedModel, config: PruneConfig, scores: dict[tuple[int | None, str], list[float]]) -> Any:
-    """Decide with these scores of units; places that are not named score 100 each."""
-
-    def scorer(run: Scoring) -> None:
-        places = [(layer, axis) for layer in run.scope.layers for axis in run.scope.axes if axis != "hidden"]
-        places += [(None, "hidden")] if "hidden" in run.scope.axes else []
-        for layer, axis in places:
-            values = torch.full((run.scope.units(axis),), 100.0)
-            given = scores.get((layer, axis))
-            run.add_units(layer, axis, values if given is None else torch.tensor(given))
-
-    return decide_by_scores(scorer, model, tiny_batch(), config)
-
-
-def share(model: PreTrainedModel, plan: PrunePlan) -> float:
-    return share_of_parameters(family_for(model), parameter_shapes(model), plan)
-
-
-def widths(plan: PrunePlan) -> list[tuple[int, int, int]]:
-    return [layer.widths for layer in plan.layers]
+from tests._support.scores import NO_SAMPLES, injected, options, share, widths
 
 
 @pytest.mark.parametrize("name", list(TINY))
@@ -64,6 +35,7 @@ def widths(plan: PrunePlan) -> list[tuple[int, int, int]]:
         {"heads_unit": "query_head"},
         {"normalise": "size"},
         {"normalise": "standard", "ffn_multiple": 4},
+        {"normalise": "layer", "ffn_multiple": 4, "iterations": 2},
         {"iterations": 3, "normalise": "size"},
         {"ranking": "local", "axes": ("ffn", "hidden")},
     ],
@@ -141,21 +113,6 @@ def test_global_ranking_compares_layers() -> None:
     assert 1 < len(plan.layers[2].ffn) < 40
 
 
-def test_normalise_size_ranks_by_score_per_parameter() -> None:
-    model = tiny_model("llama")
-    # A KV group has 3,072 parameters and a channel 144: 21 times fewer.
-    scores: dict[tuple[int | None, str], list[float]] = {
-        (0, "heads"): [1.0, 1, 1, 900, 900, 900],
-        (0, "ffn"): [1.0] * 40,
-    }
-    plain = injected(model, options(ratio=0.05), scores).plan
-    assert widths(plain)[0][:2] == (3, 1) or len(plain.layers[0].ffn) < 40
-    assert plain.layers[0].ffn == tuple(range(len(range(40)) - len(plain.layers[0].ffn), 40))
-    sized = injected(model, options(ratio=0.05, normalise="size"), scores).plan
-    assert sized.layers[0].kv_heads == (1,)
-    assert plain.layers[0].kv_heads == (0, 1)
-
-
 def test_counts_are_exact_and_win_over_the_ratio() -> None:
     model = tiny_model("llama")
     decision = injected(model, options(ranking="local", heads=3, ffn=17, first_layer=1, last_layer=-2), {})
@@ -179,24 +136,15 @@ def test_uniform_takes_only_as_many_heads_as_a_stock_architecture_holds() -> Non
         assert heads in (28, 14, 7)
         assert share(model, decision.plan) == pytest.approx(ratio, abs=1e-3)
         assert not any("No stock architecture fits although" in warning for warning in decision.warnings)
-        assert any("no heads go" in note for note in decision.notes) == (heads == 28)
+        unused = [warning for warning in decision.warnings if "axis heads is open and loses nothing" in warning]
+        assert len(unused) == (heads == 28)
+        assert all("fits no stock architecture" in warning for warning in unused)
 
 
 def test_uniform_without_a_stock_architecture_warns() -> None:
     config = options("random", uniform=True, heads=21, ffn=30)
     decision = get_method("random").decide(meta_qwen2(hidden_size=56, intermediate_size=40), NO_SAMPLES, config)
     assert any("No stock architecture fits" in warning for warning in decision.warnings)
-
-
-def test_normalise_size_divides_each_bundle_by_its_own_parameters() -> None:
-    model = tiny_model("llama")
-    # 40 channels in bundles of 8, 16 and 16; a KV group is worth just more per parameter than any of them.
-    scores: dict[tuple[int | None, str], list[float]] = {(i, "ffn"): [144.0] * 40 for i in range(4)}
-    scores |= {(i, "heads"): [3072 / 3 * 1.01] * 6 for i in range(4)}
-    plan = injected(model, options(ratio=0.1, normalise="size", ffn_multiple=16), scores).plan
-    assert all(layer.widths[0] == 6 for layer in plan.layers)
-    assert {layer.widths[2] for layer in plan.layers} <= {40, 32, 16}
-    assert any(layer.widths[2] == 16 for layer in plan.layers), "a whole bundle is worth no more than the short one"
 
 
 def test_every_round_s_warnings_are_kept_and_zeros_are_counted_among_what_is_left() -> None:
@@ -441,6 +389,7 @@ def test_the_hidden_axis_takes_its_own_unit_of_the_ratio() -> None:
         ({"axes": ["ffn", "hidden"]}, "cannot compare hidden"),
         ({"ranking": "local", "normalise": "size"}, "only a global ranking"),
         ({"aggregation": "prod", "normalise": "size"}, "kept as its logarithm"),
+        ({"aggregation": "prod", "normalise": "axis"}, "kept as its logarithm"),
         ({"layers": [1], "first_layer": 1}, "one way of naming"),
         ({"iterations": 0}, "iterations is 0"),
         ({"axes": ["head"]}, "Did you mean 'heads'"),
@@ -502,7 +451,7 @@ def test_the_recipes_leave_exactly_the_papers_parameters(recipe: str) -> None:
     assert (config.recovery_data.layout, config.recovery_data.mask_prompt) == ("instructions", True)
     assert config.recovery_data.samples == 50_000
     # No weights, no scores: random ones stand in; the rest of the way is the recipe's own.
-    plan = make_plan(model, NO_SAMPLES, replace(config, method="random"))
+    plan = make_plan(model, NO_SAMPLES, replace(config, method="random", options=RandomOptions()))
     shapes = parameter_shapes(model)
     assert sum(math.prod(s) for s in shapes.values()) == dense
     assert parameters_after(family_for(model), shapes, plan) == left
