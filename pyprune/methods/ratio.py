@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from pyprune.config.run import RatioOf
 from pyprune.errors import ConfigError
@@ -13,6 +14,10 @@ from pyprune.families import Family, parameters_after
 from pyprune.plan import PrunePlan
 
 Shapes = Mapping[str, tuple[int, ...]]
+Unit = Literal["layer", "attention", "mlp"]
+"""What goes as a whole: a layer, or one of its two blocks."""
+UNIT_NAMES: dict[Unit, str] = {"layer": "layers", "attention": "attention blocks", "mlp": "MLP blocks"}
+"""Unit -> its plural."""
 
 
 @dataclass(frozen=True)
@@ -50,31 +55,50 @@ def floor_count(ratio: float, total: int, unit: str) -> int:
     return count
 
 
+def without_units(plan: PrunePlan, layers: Iterable[int], unit: Unit = "layer") -> PrunePlan:
+    """The plan without some of its layers, or without the attention or the MLP of these layers.
+
+    Raises:
+        PlanError: a layer that the plan does not hold.
+    """
+    if unit == "layer":
+        return plan.drop_layers(layers)
+    for index in layers:
+        plan = plan.with_layer(index, ffn=()) if unit == "mlp" else plan.with_layer(index, query_heads=(), kv_heads=())
+    return plan
+
+
 def decide_layer_count(
-    family: Family, shapes: Shapes, identity: PrunePlan, ratio: float, ratio_of: RatioOf = "layers"
+    family: Family,
+    shapes: Shapes,
+    identity: PrunePlan,
+    ratio: float,
+    ratio_of: RatioOf = "layers",
+    unit: Unit = "layer",
 ) -> Decision:
-    """How many layers go.
+    """How many layers go, or how many attention or MLP blocks.
 
     Args:
         family: of the model.
         shapes: parameter name -> shape, tied parameters once.
         identity: the plan that removes nothing.
         ratio: share to remove, in (0, 1).
-        ratio_of: layers (floor(ratio * n)) or parameters (the most layers whose share stays within it).
+        ratio_of: layers (floor(ratio * n)) or parameters (the most units whose share stays within it).
+        unit: what goes; every layer has one of each.
 
     Raises:
         ConfigError: the ratio removes nothing, leaves nothing, or its unit does not fit this axis.
     """
     total = identity.dense.num_layers
     if ratio_of == "layers":
-        return Decision(floor_count(ratio, total, "layers"))
+        return Decision(floor_count(ratio, total, UNIT_NAMES[unit]))
     if ratio_of != "parameters":
         raise ConfigError(f"ratio_of is {ratio_of!r}, but this method removes layers; use layers or parameters.")
 
     def without(count: int) -> PrunePlan:
-        return identity.drop_layers(range(total - count, total))
+        return without_units(identity, range(total - count, total), unit)
 
-    return _largest_within(family, shapes, ratio, range(1, total), without, "layers")
+    return _largest_within(family, shapes, ratio, range(1, total), without, UNIT_NAMES[unit])
 
 
 def decide_hidden_count(

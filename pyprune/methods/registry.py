@@ -1,4 +1,4 @@
-"""Methods, found by looking: one file or folder a method under regularise/ and score/.
+"""Methods, found by looking: one file or folder a method under regularise/, score/ and layers/.
 
 It defines ``METHOD``, whose ``name`` is that of the file: what the method does, its options and its presets. Nothing is
 registered by import, and no list is kept by hand; two files of one name are an error. Declaring a method imports no
@@ -27,7 +27,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import Method
 
-_PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score")
+_PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score", "pyprune.methods.layers")
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)

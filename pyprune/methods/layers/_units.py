@@ -1,0 +1,201 @@
+"""What the methods that remove layers or blocks share: how many go, which are open, and the loss without each.
+
+The residual stream walks through the model one layer at a time, on a micro batch of calibration text, without
+gradients. What is in front of a layer is the same whether that layer is removed or not, so the model without each of n
+layers in turn costs about n/2 forward passes, not n, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.config.run import PruneConfig
+from pyprune.data.tokens import micro_batch_for
+from pyprune.errors import ConfigError, DataError
+from pyprune.families import family_for, parameter_shapes
+from pyprune.methods.base import PlanDecision
+from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
+from pyprune.methods.score.base import ScoreError
+from pyprune.plan import PrunePlan
+from pyprune.probe.activations import still
+from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards
+from pyprune.runtime.progress import track
+from pyprune.train.loss import causal_loss
+
+
+@dataclass(frozen=True)
+class Removal:
+    """How many units go, and which may.
+
+    Attributes:
+        model: the dense model.
+        identity: the plan that removes nothing.
+        unit: what goes.
+        opened: layers whose unit may go, ascending.
+        count: how many of them go.
+        notes: what was rounded.
+    """
+
+    model: PreTrainedModel
+    identity: PrunePlan
+    unit: Unit
+    opened: tuple[int, ...]
+    count: int
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        config: PruneConfig,
+        unit: Unit = "layer",
+        *,
+        keep_first: int = 0,
+        keep_last: int = 0,
+    ) -> Removal:
+        """Read the options.
+
+        Args:
+            model: a dense model of a known family.
+            config: every option; ``ratio`` and ``ratio_of`` (layers, also for None, or parameters) say how many go.
+            unit: what goes.
+            keep_first: layers at the beginning of the model that stay whole.
+            keep_last: layers at its end that stay whole.
+
+        Raises:
+            ConfigError: the ratio removes nothing, or more than the layers that are not kept.
+        """
+        family = family_for(model)
+        identity = family.plan(model.config)
+        ratio_of = config.ratio_of or "layers"
+        decision = decide_layer_count(family, parameter_shapes(model), identity, config.ratio, ratio_of, unit)
+        total = identity.dense.num_layers
+        opened = tuple(range(keep_first, total - keep_last))
+        if decision.count > len(opened):
+            raise ConfigError(
+                f"ratio {config.ratio} (of {ratio_of}) removes {decision.count} of {total} {UNIT_NAMES[unit]}, but "
+                f"only {len(opened)} may go: the first {keep_first} and the last {keep_last} layers stay. Use a "
+                f"smaller ratio, or keep fewer layers (options of {config.method})."
+            )
+        return cls(model, identity, unit, opened, decision.count, decision.notes)
+
+    def smallest(self, scores: Mapping[int, float], count: int | None = None) -> tuple[int, ...]:
+        """The layers whose units go, smallest score first, ties by the smaller index.
+
+        Args:
+            scores: layer -> score.
+            count: how many go; None = all that have to.
+
+        Raises:
+            ScoreError: fewer scores are finite than units have to go.
+        """
+        wanted = self.count if count is None else count
+        usable = sorted((score, index) for index, score in scores.items() if math.isfinite(score))
+        if len(usable) < wanted:
+            wrong = [index for index, score in scores.items() if not math.isfinite(score)]
+            raise ScoreError(
+                f"The scores of layers {wrong} are not finite, and {wanted} of {len(scores)} have to go. "
+                "The weights or their dtype are broken: check them for NaN, or work in float32 (dtype)."
+            )
+        return tuple(index for _, index in usable[:wanted])
+
+    def decision(self, order: Sequence[int], **details: Any) -> PlanDecision:
+        """The plan without the units of these layers.
+
+        Args:
+            order: layers, in the order in which they were chosen.
+            details: plain JSON data for the report.
+        """
+        plan = without_units(self.identity, order, self.unit)
+        share = share_of_parameters(family_for(self.model), parameter_shapes(self.model), plan)
+        note = f"Removed: {UNIT_NAMES[self.unit]} {sorted(order)}, {share:.2%} of the parameters."
+        shown = {"unit": self.unit, "removed": list(order), "share_removed": share, **details}
+        return PlanDecision(plan, (*self.notes, note), {"layers": shown})
+
+
+def json_scores(scores: Mapping[int, float]) -> dict[str, float | None]:
+    """Scores by layer for the report; JSON has no infinity, so that what is not finite is None."""
+    return {str(index): score if math.isfinite(score) else None for index, score in scores.items()}
+
+
+def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple[Tensor, ...]:
+    """The samples, int64 [N, T], on the model's device in batches of equal size that hold about 2,048 tokens.
+
+    Raises:
+        DataError: there is no sample.
+    """
+    if not samples.numel():
+        raise DataError(f"{method} measures layers on calibration text; give samples.")
+    size = micro_batch_for(len(samples), samples.shape[1])
+    return tuple(samples.to(model.device).split(size))
+
+
+def stays_of(unit: Unit, index: int) -> Part | None:
+    """What stays of a layer whose unit is removed; None for nothing."""
+    blocks = tuple(block for block in BLOCKS if unit not in ("layer", block))
+    return Part(index, blocks) if blocks else None
+
+
+@torch.no_grad()
+def losses_without(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    unit: Unit,
+    gone: Collection[int],
+    candidates: Sequence[int],
+    description: str,
+) -> dict[int, float]:
+    """The loss of the model without each candidate, and without what has gone already.
+
+    Args:
+        model: a dense model; it comes back as it was.
+        batches: token ids, int64 [B, T] each, of one T.
+        unit: what is removed.
+        gone: layers whose unit is removed in every case.
+        candidates: layers whose unit is removed one at a time.
+        description: what is being done, for the progress bar.
+
+    Returns:
+        Layer -> mean next-token cross-entropy over all predicted tokens, nats.
+    """
+    runner = LayerRunner(model, family_for(model))
+    totals = dict.fromkeys(sorted(candidates), 0.0)
+    with still(model):
+        for batch in track(batches, description):
+            stream = runner.embed(batch)
+            for index in range(max(totals) + 1):
+                if index in totals:
+                    behind = _walk(runner, stream, unit, {*gone, index}, index)
+                    totals[index] += _loss_behind(runner, behind, batch) * len(batch)
+                stream = _walk(runner, stream, unit, gone, index, index + 1)
+    rows = sum(map(len, batches))
+    return {index: total / rows for index, total in totals.items()}
+
+
+def _walk(
+    runner: LayerRunner, stream: Tensor, unit: Unit, gone: Collection[int], first: int, stop: int | None = None
+) -> Tensor:
+    """Take a stream [B, T, H] from the layer ``first`` to in front of ``stop``, without what has gone."""
+    for index in range(first, len(runner.layers) if stop is None else stop):
+        part = stays_of(unit, index) if index in gone else Part(index, BLOCKS)
+        if part is not None:
+            with runner.layer(index) as layer:
+                stream = runner.run(layer, part, stream)
+    return stream
+
+
+def _loss_behind(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
+    """The loss of the head on the stream [B, T, H] that left the last layer."""
+
+    def given(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return stream
+
+    with replaced_forwards(dict.fromkeys(runner.layers, given)):
+        return float(causal_loss(runner.model, batch))

@@ -1,0 +1,44 @@
+"""LaCo: collapse later layers into an earlier one, which takes over their parameters (Yang et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.config.base import LARGEST_INDEX, option
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import Deferred, Method
+from pyprune.methods.layers import removing
+from pyprune.methods.score import with_paper
+
+
+@dataclass(frozen=True)
+class LacoOptions(MethodOptions):
+    """Options of LaCo. Its threshold T is no option: the largest one that removes what the ratio asks for is found.
+
+    Attributes:
+        merge: layers that become one in a merge, at most (the paper's C).
+        interval: how many layers further down the search goes on after a merge (I).
+        lowest: the first layer that may take over others (L); the layers before it stay as they are.
+    """
+
+    merge: int = option(7, at_least=2, at_most=LARGEST_INDEX)
+    interval: int = option(1, at_least=1, at_most=LARGEST_INDEX)
+    lowest: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+
+
+def _laco() -> PruneConfig:
+    """LaCo: 25 % of the layers; the constants of the authors' notebook, their 5 sentences being 5 x 128 tokens here."""
+    return removing("laco", LacoOptions(), samples=5, sequence_length=128)
+
+
+METHOD = Method(
+    name="laco",
+    axis="layers",
+    summary="LaCo: collapse later layers into an earlier one by adding up how their parameters differ.",
+    decide=Deferred(f"{__name__}.collapse:decide"),
+    regularise=None,
+    options=LacoOptions,
+    prepare=Deferred(f"{__name__}.collapse:prepare"),
+    presets=with_paper("laco", _laco),
+)

@@ -1,0 +1,234 @@
+"""LaCo (Yang et al., "LaCo: Large Language Model Pruning via Layer Collapse", section 2, algorithm 1).
+
+Layer l takes over the m layers behind it, which are removed (equation 1, "reserving differences while seeking common"):
+
+    theta_l <- theta_l + sum over k = 1..m of (theta_{l+k} - theta_l)
+
+From the end of the model towards its beginning, a merge is kept if the output of the collapsed model stays similar to
+the dense model's: the cosine of their last hidden states, a sample's tokens taken as one vector, mean over the samples,
+at least T. The authors choose T for each model to reach their ratio; here it is the largest one that reaches it. Merges
+of merged layers add up to whole multiples of dense layers, which is how a decision remembers them.
+
+The authors' code merges the linear projections and leaves the norms of layer l, and so does this. It also subtracts
+theta_l after it was changed, so that what is left there is the last layer's theta_{l+m}; the paper is what is
+implemented.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from pyprune.config.run import PruneConfig
+from pyprune.errors import ConfigError
+from pyprune.families import decoder_layers
+from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.layers._units import Removal, micro_batches
+from pyprune.methods.layers.laco import LacoOptions
+from pyprune.methods.score.base import ScoreError
+from pyprune.plan import PrunePlan
+from pyprune.probe.activations import still
+from pyprune.probe.hooks import LayerHooks
+
+Multiples = tuple[tuple[int, int], ...]
+"""A layer's parameters as a sum of dense layers': (dense layer, how many times), ascending, without zeros."""
+Collapsed = tuple[tuple[int, Multiples], ...]
+"""The layers that are left: (dense index, what its parameters are), ascending."""
+
+
+def decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    """Find the merges; the weights stay as they are until :func:`prepare`.
+
+    Raises:
+        ConfigError: the ratio cannot be reached, or the cut is to be reconstructed as well.
+        ScoreError: an output of the collapsed model is not finite.
+    """
+    options = own_options(config, LacoOptions)
+    if config.reads_text_at_the_cut:
+        raise ConfigError(
+            f"cut.reconstruct is {config.cut.reconstruct!r}, but laco merges layers right before the cut, and that "
+            "merged model would be reconstructed instead of the dense one. Set it to none, or choose another method."
+        )
+    removal = Removal.of(model, config, keep_first=options.lowest + 1)
+    with still(model):
+        similarity = _Similarity(model, micro_batches(model, samples, config.method))
+        collapsed, threshold = _search(removal.identity.dense.num_layers, removal.count, options, similarity)
+    kept = {index for index, _ in collapsed}
+    merges = {str(index): {str(layer): times for layer, times in own} for index, own in merged_of(collapsed).items()}
+    return removal.decision(
+        [index for index in removal.opened if index not in kept],
+        merges=merges,
+        threshold=threshold,
+        similarity=similarity(collapsed),
+        evaluations=len(similarity.known),
+    )
+
+
+def prepare(model: PreTrainedModel, plan: PrunePlan, details: Mapping[str, Any]) -> tuple[str, ...]:
+    """Merge the layers, in place, as the decision says; the layers that were taken over stay for the cut."""
+    merges = {int(i): tuple((int(j), n) for j, n in own.items()) for i, own in details["layers"]["merges"].items()}
+    layers = decoder_layers(model)
+    for index, own in merges.items():
+        merge_(layers, index, own)
+    kept = [*plan.kept_layers, plan.dense.num_layers]
+    ends = dict(pairwise(kept))
+    spans = ", ".join(f"{index} to {ends[index] - 1} into {index}" for index in merges)
+    return (f"LaCo merged layers {spans}.",)
+
+
+@torch.no_grad()
+def merge_(layers: nn.ModuleList, index: int, own: Multiples) -> None:
+    """Set the linear projections of a layer to a sum of multiples of those of dense layers, in place.
+
+    Sums are float32 (float64 for such weights) and rounded once.
+    """
+    sources = [(times, dict(_projections(layers[layer]))) for layer, times in own]
+    for name, parameter in _projections(layers[index]):
+        total = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        for times, source in sources:
+            total.add_(source[name].to(total.dtype), alpha=times)
+        parameter.copy_(total)
+
+
+def _projections(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Weights and biases of the linear modules of a layer, by their names in it."""
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield from module.named_parameters(prefix=name)
+
+
+def merged_of(collapsed: Collapsed) -> dict[int, Multiples]:
+    """The layers whose parameters are other than their own."""
+    return {index: own for index, own in collapsed if own != ((index, 1),)}
+
+
+def taken_over(collapsed: Collapsed, position: int, count: int) -> Collapsed:
+    """What is left when the layer at ``position`` takes over the ``count`` layers behind it (equation 1)."""
+    behind = position + 1 + count
+    (index, own), rest = collapsed[position], collapsed[position + 1 : behind]
+    total = Counter({layer: times * (1 - count) for layer, times in own})
+    for _, other in rest:
+        for layer, times in other:
+            total[layer] += times
+    multiples = tuple(sorted((layer, times) for layer, times in total.items() if times))
+    return (*collapsed[:position], (index, multiples), *collapsed[behind:])
+
+
+def _search(layers: int, count: int, options: LacoOptions, similarity: _Similarity) -> tuple[Collapsed, float]:
+    """The merges at the largest threshold that removes ``count`` layers, and that threshold.
+
+    Between two similarities that were seen a threshold changes nothing, so after a sweep that fell short the next
+    threshold to try is the largest similarity that it refused.
+
+    Raises:
+        ConfigError: no threshold does.
+    """
+    threshold = math.inf
+    while True:
+        collapsed, refused = _sweep(layers, count, options, similarity, threshold)
+        if len(collapsed) == layers - count:
+            return collapsed, threshold
+        if not refused:
+            raise ConfigError(
+                f"laco removes {layers - len(collapsed)} of {layers} layers at most with merge {options.merge}, "
+                f"interval {options.interval} and lowest {options.lowest}, but {count} have to go. Use a smaller "
+                "interval or lowest, a larger merge, or a smaller ratio."
+            )
+        threshold = max(refused)
+
+
+def _sweep(
+    layers: int, count: int, options: LacoOptions, similarity: _Similarity, threshold: float
+) -> tuple[Collapsed, list[float]]:
+    """Algorithm 1 at one threshold, until ``count`` layers are gone: what is left, and the similarities refused."""
+    collapsed: Collapsed = tuple((index, ((index, 1),)) for index in range(layers))
+    refused: list[float] = []
+    position = max(options.lowest, layers - 1 - options.merge)
+    while position >= options.lowest and (missing := count - (layers - len(collapsed))):
+        merged = taken_over(collapsed, position, min(options.merge - 1, len(collapsed) - position - 1, missing))
+        found = similarity(merged)
+        if found < threshold:
+            refused.append(found)
+            position -= 1
+        else:
+            collapsed = merged
+            position -= options.interval
+    return collapsed, refused
+
+
+@dataclass
+class _Similarity:
+    """How similar the output of a collapsed model is to the dense model's; remembers what it has measured.
+
+    Attributes:
+        model: the dense model; it comes back as it was.
+        batches: token ids, int64 [B, T] each.
+        known: what was measured.
+    """
+
+    model: PreTrainedModel
+    batches: Sequence[Tensor]
+    known: dict[Collapsed, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dense = [self._output(batch) for batch in self.batches]
+
+    def __call__(self, collapsed: Collapsed) -> float:
+        """The cosine of the last hidden states, mean over the samples, in [-1, 1]."""
+        if collapsed not in self.known:
+            with _in_place(self.model, collapsed):
+                self.known[collapsed] = self._measure()
+        return self.known[collapsed]
+
+    def _measure(self) -> float:
+        total = 0.0
+        for batch, dense in zip(self.batches, self.dense, strict=True):
+            total += float(functional.cosine_similarity(self._output(batch), dense, dim=1).sum())
+        mean = total / sum(map(len, self.batches))
+        if not math.isfinite(mean):
+            raise ScoreError(
+                "The output of the model with merged layers is not finite. The weights or their dtype are broken: "
+                "check them for NaN, or work in float32 (dtype)."
+            )
+        return mean
+
+    @torch.no_grad()
+    def _output(self, batch: Tensor) -> Tensor:
+        """The last hidden states of a batch [B, T], float64 [B, T * H]."""
+        output: Tensor = self.model.base_model(input_ids=batch, use_cache=False)[0]
+        return output.flatten(1).double()
+
+
+@contextmanager
+def _in_place(model: PreTrainedModel, collapsed: Collapsed) -> Iterator[None]:
+    """Let the model compute as it would with merged layers; its weights come back bit for bit."""
+    layers = decoder_layers(model)
+    merged = merged_of(collapsed)
+    saved = [(p, p.detach().clone()) for index in merged for _, p in _projections(layers[index])]
+    hooks = LayerHooks(layers, (), lambda index, before, after: None)
+    try:
+        for index in set(range(len(layers))) - {index for index, _ in collapsed}:
+            hooks.skip(index)
+        for index, own in merged.items():
+            merge_(layers, index, own)
+        yield
+    finally:
+        hooks.remove()
+        with torch.no_grad():
+            for parameter, value in saved:
+                parameter.copy_(value)

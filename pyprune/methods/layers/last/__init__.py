@@ -1,0 +1,40 @@
+"""The last layers: the control that reads nothing (Gromov et al. 2024, their simple heuristic)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.config.base import LARGEST_INDEX, option
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import Deferred, Method
+from pyprune.methods.layers import removing
+from pyprune.methods.score import with_paper
+
+
+@dataclass(frozen=True)
+class LastOptions(MethodOptions):
+    """Options of removing the last layers.
+
+    Attributes:
+        keep_last: layers at the end of the model that stay; Gromov et al. keep 1.
+    """
+
+    keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
+
+
+def _last() -> PruneConfig:
+    """The last 25 % of the layers but the very last one, which stays."""
+    return removing("last", LastOptions(), samples=128, sequence_length=128)
+
+
+METHOD = Method(
+    name="last",
+    axis="layers",
+    summary="Last: remove the last layers but the very last one; the control that reads nothing.",
+    decide=Deferred(f"{__name__}.choose:decide"),
+    regularise=None,
+    reads_text=False,
+    options=LastOptions,
+    presets=with_paper("last", _last),
+)

@@ -1,0 +1,58 @@
+"""Shortened LLaMA: remove the layers of the smallest perplexity or Taylor score at once (Kim et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pyprune.config.base import LARGEST_INDEX, option
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import Deferred, Method
+from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.score import with_paper
+
+Form = Literal["ppl", "taylor_plus"]
+PAPER_KEEPS: dict[Form, tuple[int, int]] = {"ppl": (0, 0), "taylor_plus": (4, 2)}
+"""Form -> how many layers the paper keeps at the beginning and at the end of the model."""
+
+
+@dataclass(frozen=True)
+class ShortenedLlamaOptions(BlockOptions):
+    """Options of Shortened LLaMA.
+
+    Attributes:
+        form: ppl (the perplexity without the layer) or taylor_plus (the sum of |w g| over the layer's matrices).
+        keep_first: layers at the beginning of the model that stay whole; null = the paper's, 4 for taylor_plus (its
+            "+"), 0 for ppl.
+        keep_last: layers at its end that stay whole; null = the paper's, 2 for taylor_plus, 0 for ppl.
+    """
+
+    form: Form = "ppl"
+    keep_first: int | None = option(None, at_least=0, at_most=LARGEST_INDEX)
+    keep_last: int | None = option(None, at_least=0, at_most=LARGEST_INDEX)
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """How many layers stay whole at the beginning and at the end."""
+        first, last = PAPER_KEEPS[self.form]
+        return first if self.keep_first is None else self.keep_first, last if self.keep_last is None else self.keep_last
+
+
+def _shortened_llama() -> PruneConfig:
+    """Shortened LLaMA: 25 % of the layers, by perplexity; the paper's 10 samples of 128 tokens.
+
+    The paper draws them from BookCorpus.
+    """
+    return removing("shortened_llama", ShortenedLlamaOptions(), samples=10, sequence_length=128)
+
+
+METHOD = Method(
+    name="shortened_llama",
+    axis="layers",
+    summary="Shortened LLaMA: remove the layers of the smallest score at once, by perplexity or Taylor expansion.",
+    decide=Deferred(f"{__name__}.score:decide"),
+    regularise=None,
+    options=ShortenedLlamaOptions,
+    removes=BLOCKS_TOO,
+    presets=with_paper("shortened_llama", _shortened_llama),
+)

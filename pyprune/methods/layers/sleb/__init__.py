@@ -1,0 +1,41 @@
+"""SLEB: remove one layer after the other, each time the one that is missed least (Song et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyprune.config.base import LARGEST_INDEX, option
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import Deferred, Method
+from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.score import with_paper
+
+
+@dataclass(frozen=True)
+class SlebOptions(BlockOptions):
+    """Options of SLEB; the authors' code keeps the first and the last layer.
+
+    Attributes:
+        keep_first: layers at the beginning of the model that stay whole.
+        keep_last: layers at its end that stay whole.
+    """
+
+    keep_first: int = option(1, at_least=0, at_most=LARGEST_INDEX)
+    keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
+
+
+def _sleb() -> PruneConfig:
+    """SLEB: 25 % of the layers, one a round, by the perplexity on 128 samples of 2,048 tokens of WikiText-2."""
+    return removing("sleb", SlebOptions(), samples=128, sequence_length=2048)
+
+
+METHOD = Method(
+    name="sleb",
+    axis="layers",
+    summary="SLEB: remove one layer a round, the one without which the perplexity is smallest.",
+    decide=Deferred(f"{__name__}.score:decide"),
+    regularise=None,
+    options=SlebOptions,
+    removes=BLOCKS_TOO,
+    presets=with_paper("sleb", _sleb),
+)

@@ -1,0 +1,37 @@
+"""Greedy removal by the loss of what is left (Song et al., "SLEB", section 3, their third metric).
+
+    round r:  remove  argmin over the layers j still there of  LM(model without the layers removed so far and without j)
+
+on the same calibration text in every round.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
+from pyprune.methods.layers.sleb import SlebOptions
+
+
+def decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    """Remove one unit a round, the one without which the loss is smallest; ties by the smaller index."""
+    options = own_options(config, SlebOptions)
+    removal = Removal.of(model, config, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
+    batches = micro_batches(model, samples, config.method)
+    removed: list[int] = []
+    rounds = []
+    for number in range(1, removal.count + 1):
+        rest = [index for index in removal.opened if index not in removed]
+        losses = losses_without(model, batches, removal.unit, removed, rest, f"Round {number} of {removal.count}")
+        chosen = removal.smallest(losses, 1)[0]
+        removed.append(chosen)
+        rounds.append({"removed": chosen, "losses": json_scores(losses)})
+    return removal.decision(removed, rounds=rounds)
