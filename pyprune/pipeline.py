@@ -15,8 +15,8 @@ from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
-from pyprune.data.sampling import TokenSamples
 from pyprune.data.sources import check_source
+from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
@@ -122,7 +122,7 @@ def _stored_dtype(model_id: str | Path, gguf_file: str | None, revision: str | N
 
 def prune_(
     model: PreTrainedModel,
-    data: Mapping[str, TokenSamples | Tensor],
+    data: Mapping[str, Batch | Tensor],
     config: PruneConfig,
     *,
     work: RunFolder | None = None,
@@ -149,7 +149,7 @@ def prune_(
     return run.finished()
 
 
-def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: PruneConfig) -> PrunePlan:
+def make_plan(model: PreTrainedModel, samples: Batch | Tensor, config: PruneConfig) -> PrunePlan:
     """Decide what is removed, without changing the model.
 
     Args:
@@ -163,7 +163,7 @@ def make_plan(model: PreTrainedModel, samples: TokenSamples | Tensor, config: Pr
     return _planning(model, {"regularise": samples}, config).decide().plan
 
 
-def _planning(model: PreTrainedModel, data: Mapping[str, TokenSamples | Tensor], config: PruneConfig) -> StageRun:
+def _planning(model: PreTrainedModel, data: Mapping[str, Batch | Tensor], config: PruneConfig) -> StageRun:
     """A run that stops at the plan: without stages, and so without what only they need."""
     config = checked(config)
     stages = replace(config.stages, before=(), after=())

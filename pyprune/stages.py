@@ -106,7 +106,7 @@ class StageText:
     drawn: tuple[TokenSamples, ...] = ()
 
     @classmethod
-    def of(cls, data: Mapping[str, TokenSamples | Tensor]) -> StageText:
+    def of(cls, data: Mapping[str, Batch | Tensor]) -> StageText:
         """Take token ids, int64 [N, T], under "regularise" and, where they are others, "cut" and "recover"."""
         before = data.get("regularise", NO_SAMPLES)
         drawn = tuple(samples for samples in data.values() if isinstance(samples, TokenSamples))
@@ -134,7 +134,7 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         check_sequence_length(model.config, data.sequence_length)
     drawn = split_disjoint(tokenizer, wanted) if wanted else {}
     for samples in drawn.values():
-        check_token_ids(model.config, samples.input_ids[samples.input_ids != IGNORED])
+        check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
     return drawn
 
 
@@ -332,8 +332,8 @@ class StageRun:
                 "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
                 "second copy (copy.deepcopy(model)), or a function that loads one when it is needed."
             )
-        regularises_after = "regularise" in config.stages.after and after.labels is not after.ids
-        if before.labels is not before.ids or regularises_after:
+        regularises_after = "regularise" in config.stages.after and not after.counts_every_token
+        if not before.counts_every_token or regularises_after:
             raise ConfigError(
                 "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw "
                 "theirs with layout 'stream'."

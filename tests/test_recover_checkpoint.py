@@ -339,7 +339,7 @@ def test_the_moreau_recovery_has_the_papers_constants() -> None:
     found = build_recovery(preset="alpaca-lora")
     assert (found.recover.rank, found.recover.alpha, found.data.sequence_length) == (8, 16.0, 256)
     assert (found.recover.train.learning_rate, found.recover.train.batch_size) == (1e-4, 64)
-    assert found.recover.train.steps == 1562, "two epochs of 50,000 records"
+    assert found.recover.train.steps == 1531, "two epochs of 49,000 of the 49,760 records that are not held out"
     assert found.data.layout == "instructions"
     assert found.data.mask_prompt
 

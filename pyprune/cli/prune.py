@@ -105,8 +105,8 @@ def prune(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text to train on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
-            "file. Default: wikitext2.",
+            help="Text to train on: mixture (prose, web, code, other languages), mixture-offline, wikitext2, ptb, "
+            "c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. Default: the preset's.",
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,

@@ -57,8 +57,8 @@ def recover(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text to train on: alpaca, wikitext2, ptb, c4, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. "
-            "Default: the preset's, else wikitext2.",
+            help="Text to train on: alpaca, lamini, mixture, wikitext2, ptb, c4, bookcorpus, a datasets id, or a "
+            ".txt/.jsonl(.gz) file. Default: the preset's, else wikitext2.",
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,

@@ -38,9 +38,9 @@ def prune_options(name: str) -> dict[str, Any]:
 
 
 def _alpaca_lora() -> RecoverRunConfig:
-    """MoreauPruner's recovery: LoRA r=8, alpha=16, on 50k Alpaca records of at most 256 tokens, 2 epochs, lr 1e-4."""
+    """MoreauPruner's recovery: LoRA r=8, alpha=16, 49k cleaned Alpaca records of <= 256 tokens, 2 epochs, lr 1e-4."""
     return RecoverRunConfig(
-        data=DataConfig("alpaca", "train", samples=50_000, sequence_length=256, layout="instructions"),
+        data=DataConfig("alpaca", "train", samples=49_000, sequence_length=256, layout="instructions"),
         recover=RecoverConfig(
             adapters="lora",
             rank=8,
@@ -51,7 +51,7 @@ def _alpaca_lora() -> RecoverRunConfig:
                 optimizer="adamw",
                 learning_rate=1e-4,
                 weight_decay=0.0,
-                steps=2 * 50_000 // 64,
+                steps=2 * 49_000 // 64,
                 batch_size=64,
                 micro_batch_size=4,
                 warmup_steps=100,
