@@ -1,0 +1,211 @@
+"""What each command writes and prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cli.base import ERROR_CODE
+from pyprune.errors import OutputError
+from pyprune.plan import PrunePlan
+from tests._support.cli import refused, run, tiny_elder
+from tests._support.models import tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+
+
+def test_prune_writes_what_it_says(pruned: Path) -> None:
+    record = read_pruning_json(pruned, verify_files=True)
+    assert record.plan is not None
+    assert len(record.plan.removed_layers) == 2
+    assert record.provenance["config"]["elder"]["train"]["steps"] == 2
+    assert record.provenance["config"]["elder"]["schedule"] == "anneal", "the method's default preset"
+    assert [p.name for p in pruned.parent.iterdir()] == [pruned.name], "nothing is left next to the output"
+
+
+def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    result = run(*tiny_elder(checkpoint, text, "--dry-run"))
+    assert result.exit_code == 0, result.output
+    plan = PrunePlan.from_json(result.stdout)
+    assert len(plan.removed_layers) == 2
+    path = tmp_path / "plan.json"
+    path.write_text(result.stdout)
+    replayed = run("prune", checkpoint, "--plan", path, "--out", tmp_path / "out")  # needs no text
+    assert replayed.exit_code == 0, replayed.output
+    assert read_pruning_json(tmp_path / "out").plan == plan
+
+
+def test_figures_that_cannot_be_kept_are_not_measured(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured before the options were checked")
+
+    monkeypatch.setattr("pyprune.quality.measure.evaluate_perplexity", measured)
+    monkeypatch.setattr("pyprune.cli.evaluate.loaded_perplexity", measured)
+    bare = tmp_path / "bare"
+    tiny_model("llama").save_pretrained(bare)
+    assert "has no pruning.json" in refused("eval", bare, "--ppl", text, "--annotate")
+    bench = ["bench", bare, "--against", checkpoint, "--ppl", text]
+    assert "has no pruning.json" in refused(*bench, "--engine", "transformers", "--annotate")
+    assert "Did you mean 'vllm'" in refused(*bench, "--engine", "vlm")
+    assert "has no tokenizer files" in refused("eval", bare, "--tasks", "piqa")
+
+
+def test_inspect_prints_plan_and_sizes(pruned: Path, checkpoint: Path) -> None:
+    result = run("inspect", pruned)
+    assert result.exit_code == 0, result.output
+    assert "training_marks" not in result.stdout, "kilobytes of base64 are for --json"
+    assert result.stdout.count("| architecture |") == 1
+    assert "none (not cut)" in run("inspect", checkpoint).stdout
+    assert "2 of 4 layers" in result.stdout
+    assert "LlamaForCausalLM" in result.stdout
+    data = json.loads(run("inspect", pruned, "--json", "-").stdout)
+    dense = json.loads(run("inspect", checkpoint, "--json", "-").stdout)
+    assert data["plan"]["version"] == 1
+    assert 0 < data["parameters"] < dense["parameters"]
+
+
+def test_eval_measures_and_annotates(pruned: Path, tmp_path: Path) -> None:
+    test_text = tmp_path / "test.txt"
+    test_text.write_text("Quite different words, which nobody has trained on. " * 40)
+    out = tmp_path / "figures.json"
+    result = run("eval", pruned, "--ppl", test_text, "--protocol", "ppl-128", "--json", out, "--annotate")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(out.read_text())["perplexity"]
+    assert figures[0]["protocol"] == "ppl-128"
+    assert figures[0]["perplexity"] > 1
+    assert "ppl-128" in result.stdout
+    assert "Measured quality" in (pruned / "README.md").read_text()
+    read_pruning_json(pruned, verify_files=True)
+    annotate_checkpoint(pruned, quality={})
+
+
+def test_measured_figures_outlive_a_disk_that_is_full(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OutputError("no room on the disk")
+
+    monkeypatch.setattr("pyprune.checkpoint.record.annotate_checkpoint", full)
+    test_text = tmp_path / "test.txt"
+    test_text.write_text("Quite different words, which nobody has trained on. " * 40)
+    result = run("eval", pruned, "--ppl", test_text, "--protocol", "ppl-128", "--json", "-", "--annotate")
+    assert result.exit_code == ERROR_CODE
+    assert json.loads(result.stdout)["perplexity"][0]["perplexity"] > 1
+    assert result.stderr.strip().endswith("Error: no room on the disk")
+
+
+def test_json_files_of_others_are_not_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("years of work")
+    assert "was not written by pyprune" in refused("inspect", checkpoint, "--json", thesis)
+    assert thesis.read_text() == "years of work"
+    assert "for something else" in refused("inspect", checkpoint, "--json", checkpoint / "pruning.json")
+    figures = tmp_path / "figures.json"
+    for _ in range(2):
+        assert run("inspect", checkpoint, "--json", figures).exit_code == 0
+    assert json.loads(figures.read_text())["pyprune"]
+
+
+def test_options_that_would_do_nothing_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    assert "names no task" in refused("eval", checkpoint, "--ppl", text, "--tasks", ",,,")
+    recover = ["recover", checkpoint, "--data", text, "--out", tmp_path / "out"]
+    for option in ("--teacher-revision", "--teacher-gguf-file"):
+        assert "without a teacher would do nothing" in refused(*recover, option, "main")
+
+
+def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[tuple[Exception, int, str]] = [
+        (ZeroDivisionError("x" * 9000), 1, "pyprune failed where it should not (ZeroDivisionError"),
+        (PermissionError(13, "Permission denied", "/some/file"), ERROR_CODE, "Permission denied: '/some/file'"),
+        (MemoryError(), ERROR_CODE, "not enough memory"),
+    ]
+    for error, code, said in errors:
+
+        def fails(*_: Any, _error: Exception = error) -> None:
+            raise _error
+
+        monkeypatch.setattr("pyprune.serving.checkpoints.read_checkpoint", fails)
+        result = run("inspect", checkpoint)
+        assert result.exit_code == code
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr) < 600
+
+
+def test_control_characters_of_a_record_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    facts = {"source": "\x1b]0;title\x07\x1b[31mred", "method": "a\rb"}
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder, plan=None, provenance=facts)
+    said = run("inspect", folder).stdout
+    assert r"\x1b[31mred" in said
+    assert not set("\x1b\x07\r") & set(said)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eval_warns_of_a_dtype_that_this_machine_lacks(
+    checkpoint: Path, text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    result = run("eval", checkpoint, "--ppl", text, "--max-tokens", "256", "--protocol", "ppl-128", "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert ("has no bfloat16 arithmetic" in result.stderr) is (dtype == "bfloat16")
+
+
+def test_eval_refuses_the_training_text(pruned: Path, text: Path) -> None:
+    """Windows of 16 tokens are too short to be recognised, so this run has longer ones."""
+    folder = pruned.with_name("longer")
+    source = pruned.parent / "again"
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), source, plan=None, provenance={})
+    arguments = tiny_elder(source, text, "--sequence-length", "128", "--out", folder)
+    assert run(*arguments).exit_code == 0
+    assert "is not a test text" in refused("eval", folder, "--ppl", text, "--protocol", "ppl-128")
+
+
+def test_export_converts(pruned: Path, tmp_path: Path) -> None:
+    result = run("export", pruned, "--dtype", "bfloat16", "--out", tmp_path / "half")
+    assert result.exit_code == 0, result.output
+    assert "stock, loads without pyprune" in result.stdout
+    data = json.loads(run("inspect", tmp_path / "half", "--json", "-").stdout)
+    full = json.loads(run("inspect", pruned, "--json", "-").stdout)
+    assert data["plan"] == full["plan"]
+    assert data["bytes"] < 0.6 * full["bytes"]
+
+
+def test_bench_prints_the_papers_columns(
+    pruned: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    options = ["--engine", "transformers", "--batch-size", "2", "--new-tokens", "2", "--prompt-tokens", "8"]
+    out, samples = tmp_path / "speed.json", tmp_path / "samples.jsonl"
+    result = run("bench", pruned, "--against", checkpoint, *options, "--repeats", "1", "--json", out,
+                 "--jsonl", samples)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for column in ("PR", "PPL", "Tokens/s", "TI", "Latency (ms)", "Speedup", "Parameters", "Bytes"):
+        assert column in result.stdout
+    assert json.loads(out.read_text())["summary"]["pruned"]["speedup"] > 0
+    assert len(samples.read_text().splitlines()) == 4
+    slow = "this CPU has no bfloat16 arithmetic" in result.stderr  # bfloat16 is the command's default
+    assert slow == (not torch.cuda.is_available())
+
+
+def test_env_prints_versions_and_backends() -> None:
+    data = json.loads(run("env", "--json", "-").stdout)
+    assert data["backends"]["python"] == "available"
+    assert isinstance(data["vllm"], bool)
+    text = run("env").stdout
+    assert "torch" in text
+    assert "ops: cpp" in text
+
+
+def test_serve_hands_options_to_vllm(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("pyprune.serving.export.serve", lambda *a: seen.append(a))
+    assert run("serve", pruned, "--", "--port", "9000").exit_code == 0
+    assert seen == [(pruned, ["--port", "9000"])]

@@ -1,0 +1,220 @@
+"""One message and exit code 2 for every mistake; what an interrupted command keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
+from pyprune.methods.registry import RENAMED
+from tests._support.cli import refused, run, tiny_elder
+from tests._support.models import tiny_model
+
+
+def test_unknown_method_says_what_was_meant(checkpoint: Path, tmp_path: Path) -> None:
+    message = refused("prune", checkpoint, "--method", "eldr", "--out", tmp_path / "out")
+    assert "Unknown method 'eldr'. Did you mean 'elder'?" in message
+
+
+@pytest.mark.parametrize("ratio", ["0", "1", "1.5", "-0.25"])
+def test_ratio_outside_the_open_interval(checkpoint: Path, tmp_path: Path, ratio: str) -> None:
+    message = refused("prune", checkpoint, f"--ratio={ratio}", "--out", tmp_path / "out")
+    assert f"ratio is {float(ratio)}; it must be strictly between 0 and 1." in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_ratio_that_removes_nothing(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    arguments = tiny_elder(checkpoint, text, "--ratio", "0.1", "--out", tmp_path / "out")
+    assert "removes nothing" in refused(*arguments)
+
+
+def test_unknown_unit_and_preset(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "layers" in refused("prune", checkpoint, "--ratio-of", "layer", "--out", out)
+    assert "Did you mean 'elder'" in refused("prune", checkpoint, "--preset", "elde", "--out", out)
+    for old, new in RENAMED.items():
+        message = f"The preset {old!r} is called {new!r} now"
+        assert message in refused("prune", checkpoint, "--preset", old, "--out", out)
+    assert not out.exists()
+
+
+def test_every_wrong_setting_is_named_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    message = refused(
+        "prune", checkpoint, "--out", tmp_path / "o", "--set", "elder.gate.penalty_weight=1", "--set", "elder.norm=l3"
+    )
+    assert "Did you mean 'gates'?" in message
+    assert "'l3'" in message
+
+
+def test_output_that_exists_is_kept(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("kept")
+    assert "exists already" in refused(*tiny_elder(checkpoint, text, "--out", out))
+    assert "exists already" in refused("export", checkpoint, "--out", out)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (out / "precious.txt").read_text() == "kept"
+
+
+def test_unknown_model_type(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 10}))
+    message = refused("prune", folder, "--out", tmp_path / "out")
+    assert "Unknown model type 'bert'" in message
+    assert "llama" in message
+
+
+def test_missing_model_folder(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    for command in (["prune", "--out", out], ["eval", "--ppl", "wikitext2"], ["export", "--out", out], ["inspect"]):
+        name, *rest = command
+        message = refused(name, tmp_path / "nowhere", *rest)
+        assert "nowhere" in message
+
+
+def test_missing_text_is_found_before_the_model_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    no_weights, missing = tmp_path / "model", tmp_path / "no.txt"
+    no_weights.mkdir()
+    shutil.copy(checkpoint / "config.json", no_weights)
+    out = ("--out", tmp_path / "out")
+    for arguments in (
+        tiny_elder(no_weights, missing, *out),
+        ["eval", no_weights, "--ppl", missing],
+        ["robustness", no_weights, "--ppl", missing, *out],
+        ["recover", no_weights, "--preset", "alpaca-lora", "--data", missing, *out],
+    ):
+        assert "no.txt' does not exist" in refused(*arguments), arguments[0]
+
+
+def test_unknown_protocol_and_engine(checkpoint: Path, text: Path) -> None:
+    message = refused("eval", checkpoint, "--ppl", text, "--protocol", "ppl-129")
+    assert "Did you mean 'ppl-128'?" in message
+    assert "Did you mean 'vllm'?" in refused("bench", checkpoint, "--against", checkpoint, "--engine", "vlm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (["prune", "m"], "--out"),
+        (["eval", "m"], "--ppl"),
+        (["bench", "m"], "--against"),
+        (["prune", "m", "--out", "o", "--rato", "1"], "--ratio"),
+        (["prun"], "prune"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], phrase: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == ERROR_CODE
+    assert phrase in result.output
+
+
+def test_tampered_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), None, tmp_path / "c", plan=None, provenance={})
+    with (tmp_path / "c" / "generation_config.json").open("a") as file:
+        file.write(" ")
+    assert "generation_config.json differs from what was written" in refused("inspect", tmp_path / "c")
+
+
+def test_debug_shows_the_traceback(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("prune", checkpoint, "--ratio", "2", "--out", "out", "--debug")
+    assert result.exit_code == ERROR_CODE
+    assert "Traceback" in result.stderr
+    assert "Error: ratio is 2.0" in result.stderr
+
+
+def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
+    result = run("prune", checkpoint, "--out", tmp_path / "out")
+    assert result.exit_code == INTERRUPTED_CODE
+    assert "was not written" in result.stderr
+    assert "--resume" not in result.stderr, "there is nothing to resume yet"
+    (tmp_path / ".out.work").mkdir()
+    (tmp_path / ".out.work" / "run.json").touch()
+    assert "--resume" not in run("prune", checkpoint, "--out", tmp_path / "out").stderr, "options alone are nothing"
+    (tmp_path / ".out.work" / "decision.json").touch()
+    assert "(its plan): the same command with --resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
+
+
+@contextmanager
+def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block, however the block ends."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _kept_steps(work: Path) -> list[str]:
+    """The weights of the training checkpoints of a run that may be writing.
+
+    Path.glob fails on a folder that is renamed while it looks; os.walk goes past it.
+    """
+    walked = os.walk(work / "before-0-regularise")
+    return [name for _, _, names in walked for name in names if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
+    checkpoint: Path, text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    out, work = tmp_path / "out", tmp_path / ".out.work"
+    options = ["--set", "elder.train.checkpoint_interval=1", "--out", out]
+    endless = tiny_elder(checkpoint, text, *options, "--set", "elder.train.steps=1000000")
+    command = [sys.executable, "-c", "from pyprune.cli.app import main; main()", *map(str, endless)]
+    with _running(command) as process:
+        deadline = time.monotonic() + 120
+        while not _kept_steps(work) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED_CODE, said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    assert not out.exists()
+    assert _kept_steps(work)
+    assert "interrupted run had other options or input" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
+    assert "--resume to continue it, or --overwrite" in refused(*tiny_elder(checkpoint, text, *options))
+    assert _kept_steps(work), "a second start must not drop them"
+
+
+@pytest.mark.parametrize("place", ["absent/file.json", "."])
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(
+    checkpoint: Path, tmp_path: Path, place: str
+) -> None:
+    said = refused("eval", checkpoint, "--ppl", "no-such-text", "--json", tmp_path / place)
+    assert "no folder" in said or "is a folder" in said
+
+
+def test_fewer_than_one_token_to_measure_on_is_refused(checkpoint: Path, text: Path) -> None:
+    assert "max_tokens is -5" in refused("eval", checkpoint, "--ppl", text, "--max-tokens", "-5")
+
+
+def test_uniform_without_scores_is_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    assert "uniform" in refused(*tiny_elder(checkpoint, text, "--uniform", "--out", tmp_path / "out"))
+
+
+def test_serving_without_vllm_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.serving.engines.vllm_installed", lambda: False)
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: False)
+    assert "pip install 'pyprune[vllm]'" in refused("serve", checkpoint)
+    assert "pip install 'pyprune[vllm]'" in refused(
+        "bench", checkpoint, "--against", checkpoint, "--engine", "vllm", "--prompt-tokens", "8"
+    )
