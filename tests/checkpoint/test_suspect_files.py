@@ -21,7 +21,7 @@ from pyprune.checkpoint.shards import TensorFiles, check_finite, read_header, we
 from pyprune.errors import CheckpointError
 from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from tests._support.models import tiny_model
-from tests._support.suspect import READERS, RECORD, change_config, refused
+from tests._support.suspect import READERS, RECORD, change_config, refused, smaller_plan
 
 STRAY = [
     "zz.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "x.pt",
