@@ -45,13 +45,15 @@ def projections(layer: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def merged_literally(layers: nn.ModuleList, position: int, count: int) -> None:
-    """Equation 1, one layer after the other, and the layers behind are gone."""
+def merged_literally(layers: nn.ModuleList, position: int, count: int, form: str = "paper") -> None:
+    """Equation 1, one layer after the other, and the layers behind are gone; in the code what is subtracted moves."""
     first = layers[position]
     own = {name: first.get_parameter(name).clone() for name in projections(first)}
     for behind in range(position + 1, position + 1 + count):
         for name, before in own.items():
-            first.get_parameter(name).add_(layers[behind].get_parameter(name) - before)
+            parameter = first.get_parameter(name)
+            subtracted = before if form == "paper" else parameter.clone()
+            parameter.add_(layers[behind].get_parameter(name) - subtracted)
     del layers[position + 1 : position + 1 + count]
 
 
@@ -61,7 +63,7 @@ def output(model: PreTrainedModel) -> Tensor:
 
 
 def collapsed_literally(
-    dense: PreTrainedModel, count: int, threshold: float, merge: int, interval: int, lowest: int
+    dense: PreTrainedModel, count: int, threshold: float, merge: int, interval: int, lowest: int, form: str = "paper"
 ) -> tuple[PreTrainedModel, list[int]]:
     """Algorithm 1 on copies of the model: what is left, and its layers' indices.
 
@@ -72,7 +74,7 @@ def collapsed_literally(
     while position >= lowest and LAYERS - len(left) < count:
         taken = min(merge - 1, len(left) - position - 1, count - LAYERS + len(left))
         trial = copy.deepcopy(model)
-        merged_literally(trial.model.layers, position, taken)
+        merged_literally(trial.model.layers, position, taken, form)
         if functional.cosine_similarity(output(trial), output(dense)).mean() >= threshold - 1e-5:
             model, left = trial, left[: position + 1] + left[position + 1 + taken :]
             position -= interval
@@ -115,10 +117,18 @@ def test_merges_of_merged_layers_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "own"), [(0.25, {}), (0.5, {}), (0.5, {"merge": 2}), (0.4, {"interval": 2}), (0.25, {"lowest": 3})]
+    ("ratio", "own"),
+    [
+        (0.25, {}),
+        (0.5, {}),
+        (0.5, {"merge": 2}),
+        (0.4, {"interval": 2}),
+        (0.25, {"lowest": 3}),
+        (0.5, {"form": "code"}),
+    ],
 )
 def test_the_search_is_the_algorithm_at_the_largest_threshold_that_reaches_the_ratio(
-    ratio: float, own: dict[str, int]
+    ratio: float, own: dict[str, Any]
 ) -> None:
     dense = tiny_model(num_hidden_layers=LAYERS)
     before = {name: p.clone() for name, p in dense.named_parameters()}
@@ -127,7 +137,7 @@ def test_the_search_is_the_algorithm_at_the_largest_threshold_that_reaches_the_r
     assert all(torch.equal(p, before[name]) for name, p in dense.named_parameters())
     assert not any("forward" in module.__dict__ or module._forward_hooks for module in dense.modules())
     found = decision.details["layers"]
-    constants = (chosen.options.merge, chosen.options.interval, chosen.options.lowest)
+    constants = (chosen.options.merge, chosen.options.interval, chosen.options.lowest, chosen.options.form)
     count = int(ratio * LAYERS)
     expected, left = collapsed_literally(dense, count, found["threshold"], *constants)
     assert list(decision.plan.kept_layers) == left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.method import MethodOptions
@@ -17,11 +18,14 @@ class LacoOptions(MethodOptions):
     """Options of LaCo. Its threshold T is no option: the largest one that removes what the ratio asks for is found.
 
     Attributes:
+        form: paper (the sum of the differences) or code (what the authors' code computes: the layer gets the parameters
+            of the last one that it takes over).
         merge: layers that become one in a merge, at most (the paper's C).
         interval: how many layers further down the search goes on after a merge (I).
         lowest: the first layer that may take over others (L); the layers before it stay as they are.
     """
 
+    form: Literal["paper", "code"] = "paper"
     merge: int = option(7, at_least=2, at_most=LARGEST_INDEX)
     interval: int = option(1, at_least=1, at_most=LARGEST_INDEX)
     lowest: int = option(0, at_least=0, at_most=LARGEST_INDEX)

@@ -10,8 +10,7 @@ at least T. The authors choose T for each model to reach their ratio; here it is
 of merged layers add up to whole multiples of dense layers, which is how a decision remembers them.
 
 The authors' code merges the linear projections and leaves the norms of layer l, and so does this. It also subtracts
-theta_l after it was changed, so that what is left there is the last layer's theta_{l+m}; the paper is what is
-implemented.
+theta_l after it was changed, so that what is left there is the last layer's theta_{l+m}: that is ``form="code"``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +116,29 @@ def merged_of(collapsed: Collapsed) -> dict[int, Multiples]:
     return {index: own for index, own in collapsed if own != ((index, 1),)}
 
 
-def taken_over(collapsed: Collapsed, position: int, count: int) -> Collapsed:
-    """What is left when the layer at ``position`` takes over the ``count`` layers behind it (equation 1)."""
+def taken_over(collapsed: Collapsed, position: int, count: int, form: Literal["paper", "code"] = "paper") -> Collapsed:
+    """What is left when the layer at ``position`` takes over the ``count`` layers behind it.
+
+    Args:
+        collapsed: what is left so far.
+        position: in ``collapsed``.
+        count: at least 1.
+        form: paper (equation 1) or code (the parameters of the last of them).
+    """
     behind = position + 1 + count
     (index, own), rest = collapsed[position], collapsed[position + 1 : behind]
+    multiples = _sum_of_differences(own, rest) if form == "paper" else rest[-1][1]
+    return (*collapsed[:position], (index, multiples), *collapsed[behind:])
+
+
+def _sum_of_differences(own: Multiples, rest: Collapsed) -> Multiples:
+    """A layer plus the differences between each of the others and it."""
+    count = len(rest)
     total = Counter({layer: times * (1 - count) for layer, times in own})
     for _, other in rest:
         for layer, times in other:
             total[layer] += times
-    multiples = tuple(sorted((layer, times) for layer, times in total.items() if times))
-    return (*collapsed[:position], (index, multiples), *collapsed[behind:])
+    return tuple(sorted((layer, times) for layer, times in total.items() if times))
 
 
 def _search(layers: int, count: int, options: LacoOptions, similarity: _Similarity) -> tuple[Collapsed, float]:
@@ -160,7 +172,8 @@ def _sweep(
     refused: list[float] = []
     position = max(options.lowest, layers - 1 - options.merge)
     while position >= options.lowest and (missing := count - (layers - len(collapsed))):
-        merged = taken_over(collapsed, position, min(options.merge - 1, len(collapsed) - position - 1, missing))
+        taken = min(options.merge - 1, len(collapsed) - position - 1, missing)
+        merged = taken_over(collapsed, position, taken, options.form)
         found = similarity(merged)
         if found < threshold:
             refused.append(found)
