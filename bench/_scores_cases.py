@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, DataError, did_you_mean
 from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
 from pyprune.recipe import build_config, build_recovery
-from pyprune.runtime.records import Json
+from pyprune.runtime.records import Json, digest
 
 TEXTS = {"WikiText-2": "wikitext2_raw/test.txt", "PTB": "ptb/ptb.valid.txt"}
 CALIBRATION = "c4_sample/train.jsonl.gz"
@@ -268,11 +267,6 @@ def find_data(folder: Path, recoveries: Iterable[RecoverRunConfig | None]) -> Pa
             f"The data folder {folder} has no {', '.join(missing)}. Give the folder that holds them: --data DIR."
         )
     return folder
-
-
-def digest(data: object) -> str:
-    """SHA-256 of JSON data, hexadecimal."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def text_digest(path: Path) -> str:

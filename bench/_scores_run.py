@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench._demo_data import PACKAGE, packaged_gguf
-from bench._scores_cases import TEXTS, Case, Setting, digest
+from bench._scores_cases import TEXTS, Case, Setting
 from pyprune.errors import CheckpointError
 from pyprune.runtime.progress import say
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.stats import environment_record
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import hashlib
-import itertools
 import json
 import sys
 import tempfile
@@ -32,10 +30,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench._ablation_cases import Case, Setting, decides, make_cases
+from bench._ablation_table import make_table, without_effect
 from pyprune.config.run import PruneConfig
-from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError, shown
-from pyprune.recipe import build_config, parse_setting, read_yaml
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.errors import CheckpointError, DataError, PypruneError
+from pyprune.report import markdown_table
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.stats import environment_record
@@ -48,64 +47,6 @@ if TYPE_CHECKING:
     from pyprune.quality.perplexity import EvaluationText
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ablation.jsonl"
-AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")
-"""Options that cannot change which parts are removed."""
-
-AFTER_THE_GATES = ("norm", "penalty_weight", "schedule", "anneal_share", "target_preserved_ratio")
-"""Options of ELDeR's second stage, which starts when the layers are chosen."""
-
-USED_BY_THE_GATES = ("dtype", "gradient_checkpointing")
-"""Training options of the second stage that the first one uses as well."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One cell of the grid.
-
-    Attributes:
-        recipe: name of its recipe; empty without one.
-        values: option -> value, as the grid gave them.
-        config: its complete options.
-    """
-
-    recipe: str
-    values: Mapping[str, Any]
-    config: PruneConfig
-
-    @property
-    def label(self) -> str:
-        """What sets it apart, for people."""
-        return ", ".join([*([self.recipe] if self.recipe else []), *(f"{k}={v}" for k, v in self.values.items())])
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all cells share, apart from their options.
-
-    Attributes:
-        model: folder or hub id.
-        gguf_file, revision, trust_remote_code: see :func:`pyprune.checkpoint.load.load_model`.
-        texts: test source -> SHA-256 of its text.
-        protocol: of the perplexities.
-        max_tokens: tokens of each test text; None = all.
-    """
-
-    model: str
-    gguf_file: str | None
-    revision: str | None
-    trust_remote_code: bool
-    texts: Mapping[str, str]
-    protocol: str
-    max_tokens: int | None
-
-    def identity(self) -> Json:
-        """What must be equal for a record to be of the same measurement."""
-        names = ("model", "gguf_file", "revision", "protocol", "max_tokens")
-        return {**{name: getattr(self, name) for name in names}, "texts": dict(self.texts)}
-
-    def key(self, part: Mapping[str, Any]) -> str:
-        """A digest of this setting and ``part``, which names a record."""
-        return hashlib.sha256(json.dumps([self.identity(), part], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,56 +88,6 @@ def run(options: argparse.Namespace) -> int:
     for name in without_effect(cases, found):
         warn(f"{name} made no difference to any cell; the other options may leave it unused.")
     return int(any(record["error"] for record in found))
-
-
-def make_cases(
-    recipes: Sequence[Path], preset: str | None, settings: Sequence[str], grids: Sequence[str]
-) -> list[Case]:
-    """Every combination of recipes and grid values, in the order given (the last grid varies fastest).
-
-    Raises:
-        ConfigError: an unreadable recipe, an unknown option, a value that is not allowed, or cells that need the
-            dense model in different types or on different devices.
-    """
-    axes = [parse_grid(text) for text in grids]
-    cases = []
-    for recipe in recipes or (None,):
-        for chosen in itertools.product(*axes):
-            values = {key: value for pairs in chosen for key, value in pairs.items()}
-            texts = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-            config = build_config(preset=preset, recipe=recipe, settings=[*settings, *texts])
-            cases.append(Case(recipe.stem if recipe else "", values, config))
-    if len({(case.config.dtype, case.config.device) for case in cases}) > 1:
-        raise ConfigError("dtype and device cannot vary inside a grid: the dense model is loaded once.")
-    return cases
-
-
-def parse_grid(text: str) -> list[dict[str, Any]]:
-    """Read "a.b=1,2" as [{"a.b": 1}, {"a.b": 2}], and "a+b=1+2,3+4" as [{"a": 1, "b": 2}, {"a": 3, "b": 4}].
-
-    Values are YAML; a value that holds a comma is quoted or in brackets.
-
-    Raises:
-        ConfigError: no "=", no value, or joined options with another number of values.
-    """
-    name, equals, listed = text.partition("=")
-    keys = [key.strip() for key in name.split("+")]
-    values: list[Any] = parse_setting(f"grid=[{listed}]")["grid"]
-    if not equals or not all(keys) or not values:
-        raise ConfigError(
-            f"--grid got {shown(text)}; expected key.path=value,value, for example elder.penalty_weight=1e-4,1e-3."
-        )
-    if len(keys) == 1:
-        return [{keys[0]: value} for value in values]
-    points = []
-    for value in values:
-        parts = str(value).split("+")
-        if len(parts) != len(keys):
-            raise ConfigError(
-                f"--grid {name}: {shown(value)} has {len(parts)} values joined by +; it needs {len(keys)}."
-            )
-        points.append({key: read_yaml(part, f"--grid {name}") for key, part in zip(keys, parts, strict=True)})
-    return points
 
 
 def _text_digest(source: str) -> str:
@@ -384,16 +275,6 @@ class Bench:
         return data
 
 
-def decides(config: PruneConfig) -> Json:
-    """The options that the choice of the removed parts can depend on; equal ones give the same plan."""
-    found = {key: value for key, value in config.to_dict().items() if key not in AFTER_THE_PLAN}
-    if "elder" in found:
-        elder = {key: value for key, value in found["elder"].items() if key not in AFTER_THE_GATES}
-        found["elder"] = elder | {"train": {key: elder["train"][key] for key in USED_BY_THE_GATES}}
-    # Text for a later stage can move the regularisation text where the source is scarce.
-    return {**found, "recovers": bool(config.stages.after)}
-
-
 def _prune(
     model: PreTrainedModel,
     data: Mapping[str, TokenSamples],
@@ -420,50 +301,6 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def make_table(cases: Sequence[Case], records: Sequence[Json], setting: Setting) -> Table:
-    """One row a cell: what varies, dense perplexity and perplexity on each text, sizes, effect, time."""
-    recipes = ["recipe"] if any(case.recipe for case in cases) else []
-    keys = list(dict.fromkeys(key for case in cases for key in case.values))
-    failed = ["error"] if any(record["error"] for record in records) else []
-    several = len(setting.texts) > 1
-    quality = [f"{name}{f' {source}' if several else ''}" for source in setting.texts for name in ("dense PPL", "PPL")]
-    columns = (*recipes, *keys, *quality, "parameters removed", "of all", "preserved ratio", "seconds", *failed)
-    rows = []
-    for case, record in zip(cases, records, strict=True):
-        row: list[Cell] = [case.recipe] if recipes else []
-        row += [str(case.values.get(key, "-")) for key in keys]
-        for source in setting.texts:
-            row += [record["dense_perplexity"][source], record.get("perplexity", {}).get(source)]
-        rows.append((*row, *_sizes(record), round(record["seconds"], 1), *([record["error"]] if failed else [])))
-    return Table("Ablation", columns, tuple(rows))
-
-
-def without_effect(cases: Sequence[Case], records: Sequence[Json]) -> list[str]:
-    """Grid options whose values gave equal perplexities, bit for bit, wherever everything else was equal."""
-    found = []
-    for name in dict.fromkeys(key for case in cases for key in case.values):
-        groups: dict[str, list[Json | None]] = {}
-        for case, record in zip(cases, records, strict=True):
-            others = {key: value for key, value in case.values.items() if key != name}
-            groups.setdefault(json.dumps([case.recipe, others]), []).append(record.get("perplexity"))
-        compared = [group for group in groups.values() if len(group) > 1 and None not in group]
-        if compared and all(value == group[0] for group in compared for value in group):
-            found.append(name)
-    return found
-
-
-def _sizes(record: Json) -> tuple[Cell, Cell, Cell]:
-    if record["error"]:
-        return None, None, None
-    removed = record["dense_parameters"] - record["parameters"]
-    preserved = record["preserved_ratio"]
-    return (
-        removed,
-        f"{removed / record['dense_parameters']:.2%}",
-        None if preserved is None else f"{preserved:.2%}",
-    )
 
 
 def _outcome(record: Json) -> str:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -33,7 +31,7 @@ from pyprune.recipe import build_config
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.stats import environment_record, median
 
 if TYPE_CHECKING:
@@ -163,10 +161,10 @@ class Bench:
         return run
 
     def _row(self, scorer: str, seed: int | None, comparison: str, options: Json, plan: PrunePlan | None) -> None:
-        digest = plan and hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
-        found: Json = {"scorer": scorer, "seed": seed, "comparison": comparison, "plan_sha256": digest}
+        plan_sha256 = plan and digest(plan.to_dict())
+        found: Json = {"scorer": scorer, "seed": seed, "comparison": comparison, "plan_sha256": plan_sha256}
         found |= {"tokens": self.options.tokens, "text_sha256": self.text.text_sha256, "dtype": self.options.dtype}
-        key = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+        key = digest(found)[:16]
         if key in self.records.of("row"):
             return
         shared = ("scorer", "seed", "plan_sha256", "tokens", "text_sha256", "dtype")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,11 @@ def _append(path: Path, text: str) -> None:
                 os.fsync(out.fileno())
     except OSError as error:
         raise OutputError(f"Cannot append to {path}: {reason(error, path)}. Name a writable file.") from error
+
+
+def digest(data: Any) -> str:
+    """SHA-256 of JSON data, hexadecimal; the order of keys makes no difference. Names what a record is of."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 class RecordFile:

@@ -20,7 +20,6 @@ depends on: weights, options, text. Not by the code: after a change of pyprune, 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,7 +49,7 @@ from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, eval
 from pyprune.report import to_markdown
 from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.study.perturbations import DENSE, VariantReport, set_variant_
 from pyprune.study.robustness_config import RobustnessConfig
 from pyprune.study.robustness_result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
@@ -375,4 +374,4 @@ def jaccard(first: frozenset[tuple[int, int]], second: frozenset[tuple[int, int]
 
 
 def _key(kind: str, identity: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([kind, identity, part], sort_keys=True).encode()).hexdigest()[:32]
+    return digest([kind, identity, part])[:32]

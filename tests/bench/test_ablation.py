@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.ablation import main, make_cases, parse_grid
+from bench._ablation_cases import make_cases, parse_grid
+from bench.ablation import main
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
 from pyprune.pipeline import draw_samples, prune_

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyprune.errors import CheckpointError, OutputError
-from pyprune.runtime.records import RecordFile, append_jsonl, differences
+from pyprune.runtime.records import RecordFile, append_jsonl, differences, digest
 
 
 def record(key: str, value: int = 0, **more: Any) -> dict[str, Any]:
@@ -111,6 +111,12 @@ def test_a_file_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> No
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot be read"):
         RecordFile(path)
+
+
+def test_a_digest_depends_on_what_is_said_and_not_on_its_order() -> None:
+    assert digest({"a": 1, "b": [2, 3]}) == digest({"b": [2, 3], "a": 1})
+    assert len({digest(data) for data in ({"a": 1}, {"a": 2}, {"b": 1}, [1], [[1]], "a", None)}) == 7
+    assert digest([]) == "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945", "kept records name theirs"
 
 
 def test_differences_are_named_by_their_path() -> None:
