@@ -33,7 +33,7 @@ def samples() -> Tensor:
 
 def config(ratio: float = 0.5, **own: Any) -> PruneConfig:
     base = preset("laco")
-    return replace(base, ratio=ratio, options=replace(base.options, **{"merge": 3, **own}))
+    return replace(base, ratio=ratio, options=replace(base.options, **{"form": "paper", "merge": 3, **own}))
 
 
 def dense_layers(count: int) -> Collapsed:
