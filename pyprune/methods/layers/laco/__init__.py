@@ -31,7 +31,7 @@ class LacoOptions(MethodOptions):
 
 
 def _laco_paper() -> PruneConfig:
-    """LaCo by the paper's formula, with the constants of the authors' notebook; its 5 sentences are 5 x 128 tokens here."""
+    """LaCo by the paper's formula; constants of the authors' notebook, whose 5 sentences are 5 x 128 tokens here."""
     return removing("laco", LacoOptions(form="paper"), samples=5, sequence_length=128)
 
 
