@@ -302,7 +302,7 @@ def test_a_damaged_record_of_an_interrupted_run_is_refused(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.pipeline.snapshot", interrupt)
+        patch.setattr("pyprune.stages.snapshot", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, config(text), out=tmp_path / "out")
     (tmp_path / ".out.work" / name).write_text(content)

@@ -30,6 +30,14 @@ from tests._support.text import write_model, write_text
 
 METHODS = ("magnitude", "random", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
+FEW = {
+    "moreau": ("moreau.draws=2", "moreau.steps=2"),
+    "moreau_gs": ("moreau_gs.steps=2",),
+    "smoothgrad": ("smoothgrad.draws=2",),
+    "loraprune": ("loraprune.train.steps=2",),
+}
+"""Settings with which a method is quick."""
+
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
@@ -72,7 +80,7 @@ def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_from_the_command_line(method: str, text: Path, tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
-    few = ["--set", "moreau.draws=2", "--set", "moreau.steps=2", "--set", "loraprune.train.steps=2"]
+    few = [part for setting in FEW.get(method, ()) for part in ("--set", setting)]
     arguments = [
         "prune", str(folder), "--method", method, "--ratio", "0.2", "--out", str(tmp_path / "out"),
         "--calibration", str(text), "--samples", "4", "--sequence-length", "64", *few,
@@ -95,8 +103,8 @@ def test_uniform_gives_a_stock_architecture(method: str, text: Path, tmp_path: P
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
     arguments = [
         "prune", str(folder), "--method", method, "--uniform", "--out", str(tmp_path / "out"), "--calibration",
-        str(text), "--samples", "4", "--sequence-length", "32", "--set", "moreau.steps=2",
-        "--set", "score.first_layer=1",
+        str(text), "--samples", "4", "--sequence-length", "32", "--set", "score.first_layer=1",
+        *(part for setting in FEW.get(method, ()) for part in ("--set", setting)),
     ]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

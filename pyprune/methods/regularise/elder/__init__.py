@@ -8,6 +8,7 @@ from typing import Literal
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
+from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
@@ -132,6 +133,16 @@ def _elder() -> PruneConfig:
     )
 
 
+def _elder_reconstruct() -> PruneConfig:
+    """ELDeR's gates choose, the cut is reconstructed by least squares on a mixture of texts, then it is fine-tuned."""
+    return replace(
+        _elder(),
+        data=DataConfig("mixture", samples=160, sequence_length=256),
+        stages=StageConfig(before=(), after=("finetune",)),
+        cut=CutConfig(reconstruct="least_squares"),
+    )
+
+
 METHOD = Method(
     name="elder",
     axis="layers",
@@ -139,5 +150,10 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     options=ElderOptions,
-    presets={"elder": _elder, "elder-paper": _elder_paper, "elder-paper-literal": _elder_paper_literal},
+    presets={
+        "elder": _elder,
+        "elder-paper": _elder_paper,
+        "elder-paper-literal": _elder_paper_literal,
+        "elder-reconstruct": _elder_reconstruct,
+    },
 )
