@@ -27,6 +27,7 @@ _PUBLIC = {
     "PypruneError": "pyprune.errors:PypruneError",
     "bench": "pyprune.serving.measure:measure",
     "build_config": "pyprune.recipe:build_config",
+    "build_reconstruction": "pyprune.recipe:build_reconstruction",
     "build_recovery": "pyprune.recipe:build_recovery",
     "compact_": "pyprune.cut.compact:compact_",
     "evaluate": "pyprune.quality.measure:evaluate",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from pyprune.quality.perplexity import evaluate_perplexity as evaluate_perplexity
     from pyprune.quality.tasks import evaluate_tasks as evaluate_tasks
     from pyprune.recipe import build_config as build_config
+    from pyprune.recipe import build_reconstruction as build_reconstruction
     from pyprune.recipe import build_recovery as build_recovery
     from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
     from pyprune.serving.export import export as export

@@ -118,7 +118,9 @@ def read_config(data: Mapping[str, Any]) -> PruneConfig:
     method = data.get("method", PruneConfig.method)
     known = method_modules()
     options = get_method(method).options if isinstance(method, str) and method in known else MethodOptions
-    others = [name for name in data if name != method and name in known]
+    others = [name for name in data if name != method and name in known] if isinstance(method, str) else []
+    if not isinstance(method, str):  # refused with its value below, and nothing else can be said of it
+        data = {name: value for name, value in data.items() if name not in known}
     own = {name: value for name, value in data.items() if name not in others}
     return checked(PruneConfig.read(own, options, _naming_problems(method, others)))
 
@@ -202,11 +204,11 @@ def get_method(name: str) -> Method:
     Raises:
         ConfigError: as :func:`check_name`, or the package that brings it is broken.
     """
+    if name in own_methods():  # looking for others reads the metadata of every installed package
+        method: Method = import_module(own_methods()[name]).METHOD
+        return method
     check_name(name)
-    if name not in own_methods():
-        return _installed_method(installed_methods()[name])
-    method: Method = import_module(own_methods()[name]).METHOD
-    return method
+    return _installed_method(installed_methods()[name])
 
 
 def _installed_method(entry: EntryPoint) -> Method:
@@ -238,6 +240,7 @@ def presets() -> dict[str, Callable[[], PruneConfig]]:
     return found
 
 
+@cache
 def score_presets() -> dict[str, Callable[[], PruneConfig]]:
     """The presets of our own scoring methods, without the second names of those that give the same options."""
     scoring = {name for name in own_methods() if get_method(name).scores}

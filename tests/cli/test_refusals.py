@@ -128,8 +128,8 @@ def test_tampered_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
     assert "generation_config.json differs from what was written" in refused("inspect", tmp_path / "c")
 
 
-def test_debug_shows_the_traceback(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = run("prune", checkpoint, "--ratio", "2", "--out", "out", "--debug")
+def test_debug_shows_the_traceback(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("prune", checkpoint, "--ratio", "2", "--out", tmp_path / "out", "--debug")
     assert result.exit_code == ERROR_CODE
     assert "Traceback" in result.stderr
     assert "Error: ratio is 2.0" in result.stderr

@@ -126,7 +126,7 @@ def test_a_large_input_saves_channels_that_small_weights_would_lose() -> None:
         block.fc2.weight[:, 5] *= 0.01
     config = {"axes": ("ffn",), "layers": (1,), "ranking": "local", "ffn": 39}
     assert 5 in get_method("wanda").decide(model, SAMPLES, options(**config, matrices="output")).plan.layers[1].ffn
-    by_size = replace(options(**config), method="magnitude")
+    by_size = scoring_config("magnitude", **config)
     block.fc1.bias.data[5] = 0.0
     assert 5 not in get_method("magnitude").decide(model, SAMPLES, by_size).plan.layers[1].ffn
 
