@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pyprune.config.run import PruneConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, DataError, did_you_mean
 from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
@@ -46,7 +46,7 @@ RECOVERY: dict[str, Any] = {
     "recover.train.warmup_steps": 7,
 }
 RECOVERY_PRESET = "alpaca-lora-distill"
-Options = TypeVar("Options", PruneConfig, RecoverRunConfig)
+Options = TypeVar("Options", PruneConfig, RecoverCheckpointConfig)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Case:
     scorer: str
     seed: int
     config: PruneConfig
-    recovery: RecoverRunConfig | None = None
+    recovery: RecoverCheckpointConfig | None = None
     changed: tuple[str, ...] = ()
     changed_recovery: tuple[str, ...] = ()
 
@@ -83,7 +83,7 @@ class Case:
     @property
     def identity(self) -> Json:
         """The same without options at their default, so that a new option of the package makes no cell a new one."""
-        recovery = _given(self.recovery.to_dict(), RecoverRunConfig().to_dict()) if self.recovery else None
+        recovery = _given(self.recovery.to_dict(), RecoverCheckpointConfig().to_dict()) if self.recovery else None
         config = self.config
         usual = PruneConfig(config.method, score=ScoreConfig(), options=get_method(config.method).options())
         prune = _given(config.to_dict(), usual.to_dict())
@@ -251,7 +251,7 @@ def depends_on_seed(method: str) -> bool:
     return get_method(method).reads_text or method in DRAWS
 
 
-def find_data(folder: Path, recoveries: Iterable[RecoverRunConfig | None]) -> Path:
+def find_data(folder: Path, recoveries: Iterable[RecoverCheckpointConfig | None]) -> Path:
     """The data folder, when it holds what is needed.
 
     Raises:

@@ -4,8 +4,8 @@ Later sources win: preset, then the recovery that a recipe names, then the recip
 for beside it, then options by name, then ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
 :class:`pyprune.config.run.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
 Where no preset is named, the one of the method is the start, wherever that was named: a recipe with ``method: dress``
-and ``--method dress`` give the same options. `pyprune recover` reads :class:`pyprune.config.run.RecoverRunConfig` in
-the same way.
+and ``--method dress`` give the same options. `pyprune recover` reads
+:class:`pyprune.config.run.RecoverCheckpointConfig` in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 from typing_extensions import override
 
-from pyprune.config.run import PruneConfig, ReconstructRunConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
 from pyprune.methods.registry import check_name, method_preset, read_config
 from pyprune.methods.registry import preset as find_preset
@@ -144,7 +144,7 @@ def build_config(
         ConfigError: an unreadable recipe, an unknown preset or option, values that are not allowed, or a preset of
             another method than the recipe's.
     """
-    from pyprune.config.recoveries import prune_options
+    from pyprune.config.recoveries import as_prune_options
 
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
@@ -158,9 +158,9 @@ def build_config(
     else:
         start = default_options(merge(data, chosen))
     if recovers is not None:
-        start = merge(start, prune_options(recovers))
+        start = merge(start, as_prune_options(recovers))
     if recovery is not None:
-        data = merge(data, prune_options(recovery))
+        data = merge(data, as_prune_options(recovery))
     return read_config(merge(merge(start, data), chosen))
 
 
@@ -179,7 +179,7 @@ def build_recovery(
     recipe: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     settings: Sequence[str] = (),
-) -> RecoverRunConfig:
+) -> RecoverCheckpointConfig:
     """Compose the options of ``pyprune recover``; arguments as in :func:`build_config`, ``preset`` names a recovery.
 
     Raises:
@@ -192,20 +192,20 @@ def build_recovery(
         from pyprune.config.recoveries import recovery
 
         start = recovery(named).to_dict()
-    return RecoverRunConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
+    return RecoverCheckpointConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
 
 
 def build_reconstruction(
     *, recipe: str | Path | None = None, options: Mapping[str, Any] | None = None, settings: Sequence[str] = ()
-) -> ReconstructRunConfig:
+) -> ReconstructCheckpointConfig:
     """Compose the options of ``pyprune reconstruct``; arguments as in :func:`build_config`.
 
     Raises:
         ConfigError: as :func:`build_config`.
     """
     data = read_recipe(recipe) if recipe is not None else {}
-    usual = ReconstructRunConfig().to_dict()
-    return ReconstructRunConfig.from_dict(merge(merge(usual, data), _chosen(options, settings)))
+    usual = ReconstructCheckpointConfig().to_dict()
+    return ReconstructCheckpointConfig.from_dict(merge(merge(usual, data), _chosen(options, settings)))
 
 
 def _name_in(data: dict[str, Any], key: str, recipe: str | Path | None) -> str | None:

@@ -14,7 +14,7 @@ from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
 from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
-from pyprune.config.run import ReconstructRunConfig, RecoverRunConfig
+from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.config.train import RecoverConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
@@ -92,7 +92,7 @@ class _Work:
 
 def recover_checkpoint(
     pruned: str | Path,
-    config: RecoverRunConfig,
+    config: RecoverCheckpointConfig,
     *,
     out: str | Path,
     teacher: str | Path | None = None,
@@ -150,7 +150,7 @@ def recover_checkpoint(
 
 def reconstruct_checkpoint(
     pruned: str | Path,
-    config: ReconstructRunConfig,
+    config: ReconstructCheckpointConfig,
     *,
     dense: str | Path,
     out: str | Path,
@@ -200,7 +200,7 @@ def reconstruct_checkpoint(
 @contextmanager
 def _reworked(
     pruned: str | Path,
-    config: RecoverRunConfig | ReconstructRunConfig,
+    config: RecoverCheckpointConfig | ReconstructCheckpointConfig,
     dense: Dense,
     out: str | Path,
     entries: str,

@@ -20,7 +20,7 @@ from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.config.recoveries import RECOVERIES
-from pyprune.config.run import PruneConfig, RecoverRunConfig, StageConfig
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, StageConfig
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
@@ -81,12 +81,12 @@ def prune_config(folder: Path, text: Path, **changes: Any) -> PruneConfig:
     return read_config(merge(base, changes))
 
 
-def run_config(records: Path, **changes: Any) -> RecoverRunConfig:
+def run_config(records: Path, **changes: Any) -> RecoverCheckpointConfig:
     base: dict[str, Any] = {
         "data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
         "recover": {"rank": 2, "distill": DISTILL, "train": TRAIN},
     }
-    return RecoverRunConfig.from_dict(merge(base, changes))
+    return RecoverCheckpointConfig.from_dict(merge(base, changes))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -215,7 +215,7 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
     (entry,) = new.provenance["recoveries"]
     assert entry["from"] == str(pruned)
     assert entry["teacher"] == str(dense)
-    assert RecoverRunConfig.from_dict(entry["config"]) == config
+    assert RecoverCheckpointConfig.from_dict(entry["config"]) == config
     assert entry["report"]["steps"] == report.steps == 4
     assert entry["measured_before"] == {"quality": {"ppl": 7.0}}
     assert "quality" not in new.provenance
@@ -243,7 +243,7 @@ def pipeline_text(source: Path) -> list[str]:
 def test_recovery_of_a_checkpoint_helps(pruned: Path, dense: Path, text: Path, tmp_path: Path) -> None:
     """Perplexity on the dense model's own text, and the divergence from it, fall."""
     train = {"steps": 40, "batch_size": 4, "micro_batch_size": 4, "learning_rate": 3e-3}
-    config = RecoverRunConfig.from_dict(
+    config = RecoverCheckpointConfig.from_dict(
         {
             "data": {"source": str(text), "samples": 40, "sequence_length": 64, "seed": 3},
             "recover": {"adapters": "none", "distill": {"alpha": 0.5}, "train": train},
@@ -327,7 +327,7 @@ def test_the_command_line_recovers(pruned: Path, dense: Path, records: Path, tmp
 def test_a_recovery_is_valid_described_and_fits_every_method(name: str) -> None:
     alone = build_recovery(preset=name)
     alone.validate()
-    assert RecoverRunConfig.from_dict(alone.to_dict()) == alone
+    assert RecoverCheckpointConfig.from_dict(alone.to_dict()) == alone
     assert (RECOVERIES[name].__doc__ or "").strip()
     after = build_config(preset="elder", recovery=name)
     assert after.stages == StageConfig(before=("regularise",), after=("recover",))

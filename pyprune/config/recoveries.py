@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from pyprune.config.data import DataConfig
-from pyprune.config.run import RecoverRunConfig
+from pyprune.config.run import RecoverCheckpointConfig
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError, did_you_mean
 
 
-def recovery(name: str) -> RecoverRunConfig:
+def recovery(name: str) -> RecoverCheckpointConfig:
     """The options of a recovery.
 
     Raises:
@@ -27,7 +27,7 @@ def recovery(name: str) -> RecoverRunConfig:
     return RECOVERIES[name]()
 
 
-def prune_options(name: str) -> dict[str, Any]:
+def as_prune_options(name: str) -> dict[str, Any]:
     """What a recovery adds to the options of `pyprune prune`, as plain data.
 
     Raises:
@@ -37,9 +37,9 @@ def prune_options(name: str) -> dict[str, Any]:
     return {"recovery_data": found["data"], "recover": found["recover"], "stages": {"after": ["recover"]}}
 
 
-def _alpaca_lora() -> RecoverRunConfig:
+def _alpaca_lora() -> RecoverCheckpointConfig:
     """MoreauPruner's recovery: LoRA r=8, alpha=16, 49k cleaned Alpaca records of <= 256 tokens, 2 epochs, lr 1e-4."""
-    return RecoverRunConfig(
+    return RecoverCheckpointConfig(
         data=DataConfig("alpaca", "train", samples=49_000, sequence_length=256, layout="instructions"),
         recover=RecoverConfig(
             adapters="lora",
@@ -63,13 +63,13 @@ def _alpaca_lora() -> RecoverRunConfig:
     )
 
 
-def _alpaca_lora_distill() -> RecoverRunConfig:
+def _alpaca_lora_distill() -> RecoverCheckpointConfig:
     """alpaca-lora, learning from the dense model's logits and hidden states as well (all three weights are ours)."""
     base = _alpaca_lora()
     return replace(base, recover=replace(base.recover, distill=DistillConfig(alpha=0.5, temperature=1.0, hidden=0.1)))
 
 
-RECOVERIES: dict[str, Callable[[], RecoverRunConfig]] = {
+RECOVERIES: dict[str, Callable[[], RecoverCheckpointConfig]] = {
     "alpaca-lora": _alpaca_lora,
     "alpaca-lora-distill": _alpaca_lora_distill,
 }

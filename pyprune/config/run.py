@@ -56,7 +56,7 @@ class Training(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecoverRunConfig(Config):
+class RecoverCheckpointConfig(Config):
     """Everything `pyprune recover` does to a checkpoint that is cut already.
 
     Attributes:
@@ -80,7 +80,7 @@ class RecoverRunConfig(Config):
 
 
 @dataclass(frozen=True)
-class ReconstructRunConfig(Config):
+class ReconstructCheckpointConfig(Config):
     """Everything `pyprune reconstruct` does to a checkpoint that is cut already.
 
     Attributes:

@@ -9,7 +9,7 @@ import pytest
 
 from pyprune.config.base import LARGEST_SEED, MOST_PROBLEMS, Config, Range
 from pyprune.config.data import DataConfig
-from pyprune.config.run import PruneConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from pyprune.config.train import LARGEST_BATCH, LONGEST_RUN, RecoverConfig, TrainConfig, largest_divisor
 from pyprune.errors import ConfigError
 from pyprune.methods.base import own_options
@@ -291,9 +291,9 @@ def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
         assert read_config(untrained).dtype == "bfloat16"
     lora = {"method": "taylor", "stages": {"before": [], "after": ["recover"]}, "dtype": "float16"}
     assert read_config(lora).recover.adapters == "lora"
-    assert RecoverRunConfig.from_dict({"dtype": "bfloat16"}).dtype == "bfloat16"
+    assert RecoverCheckpointConfig.from_dict({"dtype": "bfloat16"}).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="recover trains all weights"):
-        RecoverRunConfig.from_dict({"dtype": "bfloat16", "recover": {"adapters": "none"}})
+        RecoverCheckpointConfig.from_dict({"dtype": "bfloat16", "recover": {"adapters": "none"}})
 
 
 def test_early_stopping_on_a_single_sample_is_refused_before_the_gates() -> None:
@@ -301,7 +301,7 @@ def test_early_stopping_on_a_single_sample_is_refused_before_the_gates() -> None
     with pytest.raises(ConfigError, match=r"elder\.train\.early_stop_patience holds a sample out"):
         read_config({"data": {"samples": 1}, "elder": train})
     with pytest.raises(ConfigError, match=r"recover\.train\.early_stop_patience"):
-        RecoverRunConfig.from_dict({"data": {"samples": 1}, "recover": train})
+        RecoverCheckpointConfig.from_dict({"data": {"samples": 1}, "recover": train})
     read_config({"method": "elder", "stages": {"before": []}, "data": {"samples": 1}, "elder": train})
 
 

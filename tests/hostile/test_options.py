@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from pyprune.config.base import Config
-from pyprune.config.run import PruneConfig, RecoverRunConfig
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from tests.hostile._cases import (
     BRIEF,
     CHEAP,
@@ -99,7 +99,7 @@ def settings(config: type[Config], command: str, every: int) -> Iterator[Case]:
             yield Case(words, [*command.split(), "--set", f"{name}={value}"], lines=8, slow=place != chosen)
 
 
-@table(*settings(PruneConfig, DRY, 4), *settings(RecoverRunConfig, f"{BRIEF} --out c", 3))
+@table(*settings(PruneConfig, DRY, 4), *settings(RecoverCheckpointConfig, f"{BRIEF} --out c", 3))
 def test_a_hostile_value_of_a_field(case: Case, refused: Callable[[Case], Outcome]) -> None:
     refused(case)
 
