@@ -133,6 +133,11 @@ Annotate = Annotated[
     bool,
     typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
 ]
+Recipe = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, Overwrite, RemoteCode, Revision, guarded
+from pyprune.cli.base import Debug, GgufFile, Overwrite, Recipe, RemoteCode, Resume, Revision, guarded
 from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
@@ -64,10 +64,7 @@ def prune(
         str | None,
         typer.Option(metavar="UNIT", help="Unit of --ratio: layers, hidden or parameters. Default: the method's own."),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
-    ] = None,
+    config: Recipe = None,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -116,9 +113,7 @@ def prune(
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
-    ] = False,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan as JSON and its sizes; write nothing.")

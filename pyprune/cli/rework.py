@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyprune.cli.base import Debug, Overwrite, RemoteCode, guarded
+from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def recover(
             help="Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a teacher).",
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
-    ] = None,
+    config: Recipe = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,9 +63,7 @@ def recover(
         int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
     ] = None,
     trust_remote_code: RemoteCode = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")
-    ] = False,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
@@ -137,10 +132,7 @@ def reconstruct(
     dense_revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of MODEL from the hub. Default: its main branch.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
-    ] = None,
+    config: Recipe = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(

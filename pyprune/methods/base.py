@@ -189,3 +189,8 @@ def own_options(config: PruneConfig, kind: type[Options]) -> Options:
             f"The options of method {config.method!r} are a {type(found).__name__}; it takes a {kind.__name__}."
         )
     return found
+
+
+def with_paper(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+    """Presets of a method for which nothing better than the paper's constants is known: both names give the same."""
+    return {name: make, f"{name}-paper": make}

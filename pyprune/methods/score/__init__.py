@@ -110,8 +110,3 @@ def scoring(method: str, options: MethodOptions | None = None) -> PruneConfig:
         score=ScoreConfig(),
         options=options or MethodOptions(),
     )
-
-
-def with_paper(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
-    """Presets of a method for which nothing better than the paper's constants is known: both names give the same."""
-    return {name: make, f"{name}-paper": make}

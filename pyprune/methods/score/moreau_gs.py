@@ -8,7 +8,8 @@ from typing_extensions import override
 
 from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.base import with_paper
+from pyprune.methods.score import score_method, scoring
 from pyprune.methods.score.moreau import MoreauOptions
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pyprune.config.base import LARGEST_SEED, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.base import with_paper
+from pyprune.methods.score import score_method, scoring
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Literal
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method
+from pyprune.methods.base import Deferred, Method, with_paper
 from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
-from pyprune.methods.score import with_paper
 
 Form = Literal["ppl", "taylor_plus"]
 PAPER_KEEPS: dict[Form, tuple[int, int]] = {"ppl": (0, 0), "taylor_plus": (4, 2)}

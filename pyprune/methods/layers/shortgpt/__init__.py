@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method
+from pyprune.methods.base import Deferred, Method, with_paper
 from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
-from pyprune.methods.score import with_paper
 
 
 @dataclass(frozen=True)

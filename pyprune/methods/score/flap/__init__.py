@@ -7,7 +7,8 @@ from dataclasses import replace
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
-from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.base import with_paper
+from pyprune.methods.score import score_method, scoring
 
 
 def _flap() -> PruneConfig:

@@ -10,7 +10,8 @@ from pyprune.config.base import LARGEST_WEIGHT, _require, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_RANK, TrainConfig
-from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.base import with_paper
+from pyprune.methods.score import score_method, scoring
 
 
 @dataclass(frozen=True)

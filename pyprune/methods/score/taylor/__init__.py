@@ -7,7 +7,8 @@ from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_paper
+from pyprune.methods.base import with_paper
+from pyprune.methods.score import score_method, scoring
 
 
 @dataclass(frozen=True)
