@@ -213,13 +213,9 @@ def _steadiest(model: PreTrainedModel, dense: PrunePlan, probe: Tensor, count: i
 
 def _strongest_channels(model: PreTrainedModel, probe: Tensor, count: int) -> list[int]:
     """Hidden channels with the largest share of the squared stream, summed over all points between layers."""
-    import torch
+    from pyprune.probe.energy import stream_energy
 
-    with torch.no_grad():
-        streams = model(input_ids=probe, use_cache=False, output_hidden_states=True, logits_to_keep=1).hidden_states
-        energies = [stream.flatten(0, 1).double().square().sum(0) for stream in streams[:-1]]
-    shares = sum(energy / energy.sum() for energy in energies)
-    return sorted(torch.as_tensor(shares).argsort(descending=True)[:count].tolist())
+    return sorted(stream_energy(model, probe).argsort(descending=True)[:count].tolist())
 
 
 def table(rows: Sequence[Json]) -> str:

@@ -16,6 +16,11 @@ class MethodOptions(Config):
     """
 
     @property
+    def reads_text(self) -> bool:
+        """Whether the choice of what is removed reads calibration text with these options, in a method that can."""
+        return True
+
+    @property
     def training(self) -> TrainConfig | None:
         """How the stage "regularise" trains; None for a method that has none."""
         return None

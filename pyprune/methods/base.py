@@ -151,7 +151,7 @@ class Method:
         regularise: (model, samples [N, T], plan, the method's options, run) -> report; None for a method that only
             scores. The plan is of the dense model; on a model that was already cut to it nothing is left to penalise
             and the stage trains the language model alone, with the same options.
-        reads_text: whether ``decide`` looks at the samples.
+        reads_text: whether ``decide`` looks at the samples; with which options, :meth:`reads_text_with` says.
         options: the class of the method's own options.
         prepare: (model, plan, details of the decision) -> notes; changes the weights that stay right before the cut.
             None for a method that cuts them as they are. A replayed plan is cut without it.
@@ -175,6 +175,10 @@ class Method:
     def scores(self) -> bool:
         """Whether it scores structures, and so reads the options that all such methods share (``score``)."""
         return self.axis == "structures"
+
+    def reads_text_with(self, options: MethodOptions | None) -> bool:
+        """Whether ``decide`` looks at the samples with these options of the method; None stands for its defaults."""
+        return self.reads_text and (self.options() if options is None else options).reads_text
 
 
 def own_options(config: PruneConfig, kind: type[Options]) -> Options:

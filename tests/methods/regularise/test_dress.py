@@ -21,12 +21,8 @@ from pyprune.families import family_for, named_axes
 from pyprune.methods.base import RunOptions
 from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
-from pyprune.methods.regularise.dress.training import (
-    DressObjective,
-    channel_scores,
-    regularise_dress,
-    select_channels,
-)
+from pyprune.methods.regularise.dress.channels import channel_scores, select_channels
+from pyprune.methods.regularise.dress.training import DressObjective, regularise_dress
 from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import compare, preserved_ratio, snapshot, weight_sums

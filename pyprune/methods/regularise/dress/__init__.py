@@ -21,7 +21,8 @@ class DressOptions(MethodOptions):
     """DReSS: regularise a set R of hidden channels, then remove it (Feng et al., "DReSS").
 
     Attributes:
-        select: which channels form R.
+        select: which channels form R: last, first or segments (by position), explicit (a list), scored (the smallest
+            weights) or energy (the smallest share of the residual stream's energy on calibration text).
         channels: the explicit list for select="explicit", hidden indices.
         segments: number of equal segments for select="segments".
         penalise: removed penalises R; all penalises every hidden channel while R still goes (the paper's
@@ -36,7 +37,7 @@ class DressOptions(MethodOptions):
         train: the training loop's options.
     """
 
-    select: Literal["last", "first", "segments", "explicit", "scored"] = "last"
+    select: Literal["last", "first", "segments", "explicit", "scored", "energy"] = "last"
     channels: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
     segments: int = option(5, at_least=1, at_most=LARGEST_INDEX)
     penalise: Literal["removed", "all"] = "removed"
@@ -48,6 +49,11 @@ class DressOptions(MethodOptions):
     anneal_share: float = option(0.5, above=0, at_most=1)
     target_preserved_ratio: float = option(0.3, at_least=0)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    @override
+    def reads_text(self) -> bool:
+        return self.select == "energy"
 
     @property
     @override
@@ -143,7 +149,7 @@ METHOD = Method(
     name="dress",
     axis="hidden",
     summary="DReSS: shrink a set of hidden channels during training, then slice it off.",
-    decide=Deferred(f"{__name__}.training:decide"),
+    decide=Deferred(f"{__name__}.channels:decide"),
     regularise=Deferred(f"{__name__}.training:regularise"),
     options=DressOptions,
     presets={"dress": _dress, "dress-paper": _dress_paper, "dress-paper-opt": _dress_paper_opt},

@@ -28,13 +28,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import gauge_
-from pyprune.errors import ConfigError
-from pyprune.families import NamedParam, family_for, named_axes, parameter_shapes
-from pyprune.methods.base import PlanDecision, RunOptions, StageReport, own_options, with_no_work_said
-from pyprune.methods.ratio import decide_hidden_count
+from pyprune.families import NamedParam, family_for, named_axes
+from pyprune.methods.base import RunOptions, StageReport, with_no_work_said
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
 from pyprune.ops.regularised_adamw import Penalty
@@ -276,85 +273,6 @@ def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -
     return scales
 
 
-def select_channels(model: PreTrainedModel, count: int, config: DressOptions) -> tuple[int, ...]:
-    """Choose R: ``count`` hidden channels, the same in every layer.
-
-    ``last`` and ``first`` are the ends of the axis; ``segments`` takes the last part of each of equal segments;
-    ``explicit`` is the given list; ``scored`` takes the smallest channels, where a channel's score is the mean over
-    all tensors with a hidden axis of its l2 norm divided by the mean norm of that tensor's channels (each tensor
-    weighs the same, whatever its scale; equal scores remove the lower index first).
-
-    Args:
-        model: a dense model.
-        count: channels to remove, 0 < count < hidden size.
-        config: the method's options.
-
-    Raises:
-        ConfigError: a count that leaves nothing, or an explicit list of another length or with bad indices.
-    """
-    hidden = int(model.config.hidden_size)
-    if not 0 < count < hidden:
-        raise ConfigError(f"{count} of {hidden} hidden channels cannot be removed; use 1 to {hidden - 1}.")
-    match config.select:
-        case "last":
-            return tuple(range(hidden - count, hidden))
-        case "first":
-            return tuple(range(count))
-        case "segments":
-            return _segment_tails(hidden, count, config.segments)
-        case "explicit":
-            return _explicit(hidden, count, config.channels)
-        case "scored":
-            order = torch.argsort(channel_scores(model), stable=True)
-            return tuple(sorted(order[:count].tolist()))
-
-
-@torch.no_grad()
-def channel_scores(model: PreTrainedModel) -> Tensor:
-    """Score of every hidden channel, float64 [hidden]; see :func:`select_channels`."""
-    hidden = int(model.config.hidden_size)
-    total = torch.zeros(hidden, dtype=torch.float64)
-    tensors = 0
-    for target in dress_targets(model, range(hidden)):
-        others = tuple(d for d in range(target.param.parameter.ndim) if d != target.dim)
-        value = target.value().float()
-        norms = torch.linalg.vector_norm(value, dim=others) if others else value.abs()
-        mean = norms.double().mean()
-        if mean > 0:
-            total += (norms.double() / mean).cpu()
-            tensors += 1
-    return total / max(1, tensors)
-
-
-def _segment_tails(hidden: int, count: int, segments: int) -> tuple[int, ...]:
-    if segments > hidden:
-        raise ConfigError(f"segments is {segments}; the hidden size is only {hidden}.")
-    bounds = [i * hidden // segments for i in range(segments + 1)]
-    wanted = [(i + 1) * count // segments - i * count // segments for i in range(segments)]
-    removed: list[int] = []
-    spill = 0
-    for i, want in enumerate(wanted):
-        size = bounds[i + 1] - bounds[i]
-        take = min(size, want + spill)
-        spill += want - take
-        removed.extend(range(bounds[i + 1] - take, bounds[i + 1]))
-    free = [c for c in range(hidden - 1, -1, -1) if c not in set(removed)]
-    return tuple(sorted(removed + free[:spill]))
-
-
-def _explicit(hidden: int, count: int, channels: Sequence[int]) -> tuple[int, ...]:
-    chosen = tuple(sorted(set(channels)))
-    outside = [c for c in chosen if not 0 <= c < hidden]
-    if outside or len(chosen) != len(channels):
-        raise ConfigError(f"channels must be distinct indices in 0..{hidden - 1}; wrong: {outside[:5] or 'repeats'}.")
-    if len(chosen) != count:
-        raise ConfigError(
-            f"channels names {len(chosen)} channels, but the ratio and hidden_multiple ask for {count}. "
-            f"Name {count}, or change the ratio."
-        )
-    return chosen
-
-
 def regularise_dress(
     model: PreTrainedModel,
     samples: Tensor,
@@ -367,7 +285,7 @@ def regularise_dress(
     Args:
         model: a dense model with float32 weights.
         samples: token ids, int64 [N, T].
-        removed: R, hidden indices (:func:`select_channels`); empty trains the language model alone.
+        removed: R, hidden indices (of :mod:`.channels`); empty trains the language model alone.
         config: the method's options.
         run: validation samples, checkpoints, resuming.
 
@@ -410,25 +328,6 @@ def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: Dress
         return 0.0
     targets = dress_targets(model, removed)
     return sum(float(target.penalty(config.norm)) for target in targets)
-
-
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    config: PruneConfig,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
-    """Choose R by the ratio and the options."""
-    family = family_for(model)
-    identity = family.plan(model.config)
-    shapes = parameter_shapes(model)
-    decision = decide_hidden_count(
-        family, shapes, identity, config.ratio, config.ratio_of or "hidden", config.hidden_multiple
-    )
-    options = own_options(config, DressOptions)
-    removed = select_channels(model, decision.count, options)
-    plan = identity.keep_hidden(set(identity.hidden) - set(removed))
-    return PlanDecision(plan, decision.notes, {"select": options.select, "removed": list(removed)})
 
 
 def regularise(

@@ -1,0 +1,134 @@
+"""Which hidden channels DReSS removes: by position, by a list, by their weights, or by the stream they carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.config.run import PruneConfig
+from pyprune.errors import ConfigError
+from pyprune.families import family_for, parameter_shapes
+from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.ratio import decide_hidden_count
+from pyprune.methods.regularise.dress import DressOptions
+from pyprune.methods.regularise.dress.training import dress_targets
+from pyprune.methods.score.base import ScoreError
+from pyprune.probe.energy import stream_energy
+
+
+def decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    config: PruneConfig,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    """Choose R by the ratio and the options."""
+    family = family_for(model)
+    identity = family.plan(model.config)
+    shapes = parameter_shapes(model)
+    decision = decide_hidden_count(
+        family, shapes, identity, config.ratio, config.ratio_of or "hidden", config.hidden_multiple
+    )
+    options = own_options(config, DressOptions)
+    removed = select_channels(model, decision.count, options, samples)
+    plan = identity.keep_hidden(set(identity.hidden) - set(removed))
+    return PlanDecision(plan, decision.notes, {"select": options.select, "removed": list(removed)})
+
+
+def select_channels(
+    model: PreTrainedModel, count: int, config: DressOptions, samples: Tensor | None = None
+) -> tuple[int, ...]:
+    """Choose R: ``count`` hidden channels, the same in every layer.
+
+    ``last`` and ``first`` are the ends of the axis; ``segments`` takes the last part of each of equal segments;
+    ``explicit`` is the given list; ``scored`` takes the smallest channels, where a channel's score is the mean over
+    all tensors with a hidden axis of its l2 norm divided by the mean norm of that tensor's channels (each tensor
+    weighs the same, whatever its scale); ``energy`` takes those with the smallest share of the residual stream's energy
+    (:func:`pyprune.probe.energy.stream_energy`). Of equal scores the lower index goes first.
+
+    Args:
+        model: a dense model.
+        count: channels to remove, 0 < count < hidden size.
+        config: the method's options.
+        samples: token ids, int64 [N, T], which ``energy`` alone reads.
+
+    Raises:
+        ConfigError: a count that leaves nothing, or an explicit list of another length or with bad indices.
+        DataError: ``energy`` without samples.
+        ScoreError: the stream is not finite.
+    """
+    hidden = int(model.config.hidden_size)
+    if not 0 < count < hidden:
+        raise ConfigError(f"{count} of {hidden} hidden channels cannot be removed; use 1 to {hidden - 1}.")
+    match config.select:
+        case "last":
+            return tuple(range(hidden - count, hidden))
+        case "first":
+            return tuple(range(count))
+        case "segments":
+            return _segment_tails(hidden, count, config.segments)
+        case "explicit":
+            return _explicit(hidden, count, config.channels)
+        case "scored":
+            return _smallest(channel_scores(model), count)
+        case "energy":
+            return _smallest(stream_energy(model, torch.empty(0, 0) if samples is None else samples), count)
+
+
+def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
+    """The indices of the smallest scores [hidden], ascending; of equal ones the lower index is taken first."""
+    if not bool(scores.isfinite().all()):
+        raise ScoreError(
+            f"The scores of {int((~scores.isfinite()).sum())} of {len(scores)} hidden channels are not finite. The "
+            "weights or their dtype are broken: check them for NaN, or work in float32 (dtype)."
+        )
+    return tuple(sorted(torch.argsort(scores, stable=True)[:count].tolist()))
+
+
+@torch.no_grad()
+def channel_scores(model: PreTrainedModel) -> Tensor:
+    """Score of every hidden channel, float64 [hidden]; see :func:`select_channels`."""
+    hidden = int(model.config.hidden_size)
+    total = torch.zeros(hidden, dtype=torch.float64)
+    tensors = 0
+    for target in dress_targets(model, range(hidden)):
+        others = tuple(d for d in range(target.param.parameter.ndim) if d != target.dim)
+        value = target.value().float()
+        norms = torch.linalg.vector_norm(value, dim=others) if others else value.abs()
+        mean = norms.double().mean()
+        if mean > 0:
+            total += (norms.double() / mean).cpu()
+            tensors += 1
+    return total / max(1, tensors)
+
+
+def _segment_tails(hidden: int, count: int, segments: int) -> tuple[int, ...]:
+    if segments > hidden:
+        raise ConfigError(f"segments is {segments}; the hidden size is only {hidden}.")
+    bounds = [i * hidden // segments for i in range(segments + 1)]
+    wanted = [(i + 1) * count // segments - i * count // segments for i in range(segments)]
+    removed: list[int] = []
+    spill = 0
+    for i, want in enumerate(wanted):
+        size = bounds[i + 1] - bounds[i]
+        take = min(size, want + spill)
+        spill += want - take
+        removed.extend(range(bounds[i + 1] - take, bounds[i + 1]))
+    free = [c for c in range(hidden - 1, -1, -1) if c not in set(removed)]
+    return tuple(sorted(removed + free[:spill]))
+
+
+def _explicit(hidden: int, count: int, channels: Sequence[int]) -> tuple[int, ...]:
+    chosen = tuple(sorted(set(channels)))
+    outside = [c for c in chosen if not 0 <= c < hidden]
+    if outside or len(chosen) != len(channels):
+        raise ConfigError(f"channels must be distinct indices in 0..{hidden - 1}; wrong: {outside[:5] or 'repeats'}.")
+    if len(chosen) != count:
+        raise ConfigError(
+            f"channels names {len(chosen)} channels, but the ratio and hidden_multiple ask for {count}. "
+            f"Name {count}, or change the ratio."
+        )
+    return chosen
