@@ -155,7 +155,7 @@ class Bench:
 
         method = get_method(config.method)
         assert isinstance(method, ScoreMethod)
-        samples = sample_sequences(self.tokenizer, config.data, exclude=self.text.spans).input_ids
+        samples = sample_sequences(self.tokenizer, config.data, exclude=self.text.spans).ids
         run = Scoring.of(self.model, samples, config)
         method.scorer(run)
         return run

@@ -52,6 +52,10 @@ class DataError(PypruneError):
     """Calibration, recovery or test text that cannot be used."""
 
 
+class ScoreError(PypruneError):
+    """Scores that cannot rank anything: missing, of the wrong size, or not numbers."""
+
+
 class TrainingError(PypruneError):
     """Training had to stop (for example a loss that is not finite). The last good state is kept.
 

@@ -15,7 +15,7 @@ from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
-from pyprune.data.sources import check_source
+from pyprune.data.sources import check_sources
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
@@ -71,7 +71,7 @@ def prune(
     out = Path(out)
     config = checked(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
-    _check_sources(config)
+    check_sources(_sources(config))
     reading: dict[str, Any] = {
         "gguf_file": gguf_file,
         "revision": revision,
@@ -182,7 +182,7 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
         The plan, with the notes and warnings that a cut by it would come with.
     """
     config = checked(config)
-    _check_sources(config)
+    check_sources(_sources(config))
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
     if not config.adds_biases:
@@ -196,8 +196,3 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
 
 def _sources(config: PruneConfig) -> list[str]:
     return [source for data in wanted_text(config).values() for source in data.sources]
-
-
-def _check_sources(config: PruneConfig) -> None:
-    for source in _sources(config):
-        check_source(source)

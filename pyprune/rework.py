@@ -18,7 +18,7 @@ from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointCon
 from pyprune.config.train import RecoverConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
-from pyprune.data.sources import check_source
+from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
@@ -211,8 +211,7 @@ def _reworked(
     """Load a checkpoint and its text, and write it with another entry in its record when the block has ended."""
     out = Path(out)
     check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
-    for source in config.data.sources:
-        check_source(source)
+    check_sources(config.data.sources)
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
     identity = {"model": str(pruned), "weights": weights_identity(pruned, **remote), "teacher": str(dense.model)}
     identity["teacher_weights"] = dense.weights
@@ -254,7 +253,7 @@ def _check_unused_teacher_options(teacher: str | Path | None, **options: str | N
 
 def trained_before(marks: str, samples: TokenSamples) -> list[str]:
     """What to warn of where text of a run was training text of the checkpoint already."""
-    ids = samples.input_ids
+    ids = samples.ids
     again = marked_passages(marks, ids[ids >= 0])
     if not again:
         return []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.methods.base import PlanDecision, RunOptions, StageReport
+from pyprune.methods.base import PlanDecision, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, compare, snapshot
@@ -282,11 +282,7 @@ class StageRun:
         config, run, model, plan = self.config, self._run(name), self.model, self.result.plan
         report: StageReport
         if action == "regularise":
-            regularise = get_method(config.method).regularise
-            if regularise is None:
-                raise ConfigError(
-                    f"method {config.method!r} has nothing to regularise with; take regularise out of stages."
-                )
+            regularise = cast(Regularise, get_method(config.method).regularise)  # a checked configuration asks no other
             report = regularise(model, samples.ids, plan, config.options, run)
         elif action == "recover":
             report = recover(

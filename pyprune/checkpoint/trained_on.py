@@ -37,7 +37,7 @@ def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
 
 
 def _marks(samples: TokenSamples) -> Hashes:
-    ids = samples.input_ids.numpy()
+    ids = samples.ids.numpy()
     hashes = shingle_hashes(ids, SHINGLE)[:, ::SHINGLE]
     if not samples.records:
         return hashes.ravel()
@@ -54,12 +54,12 @@ def _read(marks: str) -> Hashes:
 
 
 def _long(samples: TokenSamples) -> bool:
-    return samples.input_ids.shape[1] >= SHINGLE
+    return samples.ids.shape[1] >= SHINGLE
 
 
 def unguarded(samples: Iterable[TokenSamples]) -> list[str]:
     """What to warn of where sequences are too short to be marked, one sentence a length."""
-    lengths = sorted({s.input_ids.shape[1] for s in samples if not _long(s)})
+    lengths = sorted({s.ids.shape[1] for s in samples if not _long(s)})
     return [
         f"Sequences of {length} tokens are shorter than {SHINGLE} and leave no marks: pyprune eval cannot tell that a "
         "test text was read here."

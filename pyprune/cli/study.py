@@ -119,7 +119,7 @@ def robustness(
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
     from pyprune.checkpoint.load import load_model
     from pyprune.config.data import DataConfig
-    from pyprune.data.sources import check_source
+    from pyprune.data.sources import check_sources
     from pyprune.study.perturbations import Adapter
     from pyprune.study.robustness import check_robustness, check_rows_file
     from pyprune.study.robustness_config import RobustnessConfig
@@ -141,8 +141,7 @@ def robustness(
     check_rows_file(out)
     if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
         raise OutputError(f"--json is {json_file}, where the tables are written; name another file.")
-    for source in (*(DataConfig(calibration).sources if calibration else ()), *config.texts):
-        check_source(source)
+    check_sources([*(DataConfig(calibration).sources if calibration else ()), *config.texts])
     loaded, tokenizer = load_model(
         model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )

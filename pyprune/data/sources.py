@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 
 from pyprune.config.data import MIXTURES
 from pyprune.data.documents import Corpus as Corpus
@@ -98,6 +99,12 @@ def check_source(source: str) -> None:
             f"{known} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
             f"{PACKAGE_PREFIX}NAME/FILE works as well."
         )
+
+
+def check_sources(sources: Iterable[str]) -> None:
+    """Refuse sources as :func:`check_source` does, the first one that cannot be read."""
+    for source in sources:
+        check_source(source)
 
 
 def _is_local(source: str) -> bool:

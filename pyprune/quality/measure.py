@@ -9,7 +9,7 @@ from typing import Any
 
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.trained_on import assert_not_trained_on
-from pyprune.data.sources import check_source
+from pyprune.data.sources import check_sources
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text
 from pyprune.quality.tasks import evaluate_tasks
@@ -74,8 +74,7 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not sources and not names:
         raise ConfigError("There is nothing to measure; give ppl (for example 'wikitext2'), tasks, or both.")
-    for source in sources:
-        check_source(source)
+    check_sources(sources)
     model, tokenizer = load_model(
         model_id,
         dtype=dtype,

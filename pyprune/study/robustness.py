@@ -273,7 +273,7 @@ class _Bench:
         data = config.data
         if data not in self.samples:
             reserved = [text.spans for text in self.texts]
-            drawn = sample_sequences(self.tokenizer, data, exclude=reserved).input_ids
+            drawn = sample_sequences(self.tokenizer, data, exclude=reserved).ids
             check_token_ids(self.model.config, drawn)
             self.samples[data] = drawn
         return self.samples[data]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyprune.methods.score._structures import ScoreError
+from pyprune.errors import ScoreError
 
 TOLERANCE = 1e-13
 MOST_STEPS = 10_000

@@ -60,7 +60,7 @@ def config(source: str, **options: Any) -> DataConfig:
 def rows(samples: TokenSamples) -> dict[str, tuple[str, Tensor, Tensor]]:
     """Response -> (the whole text that is fed, ids, labels), without padding."""
     found = {}
-    for ids, labels in zip(samples.tokens.ids, samples.tokens.labels, strict=True):
+    for ids, labels in zip(samples.ids, samples.labels, strict=True):
         fed = int((ids >= 0).sum())
         assert (ids[fed:] == IGNORED).all()
         assert (labels[fed:] == IGNORED).all()
@@ -71,8 +71,8 @@ def rows(samples: TokenSamples) -> dict[str, tuple[str, Tensor, Tensor]]:
 
 def test_prompts_never_count_and_responses_do_to_the_token(tmp_path: Path) -> None:
     samples = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS)))
-    assert samples.input_ids.shape == (3, 256)
-    assert samples.input_ids.dtype == torch.int64
+    assert samples.ids.shape == (3, 256)
+    assert samples.ids.dtype == torch.int64
     found = rows(samples)
     assert set(found) == {"3é</s>", "hi\nthere</s>", "hello</s>"}
     for answer, prompt in (("3é</s>", WITH_INPUT), ("hi\nthere</s>", WITHOUT_INPUT)):
@@ -86,11 +86,11 @@ def test_prompts_never_count_and_responses_do_to_the_token(tmp_path: Path) -> No
 
 def test_whole_text_counts_when_the_prompt_is_not_masked(tmp_path: Path) -> None:
     samples = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS), mask_prompt=False))
-    assert torch.equal(samples.tokens.ids, samples.tokens.labels)
+    assert torch.equal(samples.ids, samples.labels)
 
 
 def test_the_loss_is_that_of_the_response_tokens_alone(tmp_path: Path) -> None:
-    tokens = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS))).tokens
+    tokens = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS)))
     model = tiny_model()
     losses = []
     for ids, labels in zip(tokens.ids, tokens.labels, strict=True):
@@ -104,7 +104,7 @@ def test_the_loss_is_that_of_the_response_tokens_alone(tmp_path: Path) -> None:
 
 
 def test_training_on_instructions_learns_the_responses_only(tmp_path: Path) -> None:
-    tokens = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS))).tokens
+    tokens = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS)))
     model = tiny_model()
     prompts = Batch(tokens.ids, torch.where(tokens.labels >= 0, IGNORED, tokens.ids))
     before = causal_loss(model, tokens).item(), causal_loss(model, prompts).item()
@@ -140,10 +140,10 @@ def test_a_beginning_token_is_fed_where_the_tokenizer_has_one(tmp_path: Path) ->
     tokenizer = tiny_tokenizer(add_bos=True)
     samples = sample_sequences(tokenizer, config(written(tmp_path, RECORDS)))
     plain = sample_sequences(TOKENIZER, config(written(tmp_path, RECORDS)))
-    assert (samples.tokens.ids[:, 0] == tokenizer.bos_token_id).all()
-    assert (samples.tokens.labels[:, 0] == IGNORED).all()
-    assert torch.equal(samples.tokens.ids[:, 1:], plain.tokens.ids[:, :-1])
-    assert torch.equal(samples.tokens.labels[:, 1:], plain.tokens.labels[:, :-1])
+    assert (samples.ids[:, 0] == tokenizer.bos_token_id).all()
+    assert (samples.labels[:, 0] == IGNORED).all()
+    assert torch.equal(samples.ids[:, 1:], plain.ids[:, :-1])
+    assert torch.equal(samples.labels[:, 1:], plain.labels[:, :-1])
 
 
 def test_the_chat_template_marks_the_answer(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_sampling_is_seeded_and_a_later_set_takes_other_records(tmp_path: Path) 
     both = [set(s.fingerprints) for s in drawn.values()]
     assert len(both[0] | both[1]) == 20
     alone = sample_sequences(TOKENIZER, wanted["first"])
-    assert torch.equal(alone.input_ids, drawn["first"].input_ids)
+    assert torch.equal(alone.ids, drawn["first"].ids)
     other = sample_sequences(TOKENIZER, config(source, samples=10, sequence_length=900, seed=5))
     assert other.fingerprints != alone.fingerprints
     with pytest.raises(DataError, match="not disjoint"):
@@ -240,8 +240,8 @@ def test_records_are_kept_apart_from_windows_of_the_same_file(tmp_path: Path) ->
     drawn = split_disjoint(
         TOKENIZER, {"regularise": windows, "recover": config(source, samples=8, sequence_length=900)}
     )
-    texts = [TOKENIZER.decode(row[row >= 0]).split("### Instruction:\n")[1] for row in drawn["recover"].input_ids]
-    windows_text = [TOKENIZER.decode(row) for row in drawn["regularise"].input_ids]
+    texts = [TOKENIZER.decode(row[row >= 0]).split("### Instruction:\n")[1] for row in drawn["recover"].ids]
+    windows_text = [TOKENIZER.decode(row) for row in drawn["regularise"].ids]
     pieces = [w[at : at + 70] for w in windows_text for at in range(len(w) - 70)]
     assert not any(piece in text for piece in pieces for text in texts)
     every = [r["instruction"] + "\n\n### Response:\n" + r["output"] for r in records]

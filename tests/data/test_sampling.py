@@ -48,11 +48,11 @@ def test_samples_are_windows_of_the_text_that_do_not_overlap(tmp_path: Path) -> 
     text = prose(500)
     config = DataConfig(source=text_file(tmp_path, text), samples=12, sequence_length=50, seed=3)
     samples = sample_sequences(TOKENIZER, config)
-    assert samples.input_ids.shape == (12, 50)
-    assert samples.input_ids.dtype == torch.int64
+    assert samples.ids.shape == (12, 50)
+    assert samples.ids.dtype == torch.int64
     ends = sorted(samples.spans.spans)
     assert all(a[1] <= b[0] for a, b in pairwise(ends))
-    for row, (start, end) in zip(samples.input_ids, samples.spans.spans, strict=True):
+    for row, (start, end) in zip(samples.ids, samples.spans.spans, strict=True):
         assert TOKENIZER.decode(row) == text[start:end]
     assert len(set(samples.fingerprints)) == 12
 
@@ -63,9 +63,9 @@ def test_sampling_is_seeded(tmp_path: Path) -> None:
         sample_sequences(TOKENIZER, DataConfig(source=source, samples=8, sequence_length=32, seed=seed))
         for seed in (1, 1, 2)
     )
-    assert torch.equal(first.input_ids, same.input_ids)
+    assert torch.equal(first.ids, same.ids)
     assert first.fingerprints == same.fingerprints
-    assert not torch.equal(first.input_ids, other.input_ids)
+    assert not torch.equal(first.ids, other.ids)
 
 
 def test_text_that_is_exactly_large_enough_and_one_token_too_small(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_later_set_does_not_change_an_earlier_one(tmp_path: Path) -> None:
     source = text_file(tmp_path, prose(1000))
     both = split_disjoint(TOKENIZER, configs(source))
     alone = sample_sequences(TOKENIZER, configs(source)["regularise"])
-    assert torch.equal(both["regularise"].input_ids, alone.input_ids)
+    assert torch.equal(both["regularise"].ids, alone.ids)
 
 
 def test_the_same_file_under_two_names_is_recognised(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_the_same_passage_inside_another_file_is_avoided_and_found_to_the_token(
     drawn = split_disjoint(TOKENIZER, configs(a, b, samples=8))
     one = TokenSamples.cut(drawn["regularise"].spans.stream, [(500, 540)])
     other = drawn["recover"].spans.stream
-    passage = TOKENIZER.decode(one.input_ids[0])
+    passage = TOKENIZER.decode(one.ids[0])
     at = TOKENIZER.decode(other.tokens.tolist()).index(passage)
     assert np.flatnonzero(one.spans.found_in(other)).tolist() == list(range(at, at + 40))
     assert_disjoint(one, TokenSamples.cut(other, [(at - 40, at), (at + 40, at + 80)]))
@@ -174,7 +174,7 @@ def test_test_text_is_kept_out(tmp_path: Path) -> None:
     stream = TokenStream.of("test", TOKENIZER(test_text)["input_ids"])
     config = DataConfig(source=source, samples=8, sequence_length=64)
     drawn = split_disjoint(TOKENIZER, {"regularise": config}, reserved=[SpanSet.whole(stream)])
-    for row in drawn["regularise"].input_ids:
+    for row in drawn["regularise"].ids:
         assert TOKENIZER.decode(row) not in test_text
     with pytest.raises(DataError, match="not used by another split"):
         sample_sequences(

@@ -110,7 +110,7 @@ def test_every_row_is_a_direct_masked_measurement(axes: Any, texts: tuple[Path, 
     options = config(texts, ratios=(0.2, 0.1), variants=("int8",), axes=axes)
     result = run(options)
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    samples = sample_sequences(tokenizer, options.of("taylor").data).input_ids
+    samples = sample_sequences(tokenizer, options.of("taylor").data).ids
     originals = {n: p.detach().clone() for n, p in model.named_parameters()}
     for row in result.rows:
         wanted = replace(options.of(row.method), ratio=row.ratio)
@@ -289,7 +289,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
     run(options, tmp_path / "rows.jsonl")
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     (dense,) = [r for r in records if r["kind"] == "scores" and r["variant"] == "float32"]
-    samples = sample_sequences(tiny_tokenizer(), options.of("moreau").data).input_ids
+    samples = sample_sequences(tiny_tokenizer(), options.of("moreau").data).ids
     for ratio in (0.1, 0.2):
         wanted = replace(options.of("moreau"), ratio=ratio)
         decision = get_method("moreau").decide(tiny_model("llama"), samples, wanted)

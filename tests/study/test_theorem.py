@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pyprune.methods.score._structures import ScoreError
+from pyprune.errors import ScoreError
 from pyprune.study.theorem import CASES, Kinks, check_theorem, moreau_gradient
 
 

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
 from pyprune.data.tokens import micro_batch_for
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
-from pyprune.methods.score.base import ScoreError
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards

@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyprune.errors import ScoreError
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
 from pyprune.methods.score._gradients import GradientReport, Summed, take_gradients
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score.base import ScoreError, Scoring
+from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.ops import moreau_step, perturb

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config.score import ScoreAxis, ScoreConfig
-from pyprune.errors import ConfigError, PypruneError, shown
+from pyprune.errors import ConfigError, ScoreError, shown
 from pyprune.families import NamedParam, Row, family_for, named_axes
 from pyprune.families.base import Axis, axis_width
 from pyprune.ops import group_importance
@@ -25,10 +25,6 @@ from pyprune.plan import Sizes
 
 LayerAxis = tuple[int | None, str]
 """(layer, axis name) of some structures; the layer is None for the hidden axis, which all layers share."""
-
-
-class ScoreError(PypruneError):
-    """Scores that cannot rank anything: missing, of the wrong size, or not numbers."""
 
 
 @dataclass(frozen=True)

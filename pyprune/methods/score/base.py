@@ -36,13 +36,14 @@ from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import masked
+from pyprune.errors import ScoreError
 from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import OpenUnits, ScoreError, StructureScores, open_units, opened_places
+from pyprune.methods.score._structures import OpenUnits, StructureScores, open_units, opened_places
 from pyprune.plan import PrunePlan
 
 __all__ = [

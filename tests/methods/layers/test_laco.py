@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, ScoreError
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
 from pyprune.methods.registry import get_method, preset
-from pyprune.methods.score.base import ScoreError
 from pyprune.pipeline import make_plan, prune_
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_, masked
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.layers._units import losses_without
@@ -23,7 +23,6 @@ from pyprune.methods.layers.shortened_llama.score import taylor_scores
 from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import Unit, without_units
 from pyprune.methods.registry import get_method, preset
-from pyprune.methods.score.base import ScoreError
 from pyprune.pipeline import prune_
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss

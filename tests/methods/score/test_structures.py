@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
+from pyprune.errors import ScoreError
 from pyprune.families import family_for, named_axes
 from pyprune.methods.registry import get_method
-from pyprune.methods.score._structures import ScoreError, channel_sums, open_units
+from pyprune.methods.score._structures import channel_sums, open_units
 from pyprune.methods.score.base import Scoring, decide_by_scores
 from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.ops import available_isas

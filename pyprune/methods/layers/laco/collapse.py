@@ -29,12 +29,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import decoder_layers
 from pyprune.methods.base import PlanDecision, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
-from pyprune.methods.score.base import ScoreError
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.hooks import LayerHooks
