@@ -122,6 +122,8 @@ class RecoverConfig(Config):
 
     Attributes:
         adapters: lora trains low-rank adapters through PEFT, merged before export; none trains all weights.
+        targets: what gets an adapter: all-linear (every projection of the decoder layers) or default (the modules that
+            PEFT chooses for the architecture by itself: q_proj and v_proj for LLaMA).
         rank: LoRA rank.
         alpha: LoRA scale numerator (scale = alpha / rank).
         dropout: LoRA dropout probability.
@@ -130,6 +132,7 @@ class RecoverConfig(Config):
     """
 
     adapters: Literal["lora", "none"] = "lora"
+    targets: Literal["all-linear", "default"] = "all-linear"
     rank: int = option(32, at_least=1, at_most=LARGEST_RANK)
     alpha: float = option(10.0, above=0, at_most=LARGEST_WEIGHT)
     dropout: float = option(0.0, at_least=0, below=1)

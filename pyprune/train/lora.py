@@ -28,6 +28,46 @@ def projection_names(model: PreTrainedModel) -> list[str]:
     return names
 
 
+def target_names(model: PreTrainedModel, config: RecoverConfig) -> list[str]:
+    """Full names of the linear modules that get an adapter, by ``config.targets``.
+
+    Args:
+        model: a causal LM, dense or cut.
+        config: options of recovery.
+
+    Raises:
+        ConfigError: PEFT has no default modules for the architecture.
+        MissingDependencyError: PEFT is not installed, and its default is asked for.
+        UnsupportedModelError: the model has no such module.
+    """
+    names = projection_names(model)
+    if config.targets == "all-linear":
+        return names
+    wanted = _default_modules(model)
+    found = [name for name in names if name.rpartition(".")[2] in wanted]
+    if not found:
+        raise UnsupportedModelError(
+            f"recover.targets is 'default', but {type(model).__name__} has none of PEFT's modules for it "
+            f"({', '.join(wanted)}) left; set recover.targets to all-linear."
+        )
+    return found
+
+
+def _default_modules(model: PreTrainedModel) -> list[str]:
+    """Last names of the modules that PEFT adapts when nothing else is said; a cut model has those of the dense one."""
+    try:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+    except ImportError as error:
+        raise MissingDependencyError("peft", "recover", "LoRA") from error
+    model_type = str(model.config.model_type).removeprefix("pruned_")
+    if model_type not in DEFAULTS:
+        raise ConfigError(
+            f"recover.targets is 'default', but PEFT names no default modules for model type {model_type!r}; set "
+            "recover.targets to all-linear."
+        )
+    return list(DEFAULTS[model_type])
+
+
 def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> None:
     """Refuse, before anything is allocated, adapters that hold more than the matrices they stand for.
 

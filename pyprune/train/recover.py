@@ -14,7 +14,7 @@ from pyprune.errors import ConfigError, TrainingError
 from pyprune.plan import PrunePlan
 from pyprune.train.distill import Distillation
 from pyprune.train.loop import train
-from pyprune.train.lora import adapters, projection_names
+from pyprune.train.lora import adapters, target_names
 from pyprune.train.objective import LossTerms, Objective, TrainReport
 
 
@@ -27,9 +27,10 @@ class _Recovery(Objective):
         self.name = ("lora" if config.adapters == "lora" else "full") + ("-distill" if distillation else "")
 
     def identity(self) -> dict[str, Any]:
-        """Rank, scale and dropout of the adapters; options and teacher of the distillation."""
+        """Places, rank, scale and dropout of the adapters; options and teacher of the distillation."""
         config = self.config
-        adapters = {"rank": config.rank, "alpha": config.alpha, "dropout": config.dropout}
+        names = ("targets", "rank", "alpha", "dropout")
+        adapters = {name: getattr(config, name) for name in names}
         return {
             **(adapters if config.adapters == "lora" else {}),
             **(self.distillation.identity() if self.distillation else {}),
@@ -64,9 +65,10 @@ def recover(
     """Train ``model`` in place; class, configuration and names stay as they were.
 
     LoRA adapters sit on every linear projection of the decoder layers, whatever their widths (the head is left
-    alone), and are merged at the end. At a loss that is not finite the last good adapters are merged before the
-    error is raised; on Ctrl-C they are dropped and a resumable checkpoint is left in ``checkpoint_dir``. Without
-    adapters all weights are trained, and both cases leave the weights that were reached.
+    alone), or on those that PEFT chooses by itself (``config.targets``), and are merged at the end. At a loss that is
+    not finite the last good adapters are merged before the error is raised; on Ctrl-C they are dropped and a resumable
+    checkpoint is left in ``checkpoint_dir``. Without adapters all weights are trained, and both cases leave the weights
+    that were reached.
 
     Args:
         model: a causal LM, dense or pruned. Base weights under adapters may be half precision.
@@ -81,9 +83,9 @@ def recover(
 
     Raises:
         MissingDependencyError: PEFT is not installed.
-        UnsupportedModelError: the model has no linear projection.
+        UnsupportedModelError: the model has no linear projection, or none of those that PEFT chooses.
         ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit; a rank
-            larger than every projection.
+            larger than every projection; an architecture for which PEFT chooses nothing.
         PlanError: the plan is not the teacher's.
         TrainingError, DataError, ConfigError: as in :func:`pyprune.train.loop.train`.
     """
@@ -92,7 +94,7 @@ def recover(
     options: dict[str, Any] = {"validation": validation, "checkpoint_dir": checkpoint_dir, "resume": resume}
     if config.adapters == "none":
         return train(model, samples, config.train, objective, description="recovery of all weights", **options)
-    targets = projection_names(model)
+    targets = target_names(model, config)
     keep = False
     with adapters(model, targets, config) as adapted:
         try:

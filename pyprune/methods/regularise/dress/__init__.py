@@ -113,7 +113,8 @@ def _dress_paper() -> PruneConfig:
             target_preserved_ratio=0.3,
             train=published_training(steps=720, validation_interval=12),
         ),
-        recover=published_recovery(),
+        # "All other hyperparameters follow the default settings" of PEFT (appendix), so its modules too.
+        recover=replace(published_recovery(), targets="default"),
         finetune=published_training(steps=40, validation_interval=4),
     )
 
