@@ -24,6 +24,7 @@ from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.runtime.files import check_output
+from pyprune.stages import was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
 
@@ -120,7 +121,8 @@ def recover_checkpoint(
         overwrite: replace an existing ``out``.
 
     Raises:
-        ConfigError: invalid options, or distillation without a teacher or a teacher without distillation.
+        ConfigError: invalid options, distillation without a teacher or a teacher without distillation, or distillation
+            of hidden states that were rotated.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     config.validate()
@@ -133,6 +135,8 @@ def recover_checkpoint(
         )
     _check_unused_teacher_options(teacher, gguf_file=teacher_gguf_file, revision=teacher_revision)
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
+    if config.recover.distill is not None and config.recover.distill.hidden:
+        _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
     with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
         report = recover(
             work.model,
@@ -174,11 +178,12 @@ def reconstruct_checkpoint(
         overwrite: replace an existing ``out``.
 
     Raises:
-        ConfigError: invalid options, or a checkpoint without a plan.
+        ConfigError: invalid options, or a checkpoint without a plan or with channels that were rotated.
         PlanError: the dense model is not the one that the plan is of.
         PypruneError: whatever stops it; nothing is left at ``out``.
     """
     config.validate()
+    _check_same_channels(pruned, "A reconstruction", "Prune the dense model again, with cut.reconstruct=least_squares.")
     source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
     with _reworked(pruned, config, source, out, "reconstructions", overwrite=overwrite) as work:
         if work.plan is None:
@@ -195,6 +200,15 @@ def reconstruct_checkpoint(
         )
         work.report = report.to_dict()
     return report
+
+
+def _check_same_channels(pruned: str | Path, what: str, instead: str) -> None:
+    """Refuse to compare hidden channels with the dense model's where they were rotated before the cut."""
+    if has_record(pruned) and was_rotated(pruned):
+        raise ConfigError(
+            f"{what} compares the hidden channels with the dense model's, but those of {pruned} were rotated before "
+            f"they were cut. {instead}"
+        )
 
 
 @contextmanager

@@ -40,6 +40,9 @@ from pyprune.train.samples import check_trainable
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
 
+ROTATED = "rotated"
+"""Entry of a decision's details: the hidden channels that the plan counts are those of a rotated stream."""
+
 NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
 
 Teacher = PreTrainedModel | Callable[[], PreTrainedModel]
@@ -199,7 +202,8 @@ class StageRun:
         config = self.config
         if config.plan is not None:
             note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
-            return PlanDecision(read_plan(config.plan), (note,), warnings=tuple(_lost_reconstruction(config)))
+            warnings = (*_lost_reconstruction(config), *_lost_rotation(config))
+            return PlanDecision(read_plan(config.plan), (note,), warnings=warnings)
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         started = time.monotonic()
@@ -250,7 +254,9 @@ class StageRun:
                 "in the dense model. Run the method without a plan to have both."
             )
             return
-        self.result.notes += method.prepare(self.model, self.result.plan, self.result.decision)
+        self.result.notes += method.prepare(self.model, self.result.plan, self.text.before.ids, self.result.decision)
+        if method.rotates:
+            self.result.decision[ROTATED] = True
 
     def _reconstruct(self) -> None:
         """Let what stays make up for what is removed, by the dense model's activations at the moment of the cut."""
@@ -374,6 +380,15 @@ def read_plan(path: str | Path) -> PrunePlan:
     return PrunePlan.from_json(text)
 
 
+def was_rotated(folder: str | Path) -> bool:
+    """Whether the hidden channels of a checkpoint are none of its dense model's: they were rotated before the cut.
+
+    Raises:
+        CheckpointError: as :func:`read_pruning_json`.
+    """
+    return bool(read_pruning_json(folder).provenance.get("report", {}).get("decision", {}).get(ROTATED))
+
+
 def _lost_reconstruction(config: PruneConfig) -> list[str]:
     """A checkpoint that was reconstructed, whose plan is replayed without that."""
     folder = Path(str(config.plan))
@@ -386,6 +401,17 @@ def _lost_reconstruction(config: PruneConfig) -> list[str]:
     return [
         f"The reconstruction of {folder} is not replayed: the plan says what stays, not its weights. Set "
         f"cut.reconstruct to {kind} to compute it again from this run's calibration text."
+    ]
+
+
+def _lost_rotation(config: PruneConfig) -> list[str]:
+    """A checkpoint whose channels were rotated before they were cut, whose plan is replayed without that."""
+    folder = Path(str(config.plan))
+    if not (folder.is_dir() and was_rotated(folder)):
+        return []
+    return [
+        f"The hidden channels that the plan of {folder} keeps are those of a rotated stream, and the rotation is not "
+        "replayed: of the dense model, other channels go. Run the method that made it without a plan."
     ]
 
 

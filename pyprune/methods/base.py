@@ -113,8 +113,13 @@ class Regularise(Protocol):
 class Prepare(Protocol):
     """Change the weights for the cut, which follows at once."""
 
-    def __call__(self, model: PreTrainedModel, plan: PrunePlan, details: Mapping[str, Any], /) -> Sequence[str]:
-        """Change the weights in place and return notes for the report; ``details`` are those of the decision."""
+    def __call__(
+        self, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any], /
+    ) -> Sequence[str]:
+        """Change the weights in place and return notes for the report.
+
+        ``samples`` is the text that was decided on, ``details`` are those of the decision.
+        """
         ...
 
 
@@ -153,8 +158,10 @@ class Method:
             and the stage trains the language model alone, with the same options.
         reads_text: whether ``decide`` looks at the samples; with which options, :meth:`reads_text_with` says.
         options: the class of the method's own options.
-        prepare: (model, plan, details of the decision) -> notes; changes the weights that stay right before the cut.
-            None for a method that cuts them as they are. A replayed plan is cut without it.
+        prepare: (model, plan, samples [N, T], details of the decision) -> notes; changes the weights that stay right
+            before the cut. None for a method that cuts them as they are. A replayed plan is cut without it.
+        rotates: whether ``prepare`` changes what the hidden channels are, so that those of the cut model are none of
+            the dense model's, and nothing that compares the two channel by channel can be used.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; the plain options where it is missing) and ``name-...``.
@@ -168,6 +175,7 @@ class Method:
     reads_text: bool = True
     options: type[MethodOptions] = MethodOptions
     prepare: Prepare | None = None
+    rotates: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 

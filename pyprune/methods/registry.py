@@ -179,6 +179,12 @@ def _method_problems(config: PruneConfig) -> list[str]:
             f"method is {config.method!r}, which regularises nothing; take regularise out of stages.before and "
             "stages.after."
         )
+    distill = config.recover.distill if "recover" in config.stages.after else None
+    if method.rotates and config.plan is None and distill is not None and distill.hidden:
+        found.append(
+            f"recover.distill.hidden is {distill.hidden}, which compares the hidden channels with the dense model's, "
+            f"but {config.method!r} rotates them before it cuts; set it to 0 and compare the logits (alpha)."
+        )
     return found
 
 

@@ -77,7 +77,7 @@ def decide(
     )
 
 
-def prepare(model: PreTrainedModel, plan: PrunePlan, details: Mapping[str, Any]) -> tuple[str, ...]:
+def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
     """Merge the layers, in place, as the decision says; the layers that were taken over stay for the cut."""
     merges = {int(i): tuple((int(j), n) for j, n in own.items()) for i, own in details["layers"]["merges"].items()}
     layers = decoder_layers(model)
