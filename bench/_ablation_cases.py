@@ -54,6 +54,9 @@ class Setting:
         texts: test source -> SHA-256 of its text.
         protocol: of the perplexities.
         max_tokens: tokens of each test text; None = all.
+        tasks: lm-eval tasks.
+        task_limit: examples of each task; None = all.
+        task_folder: folder of further task files; None = lm-eval's own tasks.
     """
 
     model: str
@@ -63,11 +66,15 @@ class Setting:
     texts: Mapping[str, str]
     protocol: str
     max_tokens: int | None
+    tasks: tuple[str, ...] = ()
+    task_limit: int | None = None
+    task_folder: Path | None = None
 
     def identity(self) -> Json:
-        """What must be equal for a record to be of the same measurement."""
+        """What must be equal for a record to be of the same measurement; tasks only where there are any."""
         names = ("model", "gguf_file", "revision", "protocol", "max_tokens")
-        return {**{name: getattr(self, name) for name in names}, "texts": dict(self.texts)}
+        tasks = {"tasks": list(self.tasks), "task_limit": self.task_limit} if self.tasks else {}
+        return {**{name: getattr(self, name) for name in names}, "texts": dict(self.texts), **tasks}
 
     def key(self, part: Mapping[str, Any]) -> str:
         """A digest of this setting and ``part``, which names a record."""

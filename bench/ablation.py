@@ -11,7 +11,8 @@ not run again, so an interrupted grid continues where it was (after a change of 
 whose options differ only after the choice of layers share that choice. The table goes to stdout, progress to stderr,
 and an option of the grid that made no difference anywhere is named there. "Parameters removed" counts tied ones once;
 "preserved ratio" is |W| after / before regularisation in the removed channels (DReSS); seconds are those
-of deciding, training and cutting.
+of deciding, training and cutting. With --tasks, lm-eval measures every cell, and the dense model once: "acc" is a
+task's accuracy, "mean acc" the mean of all tasks that report one.
 
 Exit codes: 0 all cells ran, 1 a cell failed, 2 a wrong option or input, 130 stopped with Ctrl-C.
 """
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from bench._ablation_cases import Case, Setting, decides, make_cases
 from bench._ablation_table import make_table, without_effect
 from pyprune.config.run import PruneConfig
-from pyprune.errors import CheckpointError, DataError, PypruneError
+from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
 from pyprune.report import markdown_table
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import Json, RecordFile
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run what is missing of the grid and print the table."""
+    if (options.task_limit or options.task_folder) and not options.tasks:
+        raise ConfigError("--task-limit and --task-folder are read with --tasks alone; name tasks, or leave them out.")
     cases = make_cases(options.config, options.preset, options.set, options.grid)
     setting = Setting(
         model=options.model,
@@ -73,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
         texts={source: _text_digest(source) for source in options.ppl},
         protocol=options.protocol,
         max_tokens=options.max_tokens,
+        tasks=tuple(options.tasks),
+        task_limit=options.task_limit,
+        task_folder=options.task_folder,
     )
     records = Records(options.jsonl, retry_failed=options.retry_failed)
     keys = [setting.key(case.config.to_dict()) for case in cases]
@@ -171,33 +177,44 @@ class Bench:
         dense: PreTrainedModel = teacher.to(DTYPES[teacher_dtype(config.recover)])
         return dense
 
-    def _perplexities(self, model: PreTrainedModel) -> dict[str, float]:
+    def _quality(self, model: PreTrainedModel) -> Json:
+        """Perplexity on every text; with tasks, their metrics, accuracies and mean accuracy."""
         from pyprune.quality.perplexity import evaluate_perplexity
 
         tokenizer = self._load()[1]
         setting = self.setting
-        return {
+        perplexity = {
             source: evaluate_perplexity(
                 model, tokenizer, text, setting.protocol, max_tokens=setting.max_tokens
             ).perplexity
             for source, text in self.texts.items()
         }
+        return {"perplexity": perplexity, **(self._accuracy(model, tokenizer) if setting.tasks else {})}
 
-    def dense(self) -> dict[str, float]:
-        """Test source -> perplexity of the dense model, measured once.
+    def _accuracy(self, model: PreTrainedModel, tokenizer: Any) -> Json:
+        from pyprune.quality.tasks import accuracies, evaluate_tasks, mean_accuracy
+
+        setting = self.setting
+        found = evaluate_tasks(
+            model, tokenizer, setting.tasks, limit=setting.task_limit, include_path=setting.task_folder
+        )
+        mean = mean_accuracy(found, setting.tasks)
+        return {"task_metrics": found, "accuracy": accuracies(found, setting.tasks), "mean_accuracy": mean}
+
+    def dense(self) -> Json:
+        """Quality of the dense model, measured once.
 
         Raises:
-            PypruneError: the model or a test text cannot be used, which would stop every cell.
+            PypruneError: the model, a test text or a task cannot be used, which would stop every cell.
         """
         key = self.setting.key({"dense": self.config.dtype})
         if key not in self.records.dense:
             self._load()
-            say("dense perplexity")
+            say("dense model")
             record = {"kind": "dense", "key": key, **self.setting.identity(), "dtype": self.config.dtype}
-            record |= {"perplexity": self._perplexities(self._copy()), "environment": self.environment}
+            record |= {**self._quality(self._copy()), "environment": self.environment}
             self.records.add(record)
-        found: dict[str, float] = self.records.dense[key]["perplexity"]
-        return found
+        return self.records.dense[key]
 
     def cell(self, case: Case, key: str) -> Json:
         """Prune a copy and measure it; an error becomes part of the record."""
@@ -211,7 +228,8 @@ class Bench:
             "recipe": case.recipe,
             "grid": dict(case.values),
             "options": case.config.to_dict(),
-            "dense_perplexity": dense,
+            "dense_perplexity": dense["perplexity"],
+            **({"dense_mean_accuracy": dense["mean_accuracy"]} if self.setting.tasks else {}),
             "environment": self.environment,
             "error": "",
         }
@@ -236,7 +254,7 @@ class Bench:
         seconds = time.monotonic() - started
         effects = result.effects
         return {
-            "perplexity": self._perplexities(model),
+            **self._quality(model),
             "dense_parameters": parameters,
             "parameters": count_parameters(model),
             "preserved_ratio": effects.preserved_ratio if effects is not None else None,
@@ -307,7 +325,16 @@ def _outcome(record: Json) -> str:
     if record["error"]:
         return f"failed: {record['error']}"
     found = ", ".join(f"{value:.4g} on {source}" for source, value in record["perplexity"].items())
-    return f"PPL {found}; {record['seconds']:.0f} s"
+    mean = record.get("mean_accuracy")
+    tasks = "" if mean is None else f", mean accuracy {mean:.4f}"
+    return f"PPL {found}{tasks}; {record['seconds']:.0f} s"
+
+
+def _names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} must name at least one task, and none twice")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -324,6 +351,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ppl", action="append", required=True, metavar="SOURCE", help="test text; repeatable")
     parser.add_argument("--protocol", default="ppl-2048", help="ppl-2048 or ppl-128")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="use only N tokens of each test text")
+    parser.add_argument("--tasks", type=_names, default=[], metavar="A,B", help="lm-eval tasks, e.g. piqa,arc_easy")
+    parser.add_argument("--task-limit", type=int, metavar="N", help="examples of each task, for a quick look")
+    parser.add_argument("--task-folder", type=Path, metavar="DIR", help="folder of further task files (YAML)")
     parser.add_argument("--gguf-file", metavar="NAME", help="a .gguf file inside MODEL")
     parser.add_argument("--revision", help="branch, tag or commit of a model from the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that MODEL brings along")

@@ -95,8 +95,10 @@ def evaluate(
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
         tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows))
     if scores:
-        flat = tuple((t, metric, v) for t, values in scores.items() for metric, v in values.items())
-        tables.append(Table("Tasks", ("task", "metric", "value"), flat))
+        flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
+        if found.mean_accuracy is not None:
+            flat.append(("mean of all tasks", "acc", found.mean_accuracy))
+        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat)))
     output(
         {"model": model, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk

@@ -12,7 +12,7 @@ from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.data.sources import check_sources
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text
-from pyprune.quality.tasks import evaluate_tasks
+from pyprune.quality.tasks import evaluate_tasks, mean_accuracy
 from pyprune.runtime.device import warn_of_slow_dtype
 
 
@@ -23,14 +23,20 @@ class Evaluation:
     Attributes:
         perplexity: one result for each text, in the order of the sources.
         tasks: task -> metric -> value.
+        mean_accuracy: mean over the tasks that report an accuracy ("acc"), in [0, 1]; None if none does.
     """
 
     perplexity: tuple[PerplexityResult, ...] = ()
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    mean_accuracy: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return {"perplexity": [asdict(result) for result in self.perplexity], "tasks": self.tasks}
+        return {
+            "perplexity": [asdict(result) for result in self.perplexity],
+            "tasks": self.tasks,
+            "mean_accuracy": self.mean_accuracy,
+        }
 
 
 def evaluate(
@@ -92,4 +98,4 @@ def evaluate(
         assert_not_trained_on(model_id, text.token_ids, source)
         measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
     scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
-    return Evaluation(tuple(measured), scores)
+    return Evaluation(tuple(measured), scores, mean_accuracy(scores, names))

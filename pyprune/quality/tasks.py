@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -78,6 +78,22 @@ def evaluate_tasks(
         )
     results: dict[str, dict[str, Any]] = output["results"] if output else {}
     return {task: _metrics(values) for task, values in results.items()}
+
+
+def accuracies(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> dict[str, float]:
+    """Task -> accuracy in [0, 1], its "acc", for those of ``tasks`` that report one.
+
+    Args:
+        results: of :func:`evaluate_tasks`.
+        tasks: the names that were asked for: the results of a group hold its members too, which must not count again.
+    """
+    return {task: results[task]["acc"] for task in tasks if "acc" in results.get(task, {})}
+
+
+def mean_accuracy(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> float | None:
+    """Mean of :func:`accuracies`, each task counting alike; None if no task reports one."""
+    found = list(accuracies(results, tasks).values())
+    return sum(found) / len(found) if found else None
 
 
 def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int, num_fewshot: int | None) -> None:

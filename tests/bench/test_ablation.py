@@ -14,8 +14,10 @@ from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
 from pyprune.pipeline import draw_samples, prune_
 from pyprune.quality.perplexity import evaluate_perplexity
+from pyprune.quality.tasks import evaluate_tasks
 from pyprune.recipe import build_config
 from tests._support.models import tiny_model
+from tests._support.tasks import choice_task
 from tests._support.text import write_model, write_text
 
 TRAIN = "{steps: 3, batch_size: 2, micro_batch_size: 2, learning_rate: 1e-3}"
@@ -161,3 +163,49 @@ def test_grids_are_read_as_yaml_and_may_be_joined() -> None:
     sizes = [(c.config.data.samples, c.config.recovery_data.samples) for c in cases if c.config.recovery_data]
     assert sizes == [(800, 200), (800, 200), (500, 500), (500, 500)]
     assert [c.config.options.penalty_weight for c in cases] == [1e-5, 1e-1] * 2
+
+
+def test_tasks_are_columns_and_part_of_the_key(
+    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval")
+    folder = choice_task(tmp_path)
+    choice_task(tmp_path, "wrong_sums", label=1)
+    assert main(inputs) == 0
+    assert "acc" not in " ".join(table(capsys.readouterr().out)[0]), "no task, no column"
+    assert not {"tasks", "accuracy", "mean_accuracy"} & {name for record in records(inputs) for name in record}
+
+    tasks = ["--tasks", "tiny_sums,wrong_sums", "--task-folder", str(folder), *inputs[-2:]]
+    asked = [*inputs[:-2], *tasks]
+    assert main(asked) == 0
+    *_, dense, cell = records(inputs)
+    assert len(records(inputs)) == 4, "the cell without tasks is another one, and so is the dense model"
+    model, tokenizer = load_model(inputs[0])
+    alone = evaluate_tasks(model, tokenizer, ["tiny_sums", "wrong_sums"], include_path=folder)
+    assert dense["task_metrics"] == alone
+    config = build_config(recipe=inputs[2])
+    prune_(model, draw_samples(model, tokenizer, config), config)
+    pruned = evaluate_tasks(model, tokenizer, ["tiny_sums", "wrong_sums"], include_path=folder)
+    assert cell["task_metrics"] == pruned
+    assert cell["accuracy"] == {task: pruned[task]["acc"] for task in ("tiny_sums", "wrong_sums")}
+    assert cell["accuracy"]["tiny_sums"] + cell["accuracy"]["wrong_sums"] == 1.0, "what is right is turned round"
+    assert cell["mean_accuracy"] == 0.5
+    assert cell["tasks"] == ["tiny_sums", "wrong_sums"]
+    assert str(tmp_path / "tasks") not in json.dumps(cell)
+
+    head, _, row = table(capsys.readouterr().out)
+    shown = dict(zip(head, row, strict=True))
+    assert [name for name in head if "acc" in name] == ["acc tiny_sums", "acc wrong_sums", "dense mean acc", "mean acc"]
+    assert float(shown["acc tiny_sums"]) == pytest.approx(cell["accuracy"]["tiny_sums"])
+    assert float(shown["mean acc"]) == float(shown["dense mean acc"]) == 0.5
+    assert main(asked) == 0
+    assert len(records(inputs)) == 4, "nothing runs twice"
+    assert main([*asked, "--task-limit", "4"]) == 0
+    assert len(records(inputs)) == 6, "other examples are another measurement"
+
+
+def test_options_of_tasks_without_tasks_are_refused(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*inputs[:-2], "--task-limit", "4", *inputs[-2:]]) == 2
+    assert "--tasks alone" in capsys.readouterr().err
+    assert main([*inputs[:-2], "--tasks", "no_such_task_at_all", *inputs[-2:]]) == 2
+    assert "Unknown task" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 import sys
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,8 +20,9 @@ from pyprune.errors import ConfigError, DataError, MissingDependencyError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, perplexity
-from pyprune.quality.tasks import evaluate_tasks
+from pyprune.quality.tasks import accuracies, evaluate_tasks, mean_accuracy
 from tests._support.paths import SHARED_DATA
+from tests._support.tasks import choice_task
 from tests._support.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 shared = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")
@@ -192,30 +191,6 @@ def test_real_texts_have_the_token_counts_of_their_protocols() -> None:
     assert c4.max_windows == 256
 
 
-def choice_task(folder: Path) -> Path:
-    """A multiple-choice task over a local jsonl file: eight questions, two choices each."""
-    rows = [{"q": f"{a} plus {b} is", "choices": [str(a + b), "a very long wrong answer"], "label": 0}
-            for a in range(4) for b in (1, 2)]  # fmt: skip
-    data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tasks = folder / "tasks"
-    tasks.mkdir()
-    task = {
-        "task": "tiny_sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")],
-        "metadata": {"version": 1.0},
-    }
-    (tasks / "tiny_sums.yaml").write_text(yaml.safe_dump(task))
-    return tasks
-
-
 def test_tasks_run_on_a_model_in_memory(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     model = tiny_llama().train()
@@ -227,6 +202,18 @@ def test_tasks_run_on_a_model_in_memory(tmp_path: Path) -> None:
     assert set(results["tiny_sums"]) >= {"acc", "acc_norm", "acc_stderr"}
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_mean_accuracy_is_that_of_the_tasks_asked_for() -> None:
+    results = {
+        "a": {"acc": 0.5, "acc_norm": 0.9},
+        "group": {"acc": 0.2},
+        "group_part": {"acc": 0.0},
+        "text": {"ppl": 7.0},
+    }
+    assert accuracies(results, ["a", "group", "text"]) == {"a": 0.5, "group": 0.2}
+    assert mean_accuracy(results, ["a", "group", "text"]) == pytest.approx(0.35)
+    assert mean_accuracy(results, ["text"]) is None
 
 
 def test_pruned_architectures_are_evaluated_alike(tmp_path: Path) -> None:
