@@ -124,6 +124,7 @@ class Bench:
 
     def _plans(self, scorer: str, seed: int) -> Iterator[tuple[str, PruneConfig, PrunePlan]]:
         """One plan for each comparison; what shares its open units shares one scoring."""
+        from pyprune.methods.base import PlanRequest
         from pyprune.methods.score.base import ranking_of
 
         scored: dict[str, Scoring] = {}
@@ -134,7 +135,7 @@ class Bench:
             if unit not in scored:
                 say(f"{scorer}, seed {seed}: scoring ({unit})")
                 scored[unit] = self._score(config)
-            ranking = ranking_of(self.model, config)
+            ranking = ranking_of(self.model, PlanRequest.of(self.model, config))
             yield label, config, ranking.plan(scored[unit].scores, ranking.identity, Fraction(1))
 
     def _config(self, scorer: str, seed: int, comparison: Json) -> PruneConfig:
@@ -149,6 +150,7 @@ class Bench:
 
     def _score(self, config: PruneConfig) -> Scoring:
         from pyprune.data.sampling import sample_sequences
+        from pyprune.methods.base import PlanRequest
         from pyprune.methods.registry import get_method
         from pyprune.methods.score import ScoreMethod
         from pyprune.methods.score.base import Scoring
@@ -156,7 +158,7 @@ class Bench:
         method = get_method(config.method)
         assert isinstance(method, ScoreMethod)
         samples = sample_sequences(self.tokenizer, config.data, exclude=self.text.spans).ids
-        run = Scoring.of(self.model, samples, config)
+        run = Scoring.of(self.model, samples, PlanRequest.of(self.model, config))
         method.scorer(run)
         return run
 

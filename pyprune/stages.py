@@ -25,7 +25,7 @@ from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.methods.base import PlanDecision, Regularise, RunOptions, StageReport
+from pyprune.methods.base import PlanDecision, PlanRequest, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, compare, snapshot
@@ -207,7 +207,8 @@ class StageRun:
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         started = time.monotonic()
-        decision = get_method(config.method).decide(self.model, self.text.before.ids, config, self._run("decide"))
+        request = PlanRequest.of(self.model, config)
+        decision = get_method(config.method).decide(self.model, self.text.before.ids, request, self._run("decide"))
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
     def train_before_the_cut(self) -> None:

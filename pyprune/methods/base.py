@@ -10,15 +10,74 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pyprune.config.method import MethodOptions
 from pyprune.errors import ConfigError
+from pyprune.families import Family, family_for, parameter_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from pyprune.config.run import PruneConfig
+    from pyprune.config.run import PruneConfig, RatioOf
+    from pyprune.config.score import ScoreConfig
     from pyprune.plan import PrunePlan
 
 Options = TypeVar("Options", bound=MethodOptions)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is to reach: the options that a decision reads, and the facts of the model that all methods look up.
+
+    Attributes:
+        method: its name, for messages.
+        options: the method's own; None = its defaults (:func:`own_options` reads them).
+        ratio: share to remove, in (0, 1).
+        ratio_of: of what: layers, hidden or parameters; None = the method's own axis.
+        hidden_multiple: legal multiple of a sliced hidden size, channels.
+        score: what all scoring methods share.
+        reconstruct: what the cut does for what stays: none, bias or least_squares; none where nothing is cut.
+        seed: of the order of samples.
+        family: of the model.
+        identity: the plan that removes nothing.
+        shapes: parameter name -> shape, tied parameters once.
+    """
+
+    method: str
+    options: MethodOptions | None
+    ratio: float
+    ratio_of: RatioOf | None
+    hidden_multiple: int
+    score: ScoreConfig
+    reconstruct: Literal["none", "bias", "least_squares"]
+    seed: int
+    family: Family
+    identity: PrunePlan
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: PruneConfig) -> PlanRequest:
+        """Take what a decision reads from the options of a run, and look at the model.
+
+        Args:
+            model: dense, of a known family; on the meta device if need be.
+            config: every option.
+
+        Raises:
+            UnsupportedModelError: the model has no family.
+        """
+        family = family_for(model)
+        return cls(
+            method=config.method,
+            options=config.options,
+            ratio=config.ratio,
+            ratio_of=config.ratio_of,
+            hidden_multiple=config.hidden_multiple,
+            score=config.score_options,
+            reconstruct=config.cut.reconstruct if config.stages.prune else "none",
+            seed=config.seed,
+            family=family,
+            identity=family.plan(model.config),
+            shapes=parameter_shapes(model),
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +147,7 @@ class Decide(Protocol):
     """Choose what to remove."""
 
     def __call__(
-        self, model: PreTrainedModel, samples: Tensor, config: PruneConfig, run: RunOptions = ..., /
+        self, model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = ..., /
     ) -> PlanDecision:
         """Return the plan; the model's weights are left as they were."""
         ...
@@ -152,7 +211,7 @@ class Method:
         name: the file's or folder's name.
         axis: the axis it removes from.
         summary: one line for people.
-        decide: (model, samples [N, T], config, run) -> PlanDecision.
+        decide: (model, samples [N, T], request, run) -> PlanDecision.
         regularise: (model, samples [N, T], plan, the method's options, run) -> report; None for a method that only
             scores. The plan is of the dense model; on a model that was already cut to it nothing is left to penalise
             and the stage trains the language model alone, with the same options.
@@ -189,16 +248,16 @@ class Method:
         return self.reads_text and (self.options() if options is None else options).reads_text
 
 
-def own_options(config: PruneConfig, kind: type[Options]) -> Options:
+def own_options(given: PlanRequest | PruneConfig, kind: type[Options]) -> Options:
     """The options of a run's method, which must be of the class that the method declares; None stands for its defaults.
 
     Raises:
         ConfigError: they are another method's.
     """
-    found = kind() if config.options is None else config.options
+    found = kind() if given.options is None else given.options
     if not isinstance(found, kind):
         raise ConfigError(
-            f"The options of method {config.method!r} are a {type(found).__name__}; it takes a {kind.__name__}."
+            f"The options of method {given.method!r} are a {type(found).__name__}; it takes a {kind.__name__}."
         )
     return found
 

@@ -11,6 +11,7 @@ from typing import Literal
 from pyprune.config.run import RatioOf
 from pyprune.errors import ConfigError
 from pyprune.families import Family, parameters_after
+from pyprune.methods.base import PlanRequest
 from pyprune.plan import PrunePlan
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,63 +69,45 @@ def without_units(plan: PrunePlan, layers: Iterable[int], unit: Unit = "layer") 
     return plan
 
 
-def decide_layer_count(
-    family: Family,
-    shapes: Shapes,
-    identity: PrunePlan,
-    ratio: float,
-    ratio_of: RatioOf = "layers",
-    unit: Unit = "layer",
-) -> Decision:
+def decide_layer_count(request: PlanRequest, unit: Unit = "layer") -> Decision:
     """How many layers go, or how many attention or MLP blocks.
 
     Args:
-        family: of the model.
-        shapes: parameter name -> shape, tied parameters once.
-        identity: the plan that removes nothing.
-        ratio: share to remove, in (0, 1).
-        ratio_of: layers (floor(ratio * n)) or parameters (the most units whose share stays within it).
+        request: its ``ratio_of`` is layers (floor(ratio * n); also for None) or parameters (the most units whose share
+            stays within the ratio).
         unit: what goes; every layer has one of each.
 
     Raises:
         ConfigError: the ratio removes nothing, leaves nothing, or its unit does not fit this axis.
     """
-    total = identity.dense.num_layers
+    total = request.identity.dense.num_layers
+    ratio_of = request.ratio_of or "layers"
     if ratio_of == "layers":
-        return Decision(floor_count(ratio, total, UNIT_NAMES[unit]))
+        return Decision(floor_count(request.ratio, total, UNIT_NAMES[unit]))
     if ratio_of != "parameters":
         raise ConfigError(f"ratio_of is {ratio_of!r}, but this method removes layers; use layers or parameters.")
 
     def without(count: int) -> PrunePlan:
-        return without_units(identity, range(total - count, total), unit)
+        return without_units(request.identity, range(total - count, total), unit)
 
-    return _largest_within(family, shapes, ratio, range(1, total), without, UNIT_NAMES[unit])
+    return _largest_within(request, range(1, total), without, UNIT_NAMES[unit])
 
 
-def decide_hidden_count(
-    family: Family,
-    shapes: Shapes,
-    identity: PrunePlan,
-    ratio: float,
-    ratio_of: RatioOf = "hidden",
-    multiple: int = 8,
-) -> Decision:
-    """How many hidden channels go, so that what stays is a multiple of ``multiple``.
+def decide_hidden_count(request: PlanRequest, usual: RatioOf = "hidden") -> Decision:
+    """How many hidden channels go, so that what stays is a multiple of ``hidden_multiple``.
 
     Rounding keeps more rather than fewer channels, and is reported in the notes.
 
     Args:
-        family: of the model.
-        shapes: parameter name -> shape, tied parameters once.
-        identity: the plan that removes nothing.
-        ratio: share to remove, in (0, 1).
-        ratio_of: hidden (floor(ratio * n)) or parameters (the most channels whose share stays within it).
-        multiple: legal multiple of the kept size, channels.
+        request: its ``ratio_of`` is hidden (floor(ratio * n)) or parameters (the most channels whose share stays within
+            the ratio).
+        usual: what ``ratio_of`` None stands for.
 
     Raises:
         ConfigError: the ratio removes nothing once rounded, leaves nothing, or its unit does not fit.
     """
-    total = identity.dense.hidden_size
+    ratio, multiple, ratio_of = request.ratio, request.hidden_multiple, request.ratio_of or usual
+    total = request.identity.dense.hidden_size
     kept_legal = list(range(multiple, total, multiple))
     if not kept_legal:
         raise ConfigError(
@@ -133,10 +116,10 @@ def decide_hidden_count(
     if ratio_of == "parameters":
 
         def without(count: int) -> PrunePlan:
-            return identity.keep_hidden(range(total - count))
+            return request.identity.keep_hidden(range(total - count))
 
         counts = [total - kept for kept in reversed(kept_legal)]
-        return _largest_within(family, shapes, ratio, counts, without, "hidden channels")
+        return _largest_within(request, counts, without, "hidden channels")
     if ratio_of != "hidden":
         raise ConfigError(
             f"ratio_of is {ratio_of!r}, but this method removes hidden channels; use hidden or parameters."
@@ -159,25 +142,21 @@ def decide_hidden_count(
 
 
 def _largest_within(
-    family: Family,
-    shapes: Shapes,
-    ratio: float,
-    counts: range | list[int],
-    without: Callable[[int], PrunePlan],
-    unit: str,
+    request: PlanRequest, counts: range | list[int], without: Callable[[int], PrunePlan], unit: str
 ) -> Decision:
     """The largest count whose share of parameters does not exceed the ratio (shares grow with the count)."""
+    ratio = request.ratio
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio is {ratio}; it must be strictly between 0 and 1.")
     best = 0
     share = 0.0
     for count in counts:
-        here = share_of_parameters(family, shapes, without(count))
+        here = share_of_parameters(request.family, request.shapes, without(count))
         if here > ratio:
             break
         best, share = count, here
     if best == 0:
-        first = share_of_parameters(family, shapes, without(counts[0]))
+        first = share_of_parameters(request.family, request.shapes, without(counts[0]))
         raise ConfigError(f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {first:.4g}.")
     note = f"{best} {unit} are {share:.2%} of the parameters (asked for {ratio:.2%})."
     return Decision(best, (note,))

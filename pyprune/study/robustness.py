@@ -38,7 +38,7 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.errors import ConfigError, OutputError
 from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import own_options
+from pyprune.methods.base import PlanRequest, own_options
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
@@ -165,7 +165,7 @@ class _Bench:
         for options in self.methods.values():
             check_sequence_length(self.model.config, options.data.sequence_length)
             for ratio in self.config.ratios:
-                ranking_of(self.model, replace(options, ratio=ratio)).check_goal()
+                ranking_of(self.model, PlanRequest.of(self.model, replace(options, ratio=ratio))).check_goal()
 
     def _row(
         self,
@@ -264,7 +264,7 @@ class _Bench:
         method = get_method(config.method)
         if not isinstance(method, ScoreMethod):
             raise ConfigError(f"method {config.method!r} scores nothing; robustness compares scoring methods.")
-        run = Scoring.of(self.model, samples, config)
+        run = Scoring.of(self.model, samples, PlanRequest.of(self.model, config))
         method.scorer(run)
         return run
 
@@ -344,7 +344,7 @@ def _layers(config: PruneConfig) -> str:
 
 def _rank(model: PreTrainedModel, run: Scoring, config: PruneConfig) -> PrunePlan:
     config.validate()
-    ranking = ranking_of(model, config)
+    ranking = ranking_of(model, PlanRequest.of(model, config))
     return ranking.plan(run.scores, ranking.identity, Fraction(1))
 
 

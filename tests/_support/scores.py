@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
 from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import PlanDecision
+from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.ratio import share_of_parameters
+from pyprune.methods.registry import get_method
 from pyprune.methods.score.base import Scoring, decide_by_scores
 from pyprune.plan import PrunePlan
 from tests._support.models import tiny_batch
@@ -27,6 +29,16 @@ def options(method: str = "magnitude", ratio: float = 0.15, **score: Any) -> Pru
     return scoring_config(method, ratio, **score)
 
 
+def decision_of(model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
+    """What the method of a configuration decides."""
+    return get_method(config.method).decide(model, samples, PlanRequest.of(model, config))
+
+
+def scoring_of(model: PreTrainedModel, samples: Tensor, config: PruneConfig, *, masked: bool = False) -> Scoring:
+    """One round of scoring, without any scores yet."""
+    return Scoring.of(model, samples, PlanRequest.of(model, config), masked=masked)
+
+
 def injected(model: PreTrainedModel, config: PruneConfig, scores: Scores) -> PlanDecision:
     """Decide with these scores of units; places that are not named score 100 each."""
 
@@ -38,7 +50,7 @@ def injected(model: PreTrainedModel, config: PruneConfig, scores: Scores) -> Pla
             given = scores.get((layer, axis))
             run.add_units(layer, axis, values if given is None else torch.tensor(given))
 
-    return decide_by_scores(scorer, model, tiny_batch(), config)
+    return decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config))
 
 
 def share(model: PreTrainedModel, plan: PrunePlan) -> float:

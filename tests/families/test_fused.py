@@ -18,13 +18,13 @@ from pyprune.families.base import kept_positions
 from pyprune.methods.registry import get_method, own_methods
 from pyprune.methods.score import ScoreMethod
 from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import Scoring
 from pyprune.probe.effects import weight_sums
 from pyprune.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick, scoring_config
 from tests._support.plans import axis_plans
+from tests._support.scores import scoring_of
 
 SAMPLES = tiny_batch(batch=4, length=24)
 QKV = Row(
@@ -57,7 +57,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def group_scores(model: PreTrainedModel, config: PruneConfig) -> dict[Any, Tensor]:
-    run = Scoring.of(model, SAMPLES, config)
+    run = scoring_of(model, SAMPLES, config)
     method = get_method(config.method)
     assert isinstance(method, ScoreMethod)
     method.scorer(run)

@@ -35,7 +35,7 @@ class Options(MethodOptions):
 
 
 def score(run):
-    power = own_options(run.config, Options).power
+    power = own_options(run.request, Options).power
     for param in run.opened:
         run.add_elements(param, run.weight(param).abs() ** power)
 

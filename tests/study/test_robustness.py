@@ -19,7 +19,6 @@ from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError
-from pyprune.methods.registry import get_method
 from pyprune.methods.score import smoothgrad
 from pyprune.methods.score._descent import Noise
 from pyprune.plan import PrunePlan
@@ -29,6 +28,7 @@ from pyprune.study.robustness import check_robustness, jaccard, removed_units
 from pyprune.study.robustness_config import METHODS, RobustnessConfig
 from pyprune.study.robustness_result import RobustnessResult
 from tests._support.models import tiny_model
+from tests._support.scores import decision_of
 from tests._support.text import write_model, write_text
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -118,7 +118,7 @@ def test_every_row_is_a_direct_masked_measurement(axes: Any, texts: tuple[Path, 
         measured: dict[str, float] = {}
         for variant in ("float32", "int8"):
             set_variant_(model, originals, variant)
-            plans[variant] = get_method(row.method).decide(model, samples, wanted).plan
+            plans[variant] = decision_of(model, samples, wanted).plan
             with masked(model, plans[variant]):
                 found = evaluate_perplexity(model, tokenizer, str(texts[1]), "ppl-128", max_tokens=512)
             measured[variant] = found.perplexity
@@ -292,7 +292,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
     samples = sample_sequences(tiny_tokenizer(), options.of("moreau").data).ids
     for ratio in (0.1, 0.2):
         wanted = replace(options.of("moreau"), ratio=ratio)
-        decision = get_method("moreau").decide(tiny_model("llama"), samples, wanted)
+        decision = decision_of(tiny_model("llama"), samples, wanted)
         assert PrunePlan.from_dict(dense["plans"][str(ratio)]) == decision.plan
         assert float(Fraction(str(ratio))) == ratio
 

@@ -9,11 +9,11 @@ import pytest
 
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import get_method
 from pyprune.recipe import build_config
 from pyprune.train.lora import check_rank, projection_names
 from pyprune.train.recover import recover
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.scores import decision_of
 
 TRAIN = TrainConfig(steps=1, batch_size=2, micro_batch_size=2)
 
@@ -40,7 +40,7 @@ def test_loraprune_refuses_it_too() -> None:
     config = build_config(preset="loraprune")
     config = replace(config, options=replace(config.options, rank=1000, train=TRAIN))
     with pytest.raises(ConfigError, match=r"rank is 1000, .* has 48 channels"):
-        get_method("loraprune").decide(tiny_model(), tiny_batch(), config)
+        decision_of(tiny_model(), tiny_batch(), config)
 
 
 @pytest.mark.usefixtures("no_adapters")

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
-from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import PlanDecision
+from pyprune.families import family_for
+from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
-from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards
 from pyprune.runtime.progress import track
@@ -34,36 +32,25 @@ class Removal:
     """How many units go, and which may.
 
     Attributes:
-        model: the dense model.
-        identity: the plan that removes nothing.
+        request: what is to be reached.
         unit: what goes.
         opened: layers whose unit may go, ascending.
         count: how many of them go.
         notes: what was rounded.
     """
 
-    model: PreTrainedModel
-    identity: PrunePlan
+    request: PlanRequest
     unit: Unit
     opened: tuple[int, ...]
     count: int
     notes: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        config: PruneConfig,
-        unit: Unit = "layer",
-        *,
-        keep_first: int = 0,
-        keep_last: int = 0,
-    ) -> Removal:
-        """Read the options.
+    def of(cls, request: PlanRequest, unit: Unit = "layer", *, keep_first: int = 0, keep_last: int = 0) -> Removal:
+        """Count what goes.
 
         Args:
-            model: a dense model of a known family.
-            config: every option; ``ratio`` and ``ratio_of`` (layers, also for None, or parameters) say how many go.
+            request: ``ratio`` and ``ratio_of`` (layers, also for None, or parameters) say how many go.
             unit: what goes.
             keep_first: layers at the beginning of the model that stay whole.
             keep_last: layers at its end that stay whole.
@@ -71,19 +58,16 @@ class Removal:
         Raises:
             ConfigError: the ratio removes nothing, or more than the layers that are not kept.
         """
-        family = family_for(model)
-        identity = family.plan(model.config)
-        ratio_of = config.ratio_of or "layers"
-        decision = decide_layer_count(family, parameter_shapes(model), identity, config.ratio, ratio_of, unit)
-        total = identity.dense.num_layers
+        decision = decide_layer_count(request, unit)
+        total = request.identity.dense.num_layers
         opened = tuple(range(keep_first, total - keep_last))
         if decision.count > len(opened):
             raise ConfigError(
-                f"ratio {config.ratio} (of {ratio_of}) removes {decision.count} of {total} {UNIT_NAMES[unit]}, but "
-                f"only {len(opened)} may go: the first {keep_first} and the last {keep_last} layers stay. Use a "
-                f"smaller ratio, or keep fewer layers (options of {config.method})."
+                f"ratio {request.ratio} (of {request.ratio_of or 'layers'}) removes {decision.count} of {total} "
+                f"{UNIT_NAMES[unit]}, but only {len(opened)} may go: the first {keep_first} and the last {keep_last} "
+                f"layers stay. Use a smaller ratio, or keep fewer layers (options of {request.method})."
             )
-        return cls(model, identity, unit, opened, decision.count, decision.notes)
+        return cls(request, unit, opened, decision.count, decision.notes)
 
     def smallest(self, scores: Mapping[int, float], count: int | None = None) -> tuple[int, ...]:
         """The layers whose units go, smallest score first, ties by the smaller index.
@@ -112,8 +96,8 @@ class Removal:
             order: layers, in the order in which they were chosen.
             details: plain JSON data for the report.
         """
-        plan = without_units(self.identity, order, self.unit)
-        share = share_of_parameters(family_for(self.model), parameter_shapes(self.model), plan)
+        plan = without_units(self.request.identity, order, self.unit)
+        share = share_of_parameters(self.request.family, self.request.shapes, plan)
         note = f"Removed: {UNIT_NAMES[self.unit]} {sorted(order)}, {share:.2%} of the parameters."
         shown = {"unit": self.unit, "removed": list(order), "share_removed": share, **details}
         return PlanDecision(plan, (*self.notes, note), {"layers": shown})

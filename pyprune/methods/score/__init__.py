@@ -19,7 +19,7 @@ from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.score import ScoreConfig
-from pyprune.methods.base import Deferred, Method, PlanDecision
+from pyprune.methods.base import Deferred, Method, PlanDecision, PlanRequest
 
 if TYPE_CHECKING:
     from pyprune.methods.score.base import Scoring
@@ -43,10 +43,10 @@ class ScoreMethod(Method):
 class _DecideByScores:
     scorer: Scorer
 
-    def __call__(self, model: Any, samples: Any, config: PruneConfig, run: Any = None) -> PlanDecision:
+    def __call__(self, model: Any, samples: Any, request: PlanRequest, run: Any = None) -> PlanDecision:
         from pyprune.methods.score.base import decide_by_scores
 
-        return decide_by_scores(self.scorer, model, samples, config)
+        return decide_by_scores(self.scorer, model, samples, request)
 
 
 def score_method(

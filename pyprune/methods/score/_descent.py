@@ -104,7 +104,7 @@ class Descent:
     @classmethod
     def start(cls, run: Scoring) -> Descent:
         """Zero displacement of every open parameter."""
-        config = own_options(run.config, MoreauOptions)
+        config = own_options(run.request, MoreauOptions)
         deltas = {p.name: wide_zeros(p) for p in run.opened}
         return cls(config, Noise(run.opened, config.sigma, config.seed), deltas)
 
@@ -152,7 +152,7 @@ class Descent:
 
 def score_by_descent(run: Scoring) -> None:
     """Add I = |delta_T w0| / rho of every open parameter."""
-    config = own_options(run.config, MoreauOptions)
+    config = own_options(run.request, MoreauOptions)
     with measured(run) as account:
         descent = Descent.start(run)
         for number in range(config.steps):
@@ -183,7 +183,7 @@ def _advice(descent: Descent) -> str:
 
 def score_by_smooth_gradient(run: Scoring) -> None:
     """Add |mean over m draws of grad f(w0 + z) * w0| of every open parameter."""
-    config = own_options(run.config, SmoothGradOptions)
+    config = own_options(run.request, SmoothGradOptions)
     noise = Noise(run.opened, config.sigma, config.seed)
     with measured(run) as account:
         report = take_gradients(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyprune.errors import DataError
-from pyprune.families import NamedParam, family_for
+from pyprune.families import NamedParam
 from pyprune.methods.score.base import Scoring
 from pyprune.probe.activations import still
 from pyprune.train.loss import causal_loss
@@ -85,7 +85,7 @@ def take_gradients(
     """
     samples = run.samples.to(run.model.device)
     if not samples.numel():
-        raise DataError(f"{run.config.method} reads gradients on calibration text; give samples.")
+        raise DataError(f"{run.request.method} reads gradients on calibration text; give samples.")
     batches = samples.split(run.score.batch_size or len(samples))
     passes = [(draw, batch) for draw in range(draws) for batch in batches]
     layerwise = run.score.layerwise
@@ -113,7 +113,8 @@ class _Pass:
         self, run: Scoring, weights: Callable[[NamedParam], Tensor], consume: Consume, last: bool, per_sample: bool
     ) -> None:
         self.model = run.model
-        self.layers = family_for(run.model).layers(run.model)
+        self.family = run.request.family
+        self.layers = self.family.layers(run.model)
         self.weights = weights
         self.consume = consume
         self.last = last
@@ -215,7 +216,7 @@ class _Segment:
         self.layer = layer
         self.plain = _Plain(layer)
         self.params = owner.opened.get(index, [])
-        prefix = f"{family_for(owner.model).layers_path}.{index}."
+        prefix = f"{owner.family.layers_path}.{index}."
         self.names = {p.name: "layer." + p.name.removeprefix(prefix) for p in self.params}
 
     def patch(self, anchor: Tensor) -> None:

@@ -53,7 +53,7 @@ def losses_by_axis(ranking: Ranking, plan: PrunePlan) -> tuple[AxisLoss, ...]:
 
 def _loss(ranking: Ranking, plan: PrunePlan, axis: ScoreAxis) -> AxisLoss:
     scope = ranking.scope
-    share = share_of_parameters(ranking.family, ranking.shapes, _of_axis(ranking.identity, plan, axis))
+    share = share_of_parameters(ranking.request.family, ranking.request.shapes, _of_axis(ranking.identity, plan, axis))
     if axis == "hidden":
         return AxisLoss(axis, len(plan.removed_hidden), scope.units(axis), 0, 0, share)
     kept = [layer for layer in plan.layers if layer.index in scope.layers]

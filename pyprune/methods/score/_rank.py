@@ -18,11 +18,10 @@ from itertools import accumulate
 
 import torch
 
-from pyprune.config.run import PruneConfig
-from pyprune.config.score import ScoreAxis, ScoreConfig
+from pyprune.config.score import ScoreAxis
 from pyprune.errors import ConfigError
-from pyprune.families import Family
-from pyprune.methods.ratio import Shapes, decide_hidden_count, share_of_parameters
+from pyprune.methods.base import PlanRequest
+from pyprune.methods.ratio import decide_hidden_count, share_of_parameters
 from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
 from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
 
@@ -56,30 +55,19 @@ class Ranking:
     """One model's goal and the plans that reach it.
 
     Args:
-        family: of the model.
-        shapes: parameter name -> shape, tied parameters once.
-        identity: the plan that removes nothing.
+        request: the goal, and the facts of the model.
         scope: what is open.
-        config: every option.
         why_not_stock: why no stock architecture can hold a plan; nothing when one can.
     """
 
     def __init__(
-        self,
-        family: Family,
-        shapes: Shapes,
-        identity: PrunePlan,
-        scope: OpenUnits,
-        config: PruneConfig,
-        why_not_stock: Callable[[PrunePlan], Sequence[str]],
+        self, request: PlanRequest, scope: OpenUnits, why_not_stock: Callable[[PrunePlan], Sequence[str]]
     ) -> None:
-        self.family = family
-        self.shapes = shapes
-        self.identity = identity
+        self.request = request
         self.scope = scope
-        self.config = config
         self.why_not_stock = why_not_stock
-        self.score: ScoreConfig = config.score_options
+        self.score = request.score
+        self.identity = request.identity
 
     def plan(self, scores: StructureScores, before: PrunePlan, done: Fraction) -> PrunePlan:
         """The plan after a round.
@@ -126,13 +114,13 @@ class Ranking:
         places = orders if self.score.is_local else [min(orders, key=self._parameters_of_first)]
         smallest = self._share(orders, {(o.layer, o.axis): 1 for o in places if o.axis == places[-1].axis})
         raise ConfigError(
-            f"ratio {self.config.ratio} of the parameters removes nothing; the smallest step is {smallest:.4g}."
+            f"ratio {self.request.ratio} of the parameters removes nothing; the smallest step is {smallest:.4g}."
         )
 
     def _check_unit(self) -> None:
-        if self.config.ratio_of not in (None, "parameters"):
+        if self.request.ratio_of not in (None, "parameters"):
             raise ConfigError(
-                f"ratio_of is {self.config.ratio_of!r}, but {self.config.method} removes {list(self.scope.axes)}; "
+                f"ratio_of is {self.request.ratio_of!r}, but {self.request.method} removes {list(self.scope.axes)}; "
                 "use parameters, or give counts (score.heads, score.ffn)."
             )
 
@@ -170,7 +158,7 @@ class Ranking:
     def _bundles(self, order: Sequence[int], axis: ScoreAxis) -> tuple[tuple[int, ...], ...]:
         if axis == "heads" and not self.scope.whole_groups:
             return self._query_bundles(order)
-        size = {"heads": 1, "ffn": self.score.ffn_multiple, "hidden": self.config.hidden_multiple}[axis]
+        size = {"heads": 1, "ffn": self.score.ffn_multiple, "hidden": self.request.hidden_multiple}[axis]
         # What is left of a dense width that is no multiple goes with the first bundle, so that every rest is legal.
         first = len(order) % size or size
         return (tuple(order[:first]), *(tuple(order[i : i + size]) for i in range(first, len(order), size)))
@@ -205,21 +193,13 @@ class Ranking:
 
     def _hidden_by_ratio(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         (order,) = orders
-        config = self.config
-        decision = decide_hidden_count(
-            self.family,
-            self.shapes,
-            self.identity,
-            config.ratio,
-            config.ratio_of or "parameters",
-            config.hidden_multiple,
-        )
+        decision = decide_hidden_count(self.request, usual="parameters")
         gone = [sum(len(b) for b in order.bundles[:n]) for n in range(len(order.bundles))]
         return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
 
     def _local(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         """The part of the final counts that is due; they do not depend on scores."""
-        counts = self._local_goal(orders, self.config.ratio)
+        counts = self._local_goal(orders, self.request.ratio)
         return {place: math.floor(done * count) for place, count in counts.items()}
 
     def _local_goal(self, orders: Sequence[RankedUnits], goal: float) -> Counts:
@@ -311,7 +291,7 @@ class Ranking:
                 counts[orders[place].layer, orders[place].axis] += 1
             return counts
 
-        return self._largest(orders, self.config.ratio * float(done), len(places), counts_at)
+        return self._largest(orders, self.request.ratio * float(done), len(places), counts_at)
 
     def _normalised(self, orders: Sequence[RankedUnits]) -> list[tuple[float, ...]]:
         """Scores that may be compared across layers and axes; each order stays ascending."""
@@ -333,7 +313,7 @@ class Ranking:
         return [sizes[o.axis] for o in orders]
 
     def _parameters_of_first(self, order: RankedUnits) -> int:
-        total = sum(math.prod(shape) for shape in self.shapes.values())
+        total = sum(math.prod(shape) for shape in self.request.shapes.values())
         return round(self._share([order], {(order.layer, order.axis): 1}) * total)
 
     def _largest(
@@ -344,7 +324,7 @@ class Ranking:
         most = self._share(orders, counts_at(last))
         if last == steps and most < goal - 1e-12:
             raise ConfigError(
-                f"ratio {self.config.ratio} cannot be reached: all that may go of axes {list(self.scope.axes)} in "
+                f"ratio {self.request.ratio} cannot be reached: all that may go of axes {list(self.scope.axes)} in "
                 f"layers {self.scope.layers[0]} to {self.scope.layers[-1]} is {most:.2%} of the parameters. "
                 f"Open more layers or axes, or lower the ratio{self._heads_hint(orders)}."
             )
@@ -369,7 +349,7 @@ class Ranking:
         return beyond - 1
 
     def _share(self, orders: Sequence[RankedUnits], counts: Counts) -> float:
-        return share_of_parameters(self.family, self.shapes, self._remove(orders, counts))
+        return share_of_parameters(self.request.family, self.request.shapes, self._remove(orders, counts))
 
     def _remove(self, orders: Sequence[RankedUnits], counts: Mapping[LayerAxis, int]) -> PrunePlan:
         gone: dict[LayerAxis, set[int]] = {}

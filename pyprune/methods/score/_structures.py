@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError, ScoreError, shown
-from pyprune.families import NamedParam, Row, family_for, named_axes
+from pyprune.families import NamedParam, Row, named_axes
 from pyprune.families.base import Axis, axis_width
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
@@ -275,8 +275,3 @@ def opened_places(scope: OpenUnits) -> tuple[tuple[int | None, ScoreAxis], ...]:
     if "hidden" in scope.axes:
         found.append((None, "hidden"))
     return tuple(found)
-
-
-def open_units(model: PreTrainedModel, config: ScoreConfig) -> OpenUnits:
-    """The scope of a model under these options."""
-    return OpenUnits.of(family_for(model).sizes(model.config), config)

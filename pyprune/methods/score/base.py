@@ -12,7 +12,7 @@ What a scorer may call:
 * ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
 * ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
 * ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (what all scoring methods share),
-  ``own_options(run.config, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
+  ``own_options(run.request, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
   and ``run.details`` for the report.
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
@@ -32,22 +32,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import masked
-from pyprune.errors import ScoreError
-from pyprune.families import NamedParam, family_for, parameter_shapes, parameters_after
-from pyprune.methods.base import PlanDecision
+from pyprune.families import NamedParam, parameters_after
+from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import OpenUnits, StructureScores, open_units, opened_places
+from pyprune.methods.score._structures import OpenUnits, StructureScores, opened_places
 from pyprune.plan import PrunePlan
 
 __all__ = [
-    "ScoreError", "Scoring", "decide_by_scores", "ranking_of", "score_spread",
+    "Scoring", "decide_by_scores", "ranking_of", "score_spread",
 ]  # fmt: skip
 
 NEAR = 0.9
@@ -68,7 +66,7 @@ class Scoring:
     Attributes:
         model: the dense (or, in later rounds, masked) model; leave it as it is.
         samples: token ids, int64 [N, T]; empty for methods that read no text.
-        config: every option.
+        request: what the plan is to reach, and the options.
         scope: the open axes and layers.
         opened: the parameters that own open structures, in the model's order.
         masked: whether earlier rounds have zeroed structures of this model.
@@ -80,7 +78,7 @@ class Scoring:
 
     model: PreTrainedModel
     samples: Tensor
-    config: PruneConfig
+    request: PlanRequest
     scope: OpenUnits
     opened: tuple[NamedParam, ...]
     masked: bool
@@ -90,21 +88,21 @@ class Scoring:
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, samples: Tensor, config: PruneConfig, *, masked: bool = False) -> Scoring:
+    def of(cls, model: PreTrainedModel, samples: Tensor, request: PlanRequest, *, masked: bool = False) -> Scoring:
         """Open the structures that the options name, with no scores yet."""
-        scope = open_units(model, config.score_options)
-        scores = StructureScores(scope, config.score_options.aggregation)
-        return cls(model, samples, config, scope, scope.opened(model), masked, scores)
+        scope = OpenUnits.of(request.identity.dense, request.score)
+        scores = StructureScores(scope, request.score.aggregation)
+        return cls(model, samples, request, scope, scope.opened(model), masked, scores)
 
     @property
     def score(self) -> ScoreConfig:
         """The options that all scoring methods share."""
-        return self.config.score_options
+        return self.request.score
 
     @torch.no_grad()
     def weight(self, param: NamedParam) -> Tensor:
         """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
-        offset = family_for(self.model).unit_offset_norm and param.row.is_norm_weight
+        offset = self.request.family.unit_offset_norm and param.row.is_norm_weight
         return param.parameter.detach() + 1 if offset else param.parameter.detach()
 
     @torch.no_grad()
@@ -143,7 +141,7 @@ class Scoring:
         self.warnings.append(text)
 
 
-def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
+def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, request: PlanRequest) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
     Later rounds score the masked model and hold one more copy of its weights meanwhile. Notes and details are those of
@@ -153,33 +151,32 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
         scorer: adds the scores of a round.
         model: a dense model of a known family; a scorer that reads no weights may be used on the meta device.
         samples: calibration token ids, int64 [N, T].
-        config: every option.
+        request: what the plan is to reach.
 
     Raises:
         ConfigError: options that do not fit the model, or a goal that cannot be reached.
         ScoreError: scores that cannot rank anything.
     """
-    config.validate()
-    ranking = ranking_of(model, config)
+    ranking = ranking_of(model, request)
     ranking.check_goal()
-    rounds = config.score_options.iterations
+    rounds = request.score.iterations
     plan = ranking.identity
-    run = Scoring.of(model, samples, config)
+    run = Scoring.of(model, samples, request)
     warnings: list[str] = []
     for number in range(1, rounds + 1):
         with masked(model, plan) if number > 1 else nullcontext():
-            run = Scoring.of(model, samples, config, masked=number > 1)
+            run = Scoring.of(model, samples, request, masked=number > 1)
             scorer(run)
         prefix = f"Round {number}: " if rounds > 1 else ""
         warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]
         plan = ranking.plan(run.scores, plan, Fraction(number, rounds))
-    share = share_of_parameters(ranking.family, ranking.shapes, plan)
+    share = share_of_parameters(request.family, request.shapes, plan)
     losses = losses_by_axis(ranking, plan)
-    left = parameters_after(ranking.family, ranking.shapes, plan)
-    notes = [_goal_note(config, share, left), losses_note(losses), *run.notes]
+    left = parameters_after(request.family, request.shapes, plan)
+    notes = [_goal_note(request, share, left), losses_note(losses), *run.notes]
     warnings += untouched_axes(ranking, losses, standardised=run.scores.standardised)
     warnings += _shortfall(ranking, share)
-    if config.score_options.uniform:
+    if request.score.uniform:
         notes.append(UNIFORM_NOTE)
         warnings += _uniform_warnings(ranking.why_not_stock(plan))
     details = {
@@ -192,45 +189,45 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, co
     return PlanDecision(plan, tuple(notes), {"scores": details}, tuple(warnings))
 
 
-def ranking_of(model: PreTrainedModel, config: PruneConfig) -> Ranking:
-    """What turns one round's scores of a model into plans; only the goal in ``config`` changes which.
+def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:
+    """What turns one round's scores of a model into plans; only the goal in ``request`` changes which.
 
     Raises:
         ConfigError: open layers that the model does not have.
     """
-    family = family_for(model)
-    scope = open_units(model, config.score_options)
+    scope = OpenUnits.of(request.identity.dense, request.score)
+    biases = request.reconstruct == "bias"
 
     def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
-        return target_of(model, plan, biases=config.adds_biases).why_not_stock
+        return target_of(model, plan, biases=biases).why_not_stock
 
-    return Ranking(family, parameter_shapes(model), family.plan(model.config), scope, config, why_not_stock)
+    return Ranking(request, scope, why_not_stock)
 
 
 def _shortfall(ranking: Ranking, share: float) -> list[str]:
-    config = ranking.config
-    if config.score_options.counts or config.ratio_of not in (None, "parameters") or share >= NEAR * config.ratio:
+    request, score = ranking.request, ranking.score
+    if score.counts or request.ratio_of not in (None, "parameters") or share >= NEAR * request.ratio:
         return []
-    if config.score_options.is_local or config.score_options.axes == ("hidden",):
+    if score.is_local or score.axes == ("hidden",):
         why = "every further step is larger than what is left of the goal"
         closer = ["smaller steps (score.ffn_multiple, hidden_multiple)", "the ranking 'global'", "more open layers"]
     else:
         why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
         closer = ["smaller steps (score.ffn_multiple)", "the ranking 'local', which goes on with smaller steps"]
-    if "heads" in config.score_options.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
+    if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     return [
-        f"Only {share:.2%} of the parameters are removed, {config.ratio:.2%} were asked for: {why}. What may come "
+        f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {why}. What may come "
         f"closer: {'; '.join(closer)}."
     ]
 
 
-def _goal_note(config: PruneConfig, share: float, left: int) -> str:
-    if config.score_options.counts:
-        counts = ", ".join(f"{axis} {count}" for axis, count in config.score_options.counts.items())
+def _goal_note(request: PlanRequest, share: float, left: int) -> str:
+    if request.score.counts:
+        counts = ", ".join(f"{axis} {count}" for axis, count in request.score.counts.items())
         asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
     else:
-        asked = f"asked for {config.ratio:.2%}"
+        asked = f"asked for {request.ratio:.2%}"
     return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
 
 

@@ -17,11 +17,12 @@ from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
-from pyprune.methods.registry import get_method, preset
+from pyprune.methods.registry import preset
 from pyprune.pipeline import make_plan, prune_
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.planted import layer_of
+from tests._support.scores import decision_of
 
 LAYERS = 8
 
@@ -132,7 +133,7 @@ def test_the_search_is_the_algorithm_at_the_largest_threshold_that_reaches_the_r
     dense = tiny_model(num_hidden_layers=LAYERS)
     before = {name: p.clone() for name, p in dense.named_parameters()}
     chosen = config(ratio, **own)
-    decision = get_method("laco").decide(dense, samples(), chosen)
+    decision = decision_of(dense, samples(), chosen)
     assert all(torch.equal(p, before[name]) for name, p in dense.named_parameters())
     assert not any("forward" in module.__dict__ or module._forward_hooks for module in dense.modules())
     found = decision.details["layers"]
@@ -180,15 +181,14 @@ def test_a_replayed_plan_is_cut_without_the_merge_and_says_so(tmp_path: Path) ->
 
 def test_refusals() -> None:
     model = tiny_model(num_hidden_layers=LAYERS)
-    decide = get_method("laco").decide
     reconstructed = replace(config(), cut=CutConfig(reconstruct="least_squares"))
     with pytest.raises(ConfigError, match=r"cut\.reconstruct is 'least_squares', but laco merges layers"):
-        decide(model, samples(), reconstructed)
+        decision_of(model, samples(), reconstructed)
     with pytest.raises(ConfigError, match=r"laco removes 2 of 8 layers at most with merge 3, interval 5"):
-        decide(model, samples(), config(0.5, interval=5))
+        decision_of(model, samples(), config(0.5, interval=5))
     with pytest.raises(ConfigError, match=r"removes 4 of 8 layers, but only 2 may go: the first 6"):
-        decide(model, samples(), config(0.5, lowest=5))
+        decision_of(model, samples(), config(0.5, lowest=5))
     with torch.no_grad():
         layer_of(model, 0).mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(ScoreError, match="not finite"):
-        decide(model, samples(), config())
+        decision_of(model, samples(), config())

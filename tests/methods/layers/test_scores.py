@@ -17,7 +17,7 @@ from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_, masked
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for
-from pyprune.methods.base import PlanDecision
+from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.layers._units import losses_without
 from pyprune.methods.layers.shortened_llama.score import taylor_scores
 from pyprune.methods.layers.shortgpt.score import block_influence
@@ -45,7 +45,7 @@ def config(method: str, ratio: float = 0.5, ratio_of: str = "layers", **own: Any
 
 
 def decided(model: PreTrainedModel, chosen: PruneConfig, text: Tensor | None = None) -> PlanDecision:
-    return get_method(chosen.method).decide(model, samples() if text is None else text, chosen)
+    return get_method(chosen.method).decide(model, samples() if text is None else text, PlanRequest.of(model, chosen))
 
 
 def removed(decision: PlanDecision) -> list[int]:
@@ -197,13 +197,14 @@ def test_taylor_is_the_sum_of_absolute_products_over_the_matrices(family: str, u
                 expected[i] += float((parameter.grad * parameter.detach()).abs().sum())
     model.zero_grad()
     for batch_size in (None, 2):
-        found = taylor_scores(model, samples(), config("shortened_llama"), unit, batch_size=batch_size)
+        request = PlanRequest.of(model, config("shortened_llama"))
+        found = taylor_scores(model, samples(), request, unit, batch_size=batch_size)
         assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_taylor_plus_keeps_the_first_four_and_the_last_two_layers() -> None:
     model = tiny_model(num_hidden_layers=9)
-    found = taylor_scores(model, samples(), config("shortened_llama"))
+    found = taylor_scores(model, samples(), PlanRequest.of(model, config("shortened_llama")))
     decision = decided(model, config("shortened_llama", 0.23, form="taylor_plus"))
     assert removed(decision) == sorted((4, 5, 6), key=found.__getitem__)[:2]
     free = decided(model, config("shortened_llama", 0.23, form="taylor_plus", **ALL_OPEN))

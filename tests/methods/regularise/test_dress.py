@@ -18,7 +18,7 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError
 from pyprune.families import family_for, named_axes
-from pyprune.methods.base import RunOptions
+from pyprune.methods.base import PlanRequest, RunOptions
 from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import channel_scores, select_channels
@@ -328,7 +328,8 @@ def test_resuming_gives_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_method_decides_a_legal_size_and_reports_the_rounding() -> None:
     model = tiny_model()
-    decision = METHOD.decide(model, samples(), PruneConfig(method="dress", ratio=0.3, hidden_multiple=8))
+    request = PlanRequest.of(model, PruneConfig(method="dress", ratio=0.3, hidden_multiple=8))
+    decision = METHOD.decide(model, samples(), request)
     assert len(decision.plan.hidden) == 40
     assert any("rounded" in note for note in decision.notes)
     config = PruneConfig(method="dress", options=DressOptions(schedule="anneal", train=TRAIN))

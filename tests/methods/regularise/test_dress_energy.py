@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
-from pyprune.errors import DataError
+from pyprune.errors import DataError, ScoreError
 from pyprune.families import family_for, named_axes
+from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import read_config
 from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import select_channels
-from pyprune.methods.score.base import ScoreError
 from pyprune.pipeline import prune
 from pyprune.probe.energy import stream_energy
 from tests._support.models import one_of_each, tiny_batch, tiny_model
@@ -55,9 +55,8 @@ def test_the_channels_of_least_energy_go_whatever_their_weights_are() -> None:
     model = quiet_model()
     assert select_channels(model, 3, ENERGY, samples()) == QUIET
     assert not set(QUIET) & set(select_channels(model, 24, DressOptions(select="scored")))
-    decision = METHOD.decide(
-        model, samples(), PruneConfig(method="dress", ratio=0.1, hidden_multiple=1, options=ENERGY)
-    )
+    config = PruneConfig(method="dress", ratio=0.1, hidden_multiple=1, options=ENERGY)
+    decision = METHOD.decide(model, samples(), PlanRequest.of(model, config))
     assert set(QUIET) < set(decision.plan.removed_hidden)
     assert len(decision.plan.removed_hidden) == 4
     assert decision.details["select"] == "energy"

@@ -20,7 +20,7 @@ from pyprune.cut.mask import mask_, masked
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
-from pyprune.methods.base import RunOptions
+from pyprune.methods.base import PlanRequest, RunOptions
 from pyprune.methods.registry import get_method
 from pyprune.methods.regularise.elder import METHOD, ElderOptions, GateConfig
 from pyprune.methods.regularise.elder.gates import GateObjective, gated, learn_layer_gates
@@ -391,7 +391,7 @@ def test_the_method_decides_and_regularises(name: str) -> None:
     config = PruneConfig(method=name, ratio=0.5, options=ElderOptions(gates=GATES, schedule="anneal", train=TRAIN))
     method = get_method(name)
     assert method.name == name
-    decision = method.decide(model, samples(), config)
+    decision = method.decide(model, samples(), PlanRequest.of(model, config))
     assert len(decision.plan.removed_layers) == 2
     assert sorted(decision.details["gates"]["removed"]) == list(decision.plan.removed_layers)
     report = method.regularise(model, samples(), decision.plan, config.options)
@@ -402,7 +402,9 @@ def test_the_method_decides_and_regularises(name: str) -> None:
 
 
 def test_explicit_layers_skip_stage_one() -> None:
-    decision = METHOD.decide(tiny_model(), samples(), PruneConfig(options=ElderOptions(layers=(0, 3))))
+    model = tiny_model()
+    request = PlanRequest.of(model, PruneConfig(options=ElderOptions(layers=(0, 3))))
+    decision = METHOD.decide(model, samples(), request)
     assert decision.plan.removed_layers == (0, 3)
     assert "given" in decision.notes[0]
 

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.families import parameter_shapes
-from pyprune.methods.registry import get_method
 from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import Scoring, ranking_of
+from pyprune.methods.score.base import ranking_of
 from tests._support.models import tiny_model
-from tests._support.scores import NO_SAMPLES, Scores, injected, options, widths
+from tests._support.scores import NO_SAMPLES, Scores, decision_of, injected, options, scoring_of, widths
 
 
 def test_normalise_size_ranks_by_score_per_parameter() -> None:
@@ -65,10 +64,10 @@ def test_normalise_axis_divides_by_the_mean_over_all_open_layers() -> None:
     model = tiny_model("llama")
     scores: Scores = {(i, "ffn"): [value] * 40 for i, value in ((0, 1.0), (2, 2.0), (3, 3.0))}
     scores |= {(i, "heads"): [value] * 6 for i, value in ((0, 45.0), (2, 10.0), (3, 5.0))}
-    run = Scoring.of(model, NO_SAMPLES, options(normalise="axis", layers=(0, 2, 3)))
+    run = scoring_of(model, NO_SAMPLES, options(normalise="axis", layers=(0, 2, 3)))
     for (layer, axis), values in scores.items():
         run.add_units(layer, axis, torch.tensor(values))
-    ranking = ranking_of(model, run.config)
+    ranking = ranking_of(model, run.request)
     orders = [ranking._order(run.scores, ranking.identity, *place) for place in opened_places(run.scope)]
     compared = dict(zip(((o.layer, o.axis) for o in orders), ranking._normalised(orders), strict=True))
     # A KV group sums three query heads; the means are 60 for groups and 2 for channels.
@@ -156,7 +155,7 @@ def test_the_one_kv_head_that_has_to_stay_is_why_no_head_goes() -> None:
             LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, intermediate_size=64,
                         vocab_size=64, num_hidden_layers=2)
         )  # fmt: skip
-    decided = get_method("random").decide(model, NO_SAMPLES, options("random", 0.1))
+    decided = decision_of(model, NO_SAMPLES, options("random", 0.1))
     (text,) = (text for text in decided.warnings if "loses nothing" in text)
     assert "each layer has one KV head, which stays" in text
     assert "score.heads_unit=query_head; score.allow_empty=true" in text

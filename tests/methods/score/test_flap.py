@@ -13,7 +13,6 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.compensate import compensate_
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError
-from pyprune.methods.registry import get_method
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.flap import score as flap
 from pyprune.plan import PrunePlan
@@ -22,6 +21,7 @@ from pyprune.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import scoring_config
+from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=5, length=13)
 
@@ -31,13 +31,13 @@ def options(**score: Any) -> PruneConfig:
 
 
 def scored(model: Any, config: PruneConfig) -> Scoring:
-    run = Scoring.of(model, SAMPLES, config)
+    run = scoring_of(model, SAMPLES, config)
     flap.score(run)
     return run
 
 
 def decided(model: Any, **score: Any) -> PrunePlan:
-    return get_method("flap").decide(model, SAMPLES, options(**score)).plan
+    return decision_of(model, SAMPLES, options(**score)).plan
 
 
 def fluctuation(model: Any, name: str) -> Tensor:
@@ -93,7 +93,7 @@ def test_a_constant_channel_goes_first_and_a_bias_stands_for_it() -> None:
     assert 7 not in plan.layers[1].ffn
     for other in ("wanda", "magnitude"):
         config = replace(build_config(options={"method": other}), score=options(**goal).score)
-        assert 7 in get_method(other).decide(model, SAMPLES, config).plan.layers[1].ffn
+        assert 7 in decision_of(model, SAMPLES, config).plan.layers[1].ffn
     with torch.no_grad():
         with masked(model, plan):
             lost = model(SAMPLES).logits
@@ -110,7 +110,7 @@ def test_standardising_makes_layers_comparable() -> None:
     with torch.no_grad():
         model.model.layers[3].mlp.down_proj.weight *= 1000
     config = options(axes=("ffn",))
-    widths = [len(layer.ffn) for layer in get_method("flap").decide(model, SAMPLES, config).plan.layers]
+    widths = [len(layer.ffn) for layer in decision_of(model, SAMPLES, config).plan.layers]
     assert widths[3] < 40
     assert min(widths[:3]) < 40
 
@@ -134,7 +134,7 @@ def test_rounds_leave_removed_channels_out_of_the_scale() -> None:
 
 def test_a_global_plan_is_found_again_and_reaches_its_goal() -> None:
     model = tiny_model("llama")
-    plans = [get_method("flap").decide(model, SAMPLES, options()) for _ in range(2)]
+    plans = [decision_of(model, SAMPLES, options()) for _ in range(2)]
     assert plans[0].plan == plans[1].plan
     assert not plans[0].plan.is_uniform
     assert any("stay; asked for 20.00%" in note for note in plans[0].notes)

@@ -20,6 +20,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.train.loss import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.options import scoring_config
+from tests._support.scores import scoring_of
 
 SAMPLES = tiny_batch(batch=3, length=11)
 FLOAT32_LOSS = 1e-6
@@ -31,7 +32,7 @@ def options(**score: Any) -> PruneConfig:
 
 
 def run_for(name: str, dtype: torch.dtype = torch.float64, **score: Any) -> Scoring:
-    return Scoring.of(tiny_model(name).to(dtype), SAMPLES, options(**score))
+    return scoring_of(tiny_model(name).to(dtype), SAMPLES, options(**score))
 
 
 def layerwise_gradients(run: Scoring, noise: Noise, draws: int = 1, per_sample: bool = False) -> dict[str, Tensor]:
@@ -152,7 +153,7 @@ def test_gradients_come_last_layer_first_and_stop_at_the_first_open_layer() -> N
 
 
 def test_dropout_is_off_and_comes_back() -> None:
-    run = Scoring.of(tiny_model("opt", dropout=0.5).train(), SAMPLES, options())
+    run = scoring_of(tiny_model("opt", dropout=0.5).train(), SAMPLES, options())
     noise = Noise(run.opened, 0.0, seed=0)
     first, second = layerwise_gradients(run, noise), layerwise_gradients(run, noise)
     assert all(torch.equal(first[n], second[n]) for n in first)
@@ -193,6 +194,6 @@ def test_a_layer_that_is_no_plain_function_falls_back_to_the_whole_model() -> No
 
 
 def test_no_samples_are_refused() -> None:
-    run = Scoring.of(tiny_model("llama"), torch.empty(0, 0, dtype=torch.int64), options())
+    run = scoring_of(tiny_model("llama"), torch.empty(0, 0, dtype=torch.int64), options())
     with pytest.raises(DataError, match="calibration text"):
         take_gradients(run, lambda p, d: p.parameter.detach(), lambda p, g, last: None)

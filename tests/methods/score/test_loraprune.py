@@ -15,7 +15,7 @@ from pyprune.config.train import RecoverConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, TrainingError
 from pyprune.families import named_axes
-from pyprune.methods.registry import get_method, read_config
+from pyprune.methods.registry import read_config
 from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.loraprune import LoraPruneOptions
@@ -24,6 +24,7 @@ from pyprune.train.lora import adapters
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import scoring_config
+from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=4, length=13)
 
@@ -35,7 +36,7 @@ def options(lora: dict[str, Any] | None = None, train: dict[str, Any] | None = N
 
 
 def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scoring:
-    run = Scoring.of(model, samples, config)
+    run = scoring_of(model, samples, config)
     loraprune.score(run)
     return run
 
@@ -67,7 +68,7 @@ def test_the_first_step_is_the_squared_taylor_score_seen_through_a(name: str) ->
     model = tiny_model(name)
     config = options({"momentum": 0.0}, {"steps": 1}, layers=(1,))
     run = scored(model, config)
-    expected = Scoring.of(model, SAMPLES, config)
+    expected = scoring_of(model, SAMPLES, config)
     params = {p.name: p for p in expected.opened if p.parameter.dim() == 2}
     grads = weight_gradients(model, list(params))
     targets = [n.removesuffix(".weight") for n in params]
@@ -117,7 +118,7 @@ def test_the_gradients_are_the_clipped_ones(optimizer: str) -> None:
 def _first_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients of the factors before the first step."""
     config = options({}, {"steps": 1})
-    targets = [n.removesuffix(".weight") for n in (p.name for p in Scoring.of(model, SAMPLES, config).opened)]
+    targets = [n.removesuffix(".weight") for n in (p.name for p in scoring_of(model, SAMPLES, config).opened)]
     lora = RecoverConfig(rank=8, alpha=16.0, train=config.options.train)
     with adapters(model, targets, lora) as adapted:
         causal_loss(adapted, SAMPLES).backward()
@@ -133,7 +134,7 @@ def test_nothing_is_left_behind(training: bool) -> None:
     modules = {n: id(m) for n, m in model.named_modules()}
     before = {p.name: p.parameter.detach().clone() for p in named_axes(model)}
     stream = torch.random.get_rng_state()
-    get_method("loraprune").decide(model, SAMPLES, options(iterations=2))
+    decision_of(model, SAMPLES, options(iterations=2))
     assert {n: id(m) for n, m in model.named_modules()} == modules
     assert all(torch.equal(p.parameter, before[p.name]) for p in named_axes(model))
     assert not hasattr(model, "peft_config")
@@ -166,7 +167,7 @@ def test_the_seed_decides_the_scores() -> None:
 def test_what_earlier_rounds_removed_stays_removed_while_factors_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     config = options({}, {"steps": 3, "learning_rate": 1e-2}, axes=("ffn",))
-    plan = get_method("loraprune").decide(model, SAMPLES, options(axes=("ffn",), ranking="local", ffn=30)).plan
+    plan = decision_of(model, SAMPLES, options(axes=("ffn",), ranking="local", ffn=30)).plan
     gone = sorted(set(range(40)) - set(plan.layers[2].ffn))
     products: dict[str, Tensor] = {}
     unload = loraprune._Guided.after_optimizer_step
@@ -179,7 +180,7 @@ def test_what_earlier_rounds_removed_stays_removed_while_factors_are_trained(mon
 
     monkeypatch.setattr(loraprune._Guided, "after_optimizer_step", watched)
     with masked(model, plan):
-        loraprune.score(Scoring.of(model, SAMPLES, config, masked=True))
+        loraprune.score(scoring_of(model, SAMPLES, config, masked=True))
     assert products["model.layers.2.mlp.down_proj"][:, gone].abs().max() == 0
     assert products["model.layers.2.mlp.up_proj"][gone].abs().max() == 0
     kept = list(plan.layers[2].ffn)

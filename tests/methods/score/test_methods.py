@@ -16,12 +16,13 @@ from pyprune.methods.registry import get_method, method_modules, method_preset
 from pyprune.methods.score import ScoreMethod, Scorer
 from pyprune.methods.score._descent import Descent, Noise
 from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import Scoring, decide_by_scores
+from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.recipe import build_config
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick, scoring_config
+from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=3, length=11)
 NAMES = ("magnitude", "random", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
@@ -39,7 +40,7 @@ def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> 
 
 
 def scored(model: Any, config: PruneConfig) -> Scoring:
-    run = Scoring.of(model, SAMPLES, config)
+    run = scoring_of(model, SAMPLES, config)
     scorer_of(config.method)(run)
     return run
 
@@ -72,7 +73,7 @@ def soft_threshold_rows(x: Tensor, threshold: float) -> Tensor:
 
 def algorithm_1(run: Scoring) -> dict[str, Tensor]:
     """The paper's Algorithm 1, line by line, on the weights themselves."""
-    config = own_options(run.config, MoreauOptions)
+    config = own_options(run.request, MoreauOptions)
     noise = Noise(run.opened, config.sigma, config.seed)
     names = {p.name: p for p in run.opened}
     start = {n: p.parameter.detach().clone() for n, p in names.items()}
@@ -108,7 +109,7 @@ def test_the_scores_are_those_of_algorithm_1(name: str, method: str, constants: 
     model = tiny_model(name).double()
     config = options(method, constants, layers=(1, 2))
     run = scored(model, config)
-    literal = Scoring.of(model, SAMPLES, config)
+    literal = scoring_of(model, SAMPLES, config)
     elements = algorithm_1(literal)
     for param in literal.opened:
         literal.add_elements(param, elements[param.name])
@@ -147,7 +148,7 @@ def test_the_displacement_survives_bfloat16_where_carried_weights_do_not() -> No
     """The trap: w_T - w0 with w stored in bfloat16 is exactly zero nearly everywhere."""
     model = tiny_model("llama").to(torch.bfloat16)
     config = options("moreau")
-    run = Scoring.of(model, SAMPLES, config)
+    run = scoring_of(model, SAMPLES, config)
     carried = algorithm_1(run)
     lost = sum(int((e == 0).sum()) for e in carried.values()) / sum(e.numel() for e in carried.values())
     assert lost > 0.85
@@ -163,7 +164,7 @@ def test_the_group_norm_zeroes_rows_and_more_of_them_with_a_larger_eta() -> None
     model = tiny_model("llama")
     rows = []
     for eta in (1e-9, 0.02, 0.08):
-        run = Scoring.of(model, SAMPLES, options("moreau_gs", {"eta": eta, "gamma": 1e-3, "rho": 0.2}))
+        run = scoring_of(model, SAMPLES, options("moreau_gs", {"eta": eta, "gamma": 1e-3, "rho": 0.2}))
         descent = Descent.start(run)
         for step in range(10):
             descent.step(run, step)
@@ -180,7 +181,7 @@ def test_a_converged_run_is_at_the_proximal_point() -> None:
     model = tiny_model("llama").double()
     constants = {"sigma": 0.0, "rho": 0.01, "gamma": 2e-3, "steps": 300, "tolerance": 1e-6, "redraw": False}
     config = options("moreau", constants, layers=(1,))
-    run = Scoring.of(model, SAMPLES, config)
+    run = scoring_of(model, SAMPLES, config)
     descent = Descent.start(run)
     while not descent.converged:
         descent.step(run, len(descent.residuals))
@@ -224,17 +225,14 @@ def test_too_few_steps_are_told(family: str, rho: float, gamma: float) -> None:
 def test_the_memory_of_a_masked_round_counts_the_saved_weights() -> None:
     model = tiny_model("llama")
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    once, twice = (
-        decide_by_scores(scorer_of("magnitude"), model, SAMPLES, options("magnitude", iterations=rounds))
-        for rounds in (1, 2)
-    )
+    once, twice = (decision_of(model, SAMPLES, options("magnitude", iterations=rounds)) for rounds in (1, 2))
     assert once.details["scores"]["memory"]["state_bytes"] == 0
     assert twice.details["scores"]["memory"]["state_bytes"] == model_bytes
 
 
 def test_noise_is_a_function_of_the_seed_and_disjoint_between_parameters_and_draws() -> None:
     model = tiny_model("llama")
-    run = Scoring.of(model, SAMPLES, options("moreau"))
+    run = scoring_of(model, SAMPLES, options("moreau"))
     noise = Noise(run.opened, 0.05, 7)
     gate, up = (
         p for p in run.opened if p.name.endswith(("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"))
@@ -273,7 +271,7 @@ def per_sample(model: Any, names: list[str]) -> dict[str, Tensor]:
 def test_taylor_scores_are_their_definitions(variant: str, batch_size: int | None, axes: Any) -> None:
     model = tiny_model("llama").double()
     run = scored(model, options("taylor", form=variant, batch_size=batch_size, axes=axes))
-    expected = Scoring.of(model, SAMPLES, options("taylor", axes=axes))
+    expected = scoring_of(model, SAMPLES, options("taylor", axes=axes))
     grads = per_sample(model, [p.name for p in expected.opened])
     for param in expected.opened:
         w, g = param.parameter.detach(), grads[param.name]
@@ -327,6 +325,6 @@ def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
 def test_a_scorer_leaves_the_model_as_it_was(method: str) -> None:
     model = tiny_model("qwen3-tied")
     before = {p.name: p.parameter.detach().clone() for p in named_axes(model)}
-    get_method(method).decide(model, SAMPLES, quick(options(method, iterations=2)))
+    decision_of(model, SAMPLES, quick(options(method, iterations=2)))
     assert all(torch.equal(p.parameter, before[p.name]) for p in named_axes(model))
     assert all(p.requires_grad and p.grad is None for p in model.parameters())

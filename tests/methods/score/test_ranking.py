@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, family_for, parameter_shapes, parameters_after
-from pyprune.methods.base import PlanDecision
+from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score.base import Scoring, decide_by_scores, ranking_of
 from pyprune.methods.score.random import RandomOptions
@@ -22,7 +22,7 @@ from pyprune.pipeline import make_plan
 from pyprune.recipe import build_config
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.paths import REPO
-from tests._support.scores import NO_SAMPLES, injected, options, share, widths
+from tests._support.scores import NO_SAMPLES, decision_of, injected, options, scoring_of, share, widths
 
 
 @pytest.mark.parametrize("name", list(TINY))
@@ -45,7 +45,7 @@ def test_every_plan_is_valid_and_within_the_ratio(name: str, score: dict[str, An
     model = tiny_model(name)
     # OPT's heads cannot go where a stock architecture is wanted, and its FFN holds 13 % only.
     ratio = 0.1 if score.get("uniform") else 0.15
-    decided = get_method("random").decide(model, NO_SAMPLES, options("random", ratio, **score))
+    decided = decision_of(model, NO_SAMPLES, options("random", ratio, **score))
     plan = decided.plan
     check_plan(plan, family_for(model), model.config)
     removed = share(model, plan)
@@ -131,7 +131,7 @@ def test_uniform_takes_only_as_many_heads_as_a_stock_architecture_holds() -> Non
     """Qwen2-7B: 3584 is no multiple of 24 or 21 heads, so that a step of one KV group has no stock model."""
     model = meta_qwen2(hidden_size=3584, intermediate_size=18944)
     for ratio in (0.25, 0.6):
-        decision = get_method("random").decide(model, NO_SAMPLES, options("random", ratio, uniform=True))
+        decision = decision_of(model, NO_SAMPLES, options("random", ratio, uniform=True))
         heads = decision.plan.layers[0].widths[0]
         assert heads in (28, 14, 7)
         assert share(model, decision.plan) == pytest.approx(ratio, abs=1e-3)
@@ -143,7 +143,7 @@ def test_uniform_takes_only_as_many_heads_as_a_stock_architecture_holds() -> Non
 
 def test_uniform_without_a_stock_architecture_warns() -> None:
     config = options("random", uniform=True, heads=21, ffn=30)
-    decision = get_method("random").decide(meta_qwen2(hidden_size=56, intermediate_size=40), NO_SAMPLES, config)
+    decision = decision_of(meta_qwen2(hidden_size=56, intermediate_size=40), NO_SAMPLES, config)
     assert any("No stock architecture fits" in warning for warning in decision.warnings)
 
 
@@ -157,9 +157,8 @@ def test_every_round_s_warnings_are_kept_and_zeros_are_counted_among_what_is_lef
             run.add_units(layer, "ffn", values)
         run.warn("first" if not run.masked else "later")
 
-    decision = decide_by_scores(
-        scorer, model, tiny_batch(), options(axes=("ffn",), ranking="local", ffn=20, iterations=2)
-    )
+    config = options(axes=("ffn",), ranking="local", ffn=20, iterations=2)
+    decision = decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config))
     texts = list(decision.warnings)
     assert [t for t in texts if "first" in t or "later" in t] == ["Round 1: first", "Round 2: later"]
     assert [t for t in texts if "exactly zero" in t] == [
@@ -211,7 +210,7 @@ def test_an_iterative_run_keeps_what_earlier_rounds_removed() -> None:
             run.add_units(layer, "ffn", values)
 
     config = options(axes=("ffn",), ranking="local", ffn=30, iterations=2)
-    rounds.append(decide_by_scores(scorer, model, tiny_batch(), config))
+    rounds.append(decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config)))
     assert seen == [0.0, 5.0]
     assert rounds[0].plan.layers[0].ffn == tuple(range(5, 35))
 
@@ -223,12 +222,12 @@ def test_nothing_that_a_round_removed_comes_back(name: str, score: dict[str, Any
     model = tiny_model(name)
     for ratio in (0.15, 0.22, 0.29):
         config = options("random", ratio, **score)
-        ranking = ranking_of(model, config)
-        plan, one_shot = ranking.identity, get_method("random").decide(model, NO_SAMPLES, config).plan
+        ranking = ranking_of(model, PlanRequest.of(model, config))
+        plan, one_shot = ranking.identity, decision_of(model, NO_SAMPLES, config).plan
         for number in range(1, 6):
-            run = Scoring.of(model, NO_SAMPLES, config, masked=number > 1)
-            seeded = replace(config, options=RandomOptions(seed=number))
-            get_method("random").scorer(replace(run, config=seeded))
+            run = scoring_of(model, NO_SAMPLES, config, masked=number > 1)
+            run.request = replace(run.request, options=RandomOptions(seed=number))
+            get_method("random").scorer(run)
             after = ranking.plan(run.scores, plan, Fraction(number, 5))
             kept = {layer.index: layer for layer in plan.layers}
             for layer in after.layers:
@@ -243,10 +242,10 @@ def test_a_zero_product_does_not_bring_back_what_went_before() -> None:
     """Both score minus infinity."""
     model = tiny_model("llama")
     config = options(ratio=0.1, axes=("ffn",), aggregation="prod", layers=(0, 1))
-    ranking = ranking_of(model, config)
+    ranking = ranking_of(model, PlanRequest.of(model, config))
     before = ranking.identity
     for number, zeros in enumerate((range(30, 40), range(20)), start=1):
-        run = Scoring.of(model, NO_SAMPLES, config)
+        run = scoring_of(model, NO_SAMPLES, config)
         values = torch.ones(40)
         values[list(zeros)] = 0.0
         for layer in (0, 1):
@@ -268,7 +267,7 @@ def test_standardised_scores_of_a_bundle_are_averaged() -> None:
             run.add_units(layer, "ffn", torch.tensor(channels))
 
     config = options(ratio=0.1, ffn_multiple=8, aggregation="mean")
-    plan = decide_by_scores(scorer, model, tiny_batch(), config).plan
+    plan = decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config)).plan
     assert [len(layer.query_heads) for layer in plan.layers].count(3) >= 2
     assert [len(layer.ffn) for layer in plan.layers] == [40] * len(plan.layers)
 
@@ -276,14 +275,14 @@ def test_standardised_scores_of_a_bundle_are_averaged() -> None:
 @pytest.mark.parametrize("score", [{"uniform": True}, {"ranking": "local"}], ids=str)
 def test_a_kv_head_goes_where_the_channels_alone_cannot_reach_the_goal(score: dict[str, Any]) -> None:
     model = tiny_model("qwen3")
-    decided = get_method("random").decide(model, NO_SAMPLES, options("random", 0.3, **score))
+    decided = decision_of(model, NO_SAMPLES, options("random", 0.3, **score))
     assert share(model, decided.plan) > 0.29
     assert decided.plan.layers[0].widths[1] == 1
     assert not any("WERE ASKED FOR" in text.upper() for text in decided.warnings)
 
 
 def test_a_plan_far_below_the_goal_is_warned_of() -> None:
-    decided = get_method("random").decide(
+    decided = decision_of(
         tiny_model("llama"), NO_SAMPLES, options("random", 0.1, axes=("ffn",), ranking="local", ffn_multiple=16)
     )
     assert any("every further step is larger" in text for text in decided.warnings)
@@ -328,9 +327,9 @@ def test_a_goal_that_no_scores_can_reach_is_refused_before_scoring(
     def scorer(run: Scoring) -> None:
         pytest.fail("scored")
 
-    config = replace(options(**score), **changes)
+    config, model = replace(options(**score), **changes), tiny_model("llama")
     with pytest.raises(ConfigError, match=words):
-        decide_by_scores(scorer, tiny_model("llama"), tiny_batch(), config)
+        decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config))
 
 
 @pytest.mark.parametrize("score", [{"layers": (1,)}, {"first_layer": 1}, {"last_layer": 2}], ids=str)

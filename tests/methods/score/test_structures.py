@@ -13,8 +13,8 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ScoreError
 from pyprune.families import family_for, named_axes
-from pyprune.methods.registry import get_method
-from pyprune.methods.score._structures import channel_sums, open_units
+from pyprune.methods.base import PlanRequest
+from pyprune.methods.score._structures import OpenUnits, channel_sums
 from pyprune.methods.score.base import Scoring, decide_by_scores
 from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.ops import available_isas
@@ -23,6 +23,7 @@ from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import scoring_config
 from tests._support.planted import fade_ffn_channel, fade_kv_group, fade_query_head, head_sizes
+from tests._support.scores import decision_of, scoring_of
 
 FAMILIES = (
     "llama", "llama-head-dim", "llama-mha-bias", "llama3-rope", "mistral-window", "qwen2", "qwen2-tied", "qwen3", "opt",
@@ -40,7 +41,7 @@ def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> 
 
 
 def decided(model: Any, config: PruneConfig) -> PrunePlan:
-    return get_method(config.method).decide(model, tiny_batch(batch=4, length=48), config).plan
+    return decision_of(model, tiny_batch(batch=4, length=48), config).plan
 
 
 def removed(plan: PrunePlan, layer: int, axis: str) -> list[int]:
@@ -124,7 +125,7 @@ def test_the_planted_hidden_channels_go(name: str, method: str) -> None:
 def test_every_open_tensor_counts_once_in_its_structure() -> None:
     """The sum over all structures is the sum over all their elements, and a group is what its name says."""
     model = tiny_model("qwen2")
-    run = Scoring.of(model, tiny_batch(), options("magnitude", axes=("heads", "ffn"), layers=(2,)))
+    run = scoring_of(model, tiny_batch(), options("magnitude", axes=("heads", "ffn"), layers=(2,)))
     for param in run.opened:
         run.add_elements(param, run.weight(param))
     attention, mlp = model.model.layers[2].self_attn, model.model.layers[2].mlp
@@ -146,7 +147,7 @@ def test_every_open_tensor_counts_once_in_its_structure() -> None:
 @pytest.mark.parametrize("how", ["sum", "mean", "max", "prod"])
 def test_aggregation_over_the_structures_of_a_group(how: str) -> None:
     model = tiny_model("llama")
-    run = Scoring.of(model, tiny_batch(), options("magnitude", aggregation=how, layers=(0,)))
+    run = scoring_of(model, tiny_batch(), options("magnitude", aggregation=how, layers=(0,)))
     q, o = torch.tensor([1.0, 2, 3, 4, 5, 6]), torch.tensor([6.0, 5, 4, 3, 2, 1])
     k = torch.tensor([10.0, 0.5])
     run.add_units(0, "heads", q, "q")
@@ -161,7 +162,7 @@ def test_aggregation_over_the_structures_of_a_group(how: str) -> None:
 
 
 def test_shares_of_one_module_add_up_before_aggregation() -> None:
-    run = Scoring.of(tiny_model("llama"), tiny_batch(), options("magnitude", aggregation="max", layers=(0,)))
+    run = scoring_of(tiny_model("llama"), tiny_batch(), options("magnitude", aggregation="max", layers=(0,)))
     run.add_units(0, "ffn", torch.full((40,), 2.0), "up")
     run.add_units(0, "ffn", torch.full((40,), 2.5), "up")
     run.add_units(0, "ffn", torch.full((40,), 3.0), "down")
@@ -198,7 +199,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_products_of_a_matrix_are_never_stored(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Scoring.of(tiny_model("llama"), tiny_batch(), options("taylor", axes=("heads", "ffn", "hidden")))
+    run = scoring_of(tiny_model("llama"), tiny_batch(), options("taylor", axes=("heads", "ffn", "hidden")))
     matrices = [p for p in run.opened if p.parameter.dim() == 2]
     assert len(matrices) > 8
     largest = {}
@@ -215,7 +216,7 @@ def test_the_products_of_a_matrix_are_never_stored(signed: bool, monkeypatch: py
 
 
 def test_scores_that_are_no_numbers_or_of_the_wrong_size_are_refused() -> None:
-    run = Scoring.of(tiny_model("llama"), tiny_batch(), options("magnitude"))
+    run = scoring_of(tiny_model("llama"), tiny_batch(), options("magnitude"))
     bad = torch.ones(40)
     bad[3] = float("nan")
     with pytest.raises(ScoreError, match="not finite"):
@@ -231,21 +232,23 @@ def test_a_scorer_that_says_nothing_is_reported() -> None:
         for param in run.opened:
             run.add(param, torch.zeros_like(param.parameter))
 
-    decision = decide_by_scores(flat, tiny_model("llama"), tiny_batch(), options("magnitude"))
+    model = tiny_model("llama")
+    decision = decide_by_scores(flat, model, tiny_batch(), PlanRequest.of(model, options("magnitude")))
     assert any("scores say nothing" in w for w in decision.warnings)
 
 
 def test_the_scope_lists_the_open_parameters() -> None:
     model = tiny_model("qwen3")
-    scope = open_units(model, options("magnitude", first_layer=1, last_layer=-2).score)
+    dense = family_for(model).sizes(model.config)
+    scope = OpenUnits.of(dense, options("magnitude", first_layer=1, last_layer=-2).score)
     assert scope.layers == (1, 2)
     names = {p.name for p in scope.opened(model)}
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert not any("norm" in n or "embed" in n or "layers.0." in n for n in names)
-    query_only = open_units(model, options("magnitude", heads_unit="query_head", axes=("heads",)).score)
+    query_only = OpenUnits.of(dense, options("magnitude", heads_unit="query_head", axes=("heads",)).score)
     kinds = {p.name.split("self_attn.")[1] for p in query_only.opened(model)}
     assert kinds == {"q_proj.weight", "o_proj.weight"}
-    hidden = open_units(model, options("magnitude", axes=("hidden",)).score)
+    hidden = OpenUnits.of(dense, options("magnitude", axes=("hidden",)).score)
     sliced = {n for n, p in model.named_parameters() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
     assert {p.name for p in hidden.opened(model)} == sliced
     assert family_for(model).model_type == "qwen3"

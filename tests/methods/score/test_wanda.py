@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, DataError
-from pyprune.methods.registry import get_method, read_config
+from pyprune.methods.registry import read_config
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.wanda import score as wanda
 from pyprune.probe.activations import Moments, gather_moments
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import scoring_config
+from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=5, length=13)
 
@@ -26,7 +27,7 @@ def options(**score: Any) -> PruneConfig:
 
 
 def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scoring:
-    run = Scoring.of(model, samples, config)
+    run = scoring_of(model, samples, config)
     wanda.score(run)
     return run
 
@@ -125,10 +126,10 @@ def test_a_large_input_saves_channels_that_small_weights_would_lose() -> None:
         block.fc1.bias[5] = 1000.0
         block.fc2.weight[:, 5] *= 0.01
     config = {"axes": ("ffn",), "layers": (1,), "ranking": "local", "ffn": 39}
-    assert 5 in get_method("wanda").decide(model, SAMPLES, options(**config, matrices="output")).plan.layers[1].ffn
+    assert 5 in decision_of(model, SAMPLES, options(**config, matrices="output")).plan.layers[1].ffn
     by_size = scoring_config("magnitude", **config)
     block.fc1.bias.data[5] = 0.0
-    assert 5 not in get_method("magnitude").decide(model, SAMPLES, by_size).plan.layers[1].ffn
+    assert 5 not in decision_of(model, SAMPLES, by_size).plan.layers[1].ffn
 
 
 def test_nothing_stays_attached_and_the_mode_comes_back() -> None:
@@ -148,7 +149,7 @@ def test_later_rounds_score_the_masked_model() -> None:
     model = tiny_model("llama")
     config = options(ranking="local", axes=("ffn",), ffn=20)
     plans = [
-        get_method("wanda").decide(model, SAMPLES, replace(config, score=replace(config.score, iterations=rounds))).plan
+        decision_of(model, SAMPLES, replace(config, score=replace(config.score, iterations=rounds))).plan
         for rounds in (1, 4, 4)
     ]
     assert plans[0] != plans[1] == plans[2]
@@ -172,4 +173,4 @@ def test_norms_of_queries_and_keys_count_with_their_heads() -> None:
         norm[:8] += 100.0
         after = scored(model, config).scores.group_scores(0, "heads")
     assert after[0] > before[0] + 1000, "the first query head's group"
-    assert get_method("wanda").decide(model, SAMPLES, config).plan.removed_layers == ()
+    assert decision_of(model, SAMPLES, config).plan.removed_layers == ()

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import decoder_layers
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
@@ -47,7 +46,7 @@ Collapsed = tuple[tuple[int, Multiples], ...]
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Find the merges; the weights stay as they are until :func:`prepare`.
@@ -56,16 +55,16 @@ def decide(
         ConfigError: the ratio cannot be reached, or the cut is to be reconstructed as well.
         ScoreError: an output of the collapsed model is not finite.
     """
-    options = own_options(config, LacoOptions)
-    if config.reads_text_at_the_cut:
+    options = own_options(request, LacoOptions)
+    if request.reconstruct != "none":
         raise ConfigError(
-            f"cut.reconstruct is {config.cut.reconstruct!r}, but laco merges layers right before the cut, and that "
+            f"cut.reconstruct is {request.reconstruct!r}, but laco merges layers right before the cut, and that "
             "merged model would be reconstructed instead of the dense one. Set it to none, or choose another method."
         )
-    removal = Removal.of(model, config, keep_first=options.lowest + 1)
+    removal = Removal.of(request, keep_first=options.lowest + 1)
     with still(model):
-        similarity = _Similarity(model, micro_batches(model, samples, config.method))
-        collapsed, threshold = _search(removal.identity.dense.num_layers, removal.count, options, similarity)
+        similarity = _Similarity(model, micro_batches(model, samples, request.method))
+        collapsed, threshold = _search(request.identity.dense.num_layers, removal.count, options, similarity)
     kept = {index for index, _ in collapsed}
     merges = {str(index): {str(layer): times for layer, times in own} for index, own in merged_of(collapsed).items()}
     return removal.decision(

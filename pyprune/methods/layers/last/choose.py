@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal
 from pyprune.methods.layers.last import LastOptions
 
@@ -14,9 +13,9 @@ from pyprune.methods.layers.last import LastOptions
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Remove the last layers that are not kept; ``samples`` may be empty."""
-    removal = Removal.of(model, config, keep_last=own_options(config, LastOptions).keep_last)
+    removal = Removal.of(request, keep_last=own_options(request, LastOptions).keep_last)
     return removal.decision(removal.opened[: -removal.count - 1 : -1])

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.families import NamedParam
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
@@ -29,31 +28,36 @@ from pyprune.methods.score.base import Scoring
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Score every open unit once and remove those of the smallest score."""
-    options = own_options(config, ShortenedLlamaOptions)
+    options = own_options(request, ShortenedLlamaOptions)
     first, last = options.kept
-    removal = Removal.of(model, config, options.unit, keep_first=first, keep_last=last)
-    batches = micro_batches(model, samples, config.method)
+    removal = Removal.of(request, options.unit, keep_first=first, keep_last=last)
+    batches = micro_batches(model, samples, request.method)
     if options.form == "ppl":
         scores = losses_without(model, batches, removal.unit, (), removal.opened, "Loss without each layer")
     else:
-        found = taylor_scores(model, samples, config, removal.unit, batch_size=len(batches[0]))
+        found = taylor_scores(model, samples, request, removal.unit, batch_size=len(batches[0]))
         scores = {index: found[index] for index in removal.opened}
     return removal.decision(removal.smallest(scores), form=options.form, scores=json_scores(scores))
 
 
 def taylor_scores(
-    model: PreTrainedModel, samples: Tensor, config: PruneConfig, unit: Unit = "layer", *, batch_size: int | None = None
+    model: PreTrainedModel,
+    samples: Tensor,
+    request: PlanRequest,
+    unit: Unit = "layer",
+    *,
+    batch_size: int | None = None,
 ) -> dict[int, float]:
     """The sum of |w g| over the weight matrices of every layer, or of its attention or MLP.
 
     Args:
         model: a dense model; it comes back as it was.
         samples: token ids, int64 [N, T].
-        config: every option.
+        request: of the model; what it says of scoring is not read.
         unit: what is scored.
         batch_size: sequences in one forward and backward pass; None = all. With more than one pass the mean gradient of
             all layers is held, in float32.
@@ -69,7 +73,7 @@ def taylor_scores(
             scores[param.layer] = scores.get(param.layer, 0.0) + value
 
     # All that heads and FFN channels own: the matrices and biases of every layer's attention and MLP.
-    run = Scoring.of(model, samples, replace(config, score=ScoreConfig(batch_size=batch_size)))
+    run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)))
     take_gradients(run, _own, Summed(add))
     return scores
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.families import family_for
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
@@ -29,13 +28,13 @@ from pyprune.runtime.progress import track
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Remove the units of the smallest block influence, all at once."""
-    options = own_options(config, ShortGptOptions)
-    removal = Removal.of(model, config, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    influence = block_influence(model, micro_batches(model, samples, config.method), removal.unit)
+    options = own_options(request, ShortGptOptions)
+    removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
+    influence = block_influence(model, micro_batches(model, samples, request.method), removal.unit)
     scores = {index: influence[index] for index in removal.opened}
     return removal.decision(removal.smallest(scores), block_influence=json_scores(scores))
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
 from pyprune.methods.layers.sleb import SlebOptions
 
@@ -19,13 +18,13 @@ from pyprune.methods.layers.sleb import SlebOptions
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Remove one unit a round, the one without which the loss is smallest; ties by the smaller index."""
-    options = own_options(config, SlebOptions)
-    removal = Removal.of(model, config, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    batches = micro_batches(model, samples, config.method)
+    options = own_options(request, SlebOptions)
+    removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
+    batches = micro_batches(model, samples, request.method)
     removed: list[int] = []
     rounds = []
     for number in range(1, removal.count + 1):

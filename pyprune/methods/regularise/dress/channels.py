@@ -8,33 +8,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
-from pyprune.errors import ConfigError
-from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.errors import ConfigError, ScoreError
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import dress_targets
-from pyprune.methods.score.base import ScoreError
 from pyprune.probe.energy import stream_energy
 
 
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Choose R by the ratio and the options."""
-    family = family_for(model)
-    identity = family.plan(model.config)
-    shapes = parameter_shapes(model)
-    decision = decide_hidden_count(
-        family, shapes, identity, config.ratio, config.ratio_of or "hidden", config.hidden_multiple
-    )
-    options = own_options(config, DressOptions)
+    decision = decide_hidden_count(request)
+    options = own_options(request, DressOptions)
     removed = select_channels(model, decision.count, options, samples)
-    plan = identity.keep_hidden(set(identity.hidden) - set(removed))
+    plan = request.identity.keep_hidden(set(request.identity.hidden) - set(removed))
     return PlanDecision(plan, decision.notes, {"select": options.select, "removed": list(removed)})
 
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import ConfigError
-from pyprune.families import family_for, parameter_shapes
-from pyprune.methods.base import PlanDecision, RunOptions, own_options
+from pyprune.families import family_for
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_layer_count
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.probe.hooks import LayerHooks
@@ -254,18 +253,17 @@ def _gate_warnings(objective: GateObjective) -> list[str]:
 def decide(
     model: PreTrainedModel,
     samples: Tensor,
-    config: PruneConfig,
+    request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
     """Choose the layers by their gates, or take those that the options name."""
-    family = family_for(model)
-    identity = family.plan(model.config)
-    options = own_options(config, ElderOptions)
+    identity = request.identity
+    options = own_options(request, ElderOptions)
     if options.layers:
         note = f"the layers {list(options.layers)} were given; the ratio and the gates were not used."
         return PlanDecision(identity.drop_layers(options.layers), (note,))
-    decision = decide_layer_count(family, parameter_shapes(model), identity, config.ratio, config.ratio_of or "layers")
-    gates = learn_layer_gates(model, samples, decision.count, options, config.seed, run)
+    decision = decide_layer_count(request)
+    gates = learn_layer_gates(model, samples, decision.count, options, request.seed, run)
     return PlanDecision(
         identity.drop_layers(gates.removed), decision.notes, {"gates": gates.to_dict()}, tuple(gates.warnings)
     )

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.errors import ConfigError
-from pyprune.families import family_for
 from pyprune.families.base import Block
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score._structures import opened_places
@@ -43,7 +42,7 @@ def score(run: Scoring) -> None:
         DataError: there is no calibration sample.
     """
     _check(run)
-    family = family_for(run.model)
+    family = run.request.family
     run.scores.standardised = True
     names = {
         (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}"

@@ -49,7 +49,7 @@ def score(run: Scoring) -> None:
     """
     if not run.samples.numel():
         raise DataError("loraprune trains factors on calibration text; give samples.")
-    config = own_options(run.config, LoraPruneOptions)
+    config = own_options(run.request, LoraPruneOptions)
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
     objective = _Guided(run, projections, config)

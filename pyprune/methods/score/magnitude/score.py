@@ -13,7 +13,7 @@ from pyprune.methods.score.magnitude import MagnitudeOptions
 @torch.no_grad()
 def score(run: Scoring) -> None:
     """Add |w| or w^2 of every open parameter."""
-    norm = own_options(run.config, MagnitudeOptions).norm
+    norm = own_options(run.request, MagnitudeOptions).norm
     with measured(run):
         for param in run.opened:
             weight = run.weight(param)

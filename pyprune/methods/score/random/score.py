@@ -14,7 +14,7 @@ from pyprune.methods.score.random import RandomOptions
 
 def score(run: Scoring) -> None:
     """Add a number from [0, 1) to every unit; the weights are not looked at."""
-    seed = own_options(run.config, RandomOptions).seed
+    seed = own_options(run.request, RandomOptions).seed
     with measured(run):
         for layer, axis in opened_places(run.scope):
             # One generator a place, so that opening another layer or axis changes no other scores.

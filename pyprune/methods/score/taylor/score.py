@@ -21,7 +21,7 @@ from pyprune.methods.score.taylor import TaylorOptions
 
 def score(run: Scoring) -> None:
     """Add the chosen form for every open parameter."""
-    variant = own_options(run.config, TaylorOptions).form
+    variant = own_options(run.request, TaylorOptions).form
     with measured(run) as account:
         if variant in ("vectorize", "param_first"):
             add = Summed(lambda param, grad: run.add(param, grad, signed=variant == "vectorize"))

@@ -35,7 +35,7 @@ def score(run: Scoring) -> None:
     Raises:
         DataError: there is no calibration sample.
     """
-    coupled = own_options(run.config, WandaOptions).matrices == "coupled"
+    coupled = own_options(run.request, WandaOptions).matrices == "coupled"
     counted = [p for p in run.opened if coupled or p.row.role == "writer"]
     modules = list(dict.fromkeys(_module(p) for p in counted))
     linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
