@@ -24,6 +24,7 @@ from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.runtime.files import check_output
+from pyprune.runtime.progress import warn
 from pyprune.stages import was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
@@ -165,7 +166,8 @@ def reconstruct_checkpoint(
 ) -> ReconstructionReport:
     """Reconstruct a checkpoint that is cut already from its dense model, and write another one with the same plan.
 
-    The record keeps everything it held; what this run did is added under "reconstructions".
+    The record keeps everything it held; what this run did is added under "reconstructions". Warnings of the text are
+    printed before the work begins.
 
     Args:
         pruned: checkpoint folder of the cut model, written by pyprune.
@@ -190,6 +192,8 @@ def reconstruct_checkpoint(
             raise ConfigError(
                 f"{pruned} holds no plan, which says what was removed; give a checkpoint that pyprune prune wrote."
             )
+        for warning in work.warnings:  # the report is of the systems and has no room for them
+            warn(warning)
         report = reconstruct_compacted_(
             work.model,
             work.plan,

@@ -97,6 +97,28 @@ def test_a_checkpoint_that_is_cut_already_is_reconstructed(dense: Path, plan: Pa
     assert model.config.architectures == ["LlamaForCausalLM"]
 
 
+def test_text_that_the_checkpoint_has_read_before_is_warned_of(
+    dense: Path, plan: Path, text: Path, tmp_path: Path
+) -> None:
+    other = write_text(tmp_path / "other.txt", words=9000, seed=3)
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    once = reconstruct(tmp_path / "plain", dense, text, tmp_path / "once", 64)
+    assert "were training text" not in once
+    assert "were training text of this checkpoint already" in reconstruct(
+        tmp_path / "once", dense, text, tmp_path / "twice", 64
+    )
+    assert "were training text" not in reconstruct(tmp_path / "once", dense, other, tmp_path / "others", 64)
+    assert "Sequences of 32 tokens are shorter" in reconstruct(tmp_path / "once", dense, other, tmp_path / "short", 32)
+
+
+def reconstruct(pruned: Path, dense: Path, text: Path, out: Path, length: int) -> str:
+    """What `pyprune reconstruct` warns of, in one line."""
+    data = ["--calibration", text, "--samples", "48", "--sequence-length", str(length)]
+    done = run("reconstruct", pruned, "--dense", dense, "--out", out, *data)
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stderr.split())
+
+
 def test_both_ways_to_reconstruct_give_the_same_model(dense: Path, plan: Path, text: Path, tmp_path: Path) -> None:
     """At the cut, or afterwards from the checkpoint."""
     assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
