@@ -23,26 +23,31 @@ if TYPE_CHECKING:
     from pyprune.plan import PrunePlan
     from pyprune.quality.perplexity import EvaluationText, PerplexityResult
     from pyprune.serving.measure import SpeedReport
+    from pyprune.stages import PruneResult
 
 PROMPT = "The old harbour of the city was built"
 
 
 @dataclass
 class Outcome:
-    """The result of an arm.
+    """What an arm came to, or what it was before the training after its cut.
 
     Attributes:
         arm: which one.
-        perplexity: after the cut.
-        parameters: after the cut.
-        seconds: training and cutting, wall time.
-        losses: language-model loss of each step, nats a token (none for direct removal).
+        label: in the table.
+        perplexity: on the test text.
+        elsewhere: kind of text -> perplexity on text of other kinds.
+        parameters: how many are left.
+        seconds: training and cutting up to here, wall time.
+        losses: language-model loss of each step, nats a token (none where nothing was trained).
         sample: what the model writes after :data:`PROMPT`.
         warnings: what the package warned of.
     """
 
     arm: Arm
+    label: str
     perplexity: float
+    elsewhere: dict[str, float]
     parameters: int
     seconds: float
     losses: list[float]
@@ -55,6 +60,7 @@ class Results:
     """Everything that was measured."""
 
     dense_perplexity: PerplexityResult
+    dense_elsewhere: dict[str, float]
     dense_parameters: int
     dense_sample: str
     plan: PrunePlan
@@ -103,6 +109,7 @@ class Demo:
         with self.clock.phase("load the model"):
             self.model_name, self.model, self.tokenizer = load_dense(model)
         with self.clock.phase("draw training and test text"):
+            self.elsewhere: dict[str, EvaluationText] = {}
             self.test, self.samples = self._texts()
             self.calibration = self._calibration()
 
@@ -120,25 +127,37 @@ class Demo:
         return test, sample_sequences(self.tokenizer, wanted, exclude=test.spans)
 
     def _calibration(self) -> TokenSamples:
-        """What cuts are reconstructed on: as many tokens as are trained on, of several kinds where the text is ours."""
+        """What cuts are reconstructed on: as many tokens as are trained on, of several kinds where the text is ours.
+
+        The documents of those kinds that are held back become the test texts of other kinds.
+        """
         from bench._demo_data import write_demo_mixture
         from pyprune.data.sampling import sample_sequences
+        from pyprune.quality.perplexity import evaluation_text
 
         s = self.settings
         if self.source_text != TEXT:
             return self.samples
         mixture = write_demo_mixture(self.work / "mixture")
-        wanted = mixture.data(max(s.steps * s.batch_size, len(mixture.parts)), s.sequence_length)
-        return sample_sequences(self.tokenizer, wanted, exclude=self.test.spans)
+        wanted = mixture.data(max(s.steps * s.batch_size, 2 * len(mixture.parts)), s.sequence_length)
+        tests = {kind: str(path) for kind, path in mixture.tests.items() if kind != "prose"}
+        self.elsewhere = {kind: evaluation_text(self.tokenizer, source) for kind, source in tests.items()}
+        used = [self.test, *self.elsewhere.values()]
+        return sample_sequences(self.tokenizer, wanted, exclude=[text.spans for text in used])
 
-    def perplexity(self, model: PreTrainedModel) -> PerplexityResult:
-        """Perplexity on the test text, of the weights as they are served."""
+    def perplexity(self, model: PreTrainedModel) -> tuple[PerplexityResult, dict[str, float]]:
+        """Perplexity of the weights as they are served: on the test text, and by kind on texts of other kinds."""
         from pyprune.quality.perplexity import evaluate_perplexity
         from pyprune.runtime.device import DTYPES
 
         s = self.settings
         served = copy.deepcopy(model).to(DTYPES[s.dtype])
-        return evaluate_perplexity(served, self.tokenizer, self.test, protocol=s.protocol, max_tokens=s.test_tokens)
+
+        def on(text: EvaluationText, tokens: int) -> PerplexityResult:
+            return evaluate_perplexity(served, self.tokenizer, text, protocol=s.protocol, max_tokens=tokens)
+
+        others = {kind: on(text, s.elsewhere_tokens).perplexity for kind, text in self.elsewhere.items()}
+        return on(self.test, s.test_tokens), others
 
     def write_sample(self, model: PreTrainedModel) -> str:
         """Greedy continuation of :data:`PROMPT`."""
@@ -165,26 +184,46 @@ class Demo:
         beginnings = self.samples.input_ids[:, : self.settings.gate_sequence_length]
         return make_plan(self.model, beginnings, choice(self.settings))
 
-    def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, Outcome]:
-        """Train and cut a copy of the dense model; then measure it."""
-        from pyprune.families import count_parameters
-        from pyprune.pipeline import prune_
+    def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, dict[str, Outcome]]:
+        """Train and cut a copy of the dense model as `prune_` does; measure it, also before the last training."""
+        from pyprune.methods.registry import checked
+        from pyprune.stages import StageRun, StageText
 
-        begin = time.monotonic()
         model = copy.deepcopy(self.model)
         text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}
-        result = prune_(model, text, arm.config)
+        run = StageRun(model, StageText.of(text), checked(arm.config))
+        found: dict[str, Outcome] = {}
+        begin = time.monotonic()
+        run.decide()
+        run.train_before_the_cut()
+        run.cut()
         seconds = time.monotonic() - begin
-        outcome = Outcome(
+        if arm.after_the_cut is not None:
+            key, label = arm.after_the_cut
+            found[key] = self._outcome(arm, label, run.result, model, seconds)
+        begin = time.monotonic()
+        run.train_after_the_cut()
+        seconds += time.monotonic() - begin
+        found[arm.key] = self._outcome(arm, arm.label, run.finished(), model, seconds)
+        return model, found
+
+    def _outcome(self, arm: Arm, label: str, result: PruneResult, model: PreTrainedModel, seconds: float) -> Outcome:
+        from pyprune.families import count_parameters
+
+        perplexity, elsewhere = self.perplexity(model)
+        say(f"{label}: perplexity {perplexity.perplexity:.2f}")
+        losses = [record["lm_loss"] for stage in result.stages for record in history(stage)]
+        return Outcome(
             arm,
-            self.perplexity(model).perplexity,
+            label,
+            perplexity.perplexity,
+            elsewhere,
             count_parameters(model),
             round(seconds, 1),
-            [record["lm_loss"] for stage in result.stages for record in history(stage)],
+            losses,
             self.write_sample(model),
-            result.warnings,
+            list(result.warnings),
         )
-        return model, outcome
 
     def export(self, name: str, model: PreTrainedModel, plan: PrunePlan | None, facts: dict[str, Any]) -> Path:
         """Write a checkpoint for the server."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.methods.base import own_options
@@ -25,6 +26,7 @@ class Settings:
         gate_sequence_length: tokens from the beginning of each training sequence that stage 1 uses.
         protocol: of the perplexities.
         test_tokens: tokens of test text in every perplexity.
+        elsewhere_tokens: tokens of each text of another kind.
         batch_prompts: prompts generated at once when timing.
         new_tokens: tokens generated for each prompt when timing.
         prompt_tokens: tokens of the one long prompt when timing.
@@ -43,6 +45,7 @@ class Settings:
     gate_sequence_length: int = 128
     protocol: str = "ppl-2048"
     test_tokens: int = 6 * 2048
+    elsewhere_tokens: int = 2 * 2048
     batch_prompts: int = 64
     new_tokens: int = 128
     prompt_tokens: int = 2048
@@ -61,6 +64,7 @@ class Settings:
             gate_sequence_length=16,
             protocol="ppl-128",
             test_tokens=4 * 128,
+            elsewhere_tokens=2 * 128,
             batch_prompts=2,
             new_tokens=4,
             prompt_tokens=32,
@@ -76,11 +80,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to get to the same shapes: its key in metrics.json, its row in the table, its options."""
+    """One way to get to the same shapes.
+
+    Attributes:
+        key: in metrics.json.
+        label: in the table.
+        config: its options.
+        after_the_cut: key and label of what it is between the cut and the training after it; None = not measured.
+    """
 
     key: str
     label: str
     config: PruneConfig
+    after_the_cut: tuple[str, str] | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it keeps all layers."""
+        return not self.config.stages.prune
 
 
 def elder_options(name: str) -> ElderOptions:
@@ -102,7 +119,7 @@ def choice(settings: Settings) -> PruneConfig:
 
 
 def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
-    """The ways to remove ``layers``; all that train do it with the same options on the same tokens."""
+    """The dense control and the ways to remove ``layers``; all train with the same options on the same tokens."""
     base = recommended(settings)
     options = own_options(base, ElderOptions)
     training: TrainConfig = replace(
@@ -111,39 +128,32 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
     )
-    annealed = replace(options, layers=layers, train=training)
-    default = replace(base, options=annealed, finetune=training)
+    default = replace(base, options=replace(options, layers=layers, train=training), finetune=training)
+    plain = replace(default, cut=CutConfig())
     papers = elder_options("elder-paper")
-    published = replace(annealed, schedule=papers.schedule, penalty_weight=papers.penalty_weight, norm=papers.norm)
-    share = f"{options.anneal_share:.0%}"
-    reconstructed = preset("elder-reconstruct").cut
+    published = replace(
+        own_options(default, ElderOptions),
+        schedule=papers.schedule,
+        penalty_weight=papers.penalty_weight,
+        norm=papers.norm,
+    )
     arms = (
-        Arm("direct_ppl", "direct removal", replace(default, stages=StageConfig(before=()))),
+        Arm(
+            "dense_finetuned_ppl",
+            "control: dense, fine-tuned",
+            replace(plain, stages=StageConfig(before=("finetune",), prune=False)),
+        ),
         Arm(
             "published_ppl",
             f"papers' form ({published.norm}, penalty_weight {published.penalty_weight:g}), then cut",
-            replace(default, options=published),
+            replace(plain, options=published, stages=StageConfig(before=("regularise",))),
         ),
-        Arm("pruned_ppl", f"pyprune's default (gates to 0 over {share} of the steps), then cut", default),
+        Arm("prune_then_finetune_ppl", "control: cut, then fine-tuned", plain, ("direct_ppl", "direct removal")),
         Arm(
-            "finetune_then_prune_ppl",
-            "control: fine-tune, then cut",
-            replace(default, stages=StageConfig(before=("finetune",))),
-        ),
-        Arm(
-            "prune_then_finetune_ppl",
-            "control: cut, then fine-tune",
-            replace(default, stages=StageConfig(before=(), after=("finetune",))),
-        ),
-        Arm(
-            "reconstructed_ppl",
-            "cut and reconstructed, no training",
-            replace(default, stages=StageConfig(before=()), cut=reconstructed),
-        ),
-        Arm(
-            "reconstructed_finetuned_ppl",
-            "cut, reconstructed, then fine-tuned (preset elder-reconstruct)",
-            replace(default, stages=StageConfig(before=(), after=("finetune",)), cut=reconstructed),
+            "pruned_ppl",
+            "pyprune's default: cut, reconstructed, then fine-tuned",
+            default,
+            ("reconstructed_ppl", "cut and reconstructed, no training"),
         ),
     )
     return {arm.key: arm for arm in arms}

@@ -12,11 +12,11 @@ from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.report import BarChart, Cell, LineChart, Report, Table
 
 NOTES = (
-    "Training and test text are of one kind, so a part of every trained arm's gain is adaptation to it; the two "
-    "controls, which see the same tokens without any regularisation, show how much.",
+    "Training and test text are of one kind, so a part of every trained arm's gain is adaptation to it; the dense "
+    "model fine-tuned on the same tokens and the texts of other kinds show how much.",
     "One seed, one small model, few steps: the order of arms that lie close together says nothing about other runs.",
-    "Nothing is trained after the cut, except in the rows that say so. Cuts are reconstructed on as many tokens as the "
-    "others train on, of four kinds of text (prose, web, code, other languages).",
+    "Nothing is trained after the cut, except in the rows that say so. The cut is reconstructed on as many tokens as "
+    "are trained on, of four kinds of text (prose, web, code, other languages).",
 )
 
 
@@ -29,6 +29,10 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
     return {
         "dense_ppl": results.dense_perplexity.perplexity,
         **{key: outcome.perplexity for key, outcome in outcomes.items()},
+        "out_of_domain": {
+            kind: {"dense_ppl": perplexity, **{key: outcome.elsewhere[kind] for key, outcome in outcomes.items()}}
+            for kind, perplexity in results.dense_elsewhere.items()
+        },
         "train_tokens": demo.settings.train_tokens,
         "dense_parameters": results.dense_parameters,
         "pruned_parameters": outcomes["pruned_ppl"].parameters,
@@ -49,7 +53,7 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
             "gates": demo.settings.gates.to_dict(),
             "arms": {
                 key: {
-                    "label": o.arm.label,
+                    "label": o.label,
                     "config": o.arm.config.to_dict(),
                     "seconds": o.seconds,
                     "losses": o.losses,
@@ -84,7 +88,8 @@ def main_table(results: Results) -> Table:
     ]
     for key, outcome in results.outcomes.items():
         figures = timed("pruned") if key == "pruned_ppl" else (None,) * 4
-        rows.append((outcome.arm.label, kept, outcome.parameters, outcome.perplexity, *figures))
+        layers = total if outcome.arm.is_dense else kept
+        rows.append((outcome.label, layers, outcome.parameters, outcome.perplexity, *figures))
     columns = (
         "model",
         "layers",
@@ -103,6 +108,18 @@ def main_table(results: Results) -> Table:
     return Table("Dense and pruned, side by side", columns, tuple(rows), note, highlight)
 
 
+def tables(results: Results) -> tuple[Table, ...]:
+    """Quality and speed; and quality on texts of other kinds, where such texts are at hand."""
+    if not results.dense_elsewhere:
+        return (main_table(results),)
+    kinds = list(results.dense_elsewhere)
+    rows: list[tuple[Cell, ...]] = [("dense", *results.dense_elsewhere.values())]
+    rows += [(outcome.label, *(outcome.elsewhere[kind] for kind in kinds)) for outcome in results.outcomes.values()]
+    highlight = 1 + list(results.outcomes).index("pruned_ppl")
+    note = "Perplexity on documents of other kinds, none of which was trained on; lower is better."
+    return main_table(results), Table("On text of other kinds", ("model", *kinds), tuple(rows), note, highlight)
+
+
 def make_report(demo: Demo, results: Results) -> Report:
     """The report of a run."""
     outcomes = results.outcomes
@@ -110,45 +127,46 @@ def make_report(demo: Demo, results: Results) -> Report:
     removed = 1 - default.parameters / results.dense_parameters
     dense = results.dense_perplexity
     trained = [o for o in outcomes.values() if o.losses]
-    best = min(trained, key=lambda o: o.perplexity)
+    best = min((o for o in outcomes.values() if not o.arm.is_dense), key=lambda o: o.perplexity)
     s = demo.settings
     train = own_options(default.arm.config, ElderOptions).train
     summary = (
         f"{len(results.plan.removed_layers)} of {results.plan.dense.num_layers} layers of {demo.model_name} were "
         f"removed, {removed:.1%} of its parameters. Perplexity goes from {dense.perplexity:.2f} to "
         f"{default.perplexity:.2f} with the package's default and {s.train_tokens:,} training tokens; removing the "
-        f"same layers directly gives {outcomes['direct_ppl'].perplexity:.2f}.",
+        f"same layers directly gives {outcomes['direct_ppl'].perplexity:.2f}. The dense model fine-tuned on the same "
+        f"tokens has {outcomes['dense_finetuned_ppl'].perplexity:.2f}.",
         f"{results.speed.engine} generates {results.speed.throughput_increase('pruned'):.2f} times as many tokens a "
         f"second and reads a long prompt {results.speed.speedup('pruned'):.2f} times as fast.",
-        f"Best of the trained arms: {best.arm.label} ({best.perplexity:.2f}).",
+        f"Best of the arms without these layers: {best.label} ({best.perplexity:.2f}).",
     )
     samples = Table(
         f'What each model writes after "{PROMPT}"',
         ("model", "text (greedy)"),
-        (("dense", results.dense_sample), *((o.arm.label, o.sample) for o in outcomes.values())),
+        (("dense", results.dense_sample), *((o.label, o.sample) for o in outcomes.values())),
     )
-    bars = {o.arm.label: o.perplexity for o in outcomes.values()}
+    bars = {o.label: o.perplexity for o in outcomes.values()}
     spread = max(bars.values()) / min(bars.values())
     charts = (
         BarChart(
-            "Perplexity after the cut, by arm",
+            "Perplexity by arm",
             "perplexity" + (" (logarithmic)" if spread > 20 else "") + ", lower is better",
             bars,
             dense.perplexity,
-            highlight=default.arm.label,
+            highlight=default.label,
             logarithmic=spread > 20,
         ),
         LineChart(
             "Training loss, the same tokens in the same order",
             "step",
             "nats per token",
-            {o.arm.label: o.losses for o in trained},
+            {o.label: o.losses for o in trained},
         ),
     )
     return Report(
         "Pruning, exporting and serving a language model on this machine",
         summary,
-        (main_table(results), samples),
+        (*tables(results), samples),
         charts,
         _conditions(demo, results, train),
         NOTES,

@@ -44,7 +44,7 @@ def test_the_recipes_cover_the_families_and_the_eight_cases() -> None:
 
 
 def test_the_two_elder_recipes_differ_in_the_regulariser_only() -> None:
-    ours = build_config(recipe=REPO / "recipes/llama/smollm2-elder.yaml")
+    ours = build_config(recipe=REPO / "recipes/llama/smollm2-elder-anneal.yaml")
     papers = build_config(recipe=REPO / "recipes/llama/smollm2-elder-published.yaml")
     assert ours.options.train == papers.options.train
     assert ours.options.gates == papers.options.gates

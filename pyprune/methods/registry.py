@@ -1,4 +1,4 @@
-"""Methods, found by looking: one file or folder a method under regularise/, score/ and layers/.
+"""Methods, found by looking: one file or folder a method under regularise/, score/, layers/ and hidden/.
 
 It defines ``METHOD``, whose ``name`` is that of the file: what the method does, its options and its presets. Nothing is
 registered by import, and no list is kept by hand; two files of one name are an error. Declaring a method imports no
@@ -27,7 +27,12 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import Method
 
-_PACKAGES = ("pyprune.methods.regularise", "pyprune.methods.score", "pyprune.methods.layers")
+_PACKAGES = (
+    "pyprune.methods.regularise",
+    "pyprune.methods.score",
+    "pyprune.methods.layers",
+    "pyprune.methods.hidden",
+)
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
@@ -37,6 +42,7 @@ RENAMED = {
     "dress-recommended": "dress",
     "elder-literal": "elder-paper-literal",
     "elder-recommended": "elder",
+    "elder-reconstruct": "elder",
     "trsp-recommended": "trsp",
 }
 """Name that a preset had -> the one it has."""

@@ -26,15 +26,12 @@ def refused(*arguments: str | Path) -> str:
 
 def tiny_elder(checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
     """Arguments of a prune run that takes a second."""
+    training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
     sets = {
         "elder.gates.first_round_steps": 2,
         "elder.gates.round_steps": 1,
         "elder.gates.batch_size": 2,
-        "elder.train.steps": 2,
-        "elder.train.batch_size": 2,
-        "elder.train.micro_batch_size": 2,
-        "elder.train.warmup_steps": 0,
-        "elder.train.dtype": "float32",
+        **{f"{section}.{name}": value for section in ("elder.train", "finetune") for name, value in training.items()},
     }
     settings = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     base = ["prune", checkpoint, "--ratio", "0.5", "--calibration", text]

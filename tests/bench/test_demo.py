@@ -17,6 +17,7 @@ from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.methods.base import own_options
+from pyprune.methods.registry import preset
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.runtime.files import foreign_names, seal
 from tests._support.models import tiny_model
@@ -25,13 +26,12 @@ from tests._support.tokenizer import tiny_tokenizer
 
 HEADLINE = [
     "dense_ppl",
-    "direct_ppl",
+    "dense_finetuned_ppl",
     "published_ppl",
-    "pruned_ppl",
-    "finetune_then_prune_ppl",
+    "direct_ppl",
     "prune_then_finetune_ppl",
     "reconstructed_ppl",
-    "reconstructed_finetuned_ppl",
+    "pruned_ppl",
     "train_tokens",
     "dense_parameters",
     "pruned_parameters",
@@ -82,7 +82,9 @@ def test_the_folder_is_replaced_whole(out: Path) -> None:
 
 
 def test_metrics_have_the_headline_keys_first(metrics: dict[str, Any]) -> None:
-    assert list(metrics) == [*HEADLINE, "details", "files", "sha256"]
+    figures = [key for key in metrics if key != "out_of_domain"]
+    assert figures == [*HEADLINE, "details", "files", "sha256"]
+    assert metrics["out_of_domain"] == {}, "a text that was given has no other kinds"
     assert all(metrics[key] > 0 for key in HEADLINE)
     assert metrics["pruned_parameters"] < metrics["dense_parameters"]
     assert metrics["train_tokens"] == 2 * 2 * 32
@@ -90,15 +92,31 @@ def test_metrics_have_the_headline_keys_first(metrics: dict[str, Any]) -> None:
 
 def test_every_trained_arm_saw_the_same_tokens_with_the_same_options(metrics: dict[str, Any]) -> None:
     arms = metrics["details"]["arms"]
-    assert [len(a["losses"]) for a in arms.values()] == [0, 2, 2, 2, 2, 0, 2]
+    assert {key: len(a["losses"]) for key, a in arms.items()} == {
+        "dense_finetuned_ppl": 2,
+        "published_ppl": 2,
+        "direct_ppl": 0,
+        "prune_then_finetune_ppl": 2,
+        "reconstructed_ppl": 0,
+        "pruned_ppl": 2,
+    }
     trainings = {json.dumps(a["config"][part]) for a in arms.values() for part in ("finetune",)} | {
         json.dumps(a["config"]["elder"]["train"]) for a in arms.values()
     }
     assert len(trainings) == 1
     first = {key: a["losses"][0] for key, a in arms.items() if a["losses"]}
     # Before its first update an arm's loss shows its data: the uncut, ungated ones must agree exactly.
-    assert first["published_ppl"] == pytest.approx(first["finetune_then_prune_ppl"], rel=1e-6)
-    assert first["prune_then_finetune_ppl"] != first["finetune_then_prune_ppl"]
+    assert first["published_ppl"] == pytest.approx(first["dense_finetuned_ppl"], rel=1e-6)
+    assert len({first[key] for key in ("dense_finetuned_ppl", "prune_then_finetune_ppl", "pruned_ppl")}) == 3
+
+
+def test_the_default_is_reconstructed_and_every_other_arm_is_not(metrics: dict[str, Any], out: Path) -> None:
+    arms = metrics["details"]["arms"]
+    reconstructed = {key for key, arm in arms.items() if arm["config"]["cut"]["reconstruct"] == "least_squares"}
+    assert reconstructed == {"reconstructed_ppl", "pruned_ppl"}
+    assert metrics["reconstructed_ppl"] != metrics["direct_ppl"]
+    default = json.loads(json.dumps(preset("elder").to_dict()))
+    assert all(arms["pruned_ppl"]["config"][part] == default[part] for part in ("stages", "cut", "method"))
 
 
 def test_every_arm_lost_the_same_layers(metrics: dict[str, Any], out: Path) -> None:
@@ -141,6 +159,17 @@ def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:
         assert condition in text
         assert condition in page
     assert str(out.parent) not in text, "no path of this machine"
+
+
+def test_its_own_text_is_measured_on_other_kinds_as_well(inputs: list[str | Path], tmp_path: Path) -> None:
+    done = demo("--out", tmp_path / "demo", *inputs[:2])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "On text of other kinds" in done.stdout
+    found = json.loads((tmp_path / "demo" / "metrics.json").read_text())
+    assert list(found["out_of_domain"]) == ["web", "code", "languages"]
+    rows = [key for key in HEADLINE if key.endswith("_ppl")]
+    assert all(sorted(row) == sorted(rows) for row in found["out_of_domain"].values())
+    assert len({row["dense_ppl"] for row in found["out_of_domain"].values()} | {found["dense_ppl"]}) == 4
 
 
 def test_a_folder_of_something_else_is_refused_at_once(inputs: list[str | Path], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
@@ -23,9 +24,27 @@ def test_prune_writes_what_it_says(pruned: Path) -> None:
     record = read_pruning_json(pruned, verify_files=True)
     assert record.plan is not None
     assert len(record.plan.removed_layers) == 2
-    assert record.provenance["config"]["elder"]["train"]["steps"] == 2
-    assert record.provenance["config"]["elder"]["schedule"] == "anneal", "the method's default preset"
+    assert record.provenance["config"]["finetune"]["steps"] == 2
     assert [p.name for p in pruned.parent.iterdir()] == [pruned.name], "nothing is left next to the output"
+
+
+def test_by_default_a_cut_is_reconstructed_and_then_fine_tuned(
+    pruned: Path, checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
+    report = read_pruning_json(pruned).provenance["report"]
+    assert any(part["ridge"] for part in report["reconstruction"]["parts"])
+    assert [stage["name"] for stage in report["stages"]] == ["after-0-finetune"]
+    folders = {"trained": pruned, "plain": tmp_path / "plain", "solved": tmp_path / "solved"}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(read_pruning_json(pruned).plan.to_dict()))
+    untrained = ["--method", "elder", "--plan", plan, "--set", "stages.after=[]"]
+    for name, more in {"plain": ["--set", "cut.reconstruct=none"], "solved": []}.items():
+        done = run(*tiny_elder(checkpoint, text, *untrained, *more, "--out", folders[name]))
+        assert done.exit_code == 0, done.output
+    weights = {name: load_file(folder / "model.safetensors") for name, folder in folders.items()}
+    written = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.equal(weights["plain"][written], weights["solved"][written])
+    assert not torch.equal(weights["solved"][written], weights["trained"][written])
 
 
 def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

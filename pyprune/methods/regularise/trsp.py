@@ -13,6 +13,11 @@ def _trsp() -> PruneConfig:
     return replace(ELDER.presets["elder"](), method="trsp")
 
 
+def _trsp_anneal() -> PruneConfig:
+    """TRSP whose chosen layers are faded out during training; the same as elder-anneal."""
+    return replace(ELDER.presets["elder-anneal"](), method="trsp")
+
+
 def _trsp_paper() -> PruneConfig:
     """TRSP with its paper's constants; ELDeR under its first name."""
     return replace(ELDER.presets["elder-paper"](), method="trsp")
@@ -22,5 +27,5 @@ METHOD = replace(
     ELDER,
     name="trsp",
     summary="TRSP: ELDeR under its first name.",
-    presets={"trsp": _trsp, "trsp-paper": _trsp_paper},
+    presets={"trsp": _trsp, "trsp-anneal": _trsp_anneal, "trsp-paper": _trsp_paper},
 )

@@ -106,7 +106,17 @@ def _elder_paper_literal() -> PruneConfig:
 
 
 def _elder() -> PruneConfig:
-    """ELDeR, recommended: well-trained residual gates, then the chosen layers are faded out during training."""
+    """ELDeR, recommended: its gates choose, the cut is reconstructed on a mixture of texts, and all weights trained."""
+    return replace(
+        _elder_anneal(),
+        data=DataConfig("mixture", samples=160, sequence_length=256),
+        stages=StageConfig(before=(), after=("finetune",)),
+        cut=CutConfig(reconstruct="least_squares"),
+    )
+
+
+def _elder_anneal() -> PruneConfig:
+    """ELDeR with well-trained residual gates, whose chosen layers are then faded out during training."""
     return PruneConfig(
         method="elder",
         ratio=0.25,
@@ -133,16 +143,6 @@ def _elder() -> PruneConfig:
     )
 
 
-def _elder_reconstruct() -> PruneConfig:
-    """ELDeR's gates choose, the cut is reconstructed by least squares on a mixture of texts, then it is fine-tuned."""
-    return replace(
-        _elder(),
-        data=DataConfig("mixture", samples=160, sequence_length=256),
-        stages=StageConfig(before=(), after=("finetune",)),
-        cut=CutConfig(reconstruct="least_squares"),
-    )
-
-
 METHOD = Method(
     name="elder",
     axis="layers",
@@ -152,8 +152,8 @@ METHOD = Method(
     options=ElderOptions,
     presets={
         "elder": _elder,
+        "elder-anneal": _elder_anneal,
         "elder-paper": _elder_paper,
         "elder-paper-literal": _elder_paper_literal,
-        "elder-reconstruct": _elder_reconstruct,
     },
 )

