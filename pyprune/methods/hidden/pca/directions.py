@@ -1,0 +1,175 @@
+"""The principal directions of the residual stream, of which the cut keeps the first.
+
+With x_l [tokens, H] the stream that enters layer l on calibration text,
+
+    M = sum over l of  X_l^T X_l / trace(X_l^T X_l),     X_l = x_l, or each token of it divided by its norm
+
+and Q holds the eigenvectors of M, largest eigenvalue first. M is not centred: what is sliced off is set to zero, not to
+a mean. Every point between layers counts alike, as the stream grows along the model and the last layers would decide
+alone. Of all rotations, Q leaves the largest share of this energy in the first k channels, for every k; the channels of
+the model as they are, the strongest k among them, are one of those it is compared with.
+
+The rotation belongs to the weights at the moment of the cut, and is found then, on the same text. So a run that was
+interrupted finds it again, and nothing of the size of the model has to be kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pyprune.data.tokens import micro_batch_for
+from pyprune.errors import DataError, ScoreError, UnsupportedModelError
+from pyprune.families import family_for
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.hidden.pca import PcaOptions
+from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
+from pyprune.methods.ratio import decide_hidden_count
+from pyprune.plan import PrunePlan
+from pyprune.probe.activations import still
+from pyprune.probe.streams import BLOCKS, LayerRunner, Part
+from pyprune.runtime.progress import track
+
+NO_TEXT = "The directions of the stream are found on calibration text; give samples."
+_SMALLEST = 1e-30
+_ROUNDING = 0.1
+"""Largest relative change of the logits that rounding rotated weights to bfloat16 explains."""
+
+
+def decide(
+    model: PreTrainedModel,
+    samples: Tensor,
+    request: PlanRequest,
+    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+) -> PlanDecision:
+    """Choose how many channels of the rotated stream stay; they are the first. :func:`prepare` rotates it.
+
+    Raises:
+        ConfigError: the ratio removes nothing or does not fit.
+        DataError: there is no sample.
+        UnsupportedModelError: the stream of this model cannot be rotated.
+    """
+    check_rotatable(model)
+    decision = decide_hidden_count(request)
+    hidden, tokens = request.identity.dense.hidden_size, samples.numel()
+    if not tokens:
+        raise DataError(NO_TEXT)
+    few = f"The calibration text has {tokens:,} tokens for {hidden:,} directions; read more of it (data.samples)."
+    return PlanDecision(
+        request.identity.keep_hidden(range(hidden - decision.count)),
+        (*decision.notes, "The plan counts channels of the rotated stream, strongest first."),
+        {"pca": {"tokens": own_options(request, PcaOptions).tokens, "calibration_tokens": tokens}},
+        (few,) if tokens < hidden else (),
+    )
+
+
+def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
+    """Rotate the stream of the dense model to its principal directions, in place.
+
+    Raises:
+        ScoreError: the stream is not finite.
+        UnsupportedModelError: the rotated model does not compute what it did, so that its family's table is wrong.
+    """
+    moment = stream_moment(model, samples, alike=details["pca"]["tokens"] == "alike")
+    rotation = principal_directions(moment)
+    before = _logits(model, samples)
+    rotate_(model, rotation)
+    moved = _relative_change(before, _logits(model, samples))
+    if not moved <= _ROUNDING:
+        raise UnsupportedModelError(
+            f"Rotating the residual stream changed the logits by {moved:.1%}, but it must change nothing: this "
+            f"{plan.model_type!r} model does something with single channels that its family's table does not say. "
+            "Use another method (dress)."
+        )
+    kept, total = len(plan.hidden), moment.trace()
+    rotated = (rotation.T @ moment @ rotation).diagonal()[:kept].sum() / total
+    plain = moment.diagonal().topk(kept).values.sum() / total
+    return (
+        f"The stream was rotated, which moved the logits by {moved:.1g} of their size (rounding): the first {kept} "
+        f"directions hold {rotated:.3%} of its energy on the calibration text, the strongest {kept} channels held "
+        f"{plain:.3%}.",
+    )
+
+
+@torch.no_grad()
+def stream_moment(model: PreTrainedModel, samples: Tensor, *, alike: bool = False) -> Tensor:
+    """M, the second moment of the stream summed over all points between layers; see above.
+
+    Products and sums are float64. Beside the model it holds the stream of all samples and a few matrices [H, H].
+
+    Args:
+        model: a dense model of a known family; it comes back as it was.
+        samples: token ids, int64 [N, T].
+        alike: each token of the stream is divided by its norm.
+
+    Returns:
+        Float64 [H, H] on the CPU, symmetric; its trace is the number of layers (less those with a stream of zero).
+
+    Raises:
+        DataError: there is no sample.
+        ScoreError: the stream is not finite.
+    """
+    if not samples.numel():
+        raise DataError(NO_TEXT)
+    runner = LayerRunner(model, family_for(model))
+    hidden = int(model.config.hidden_size)
+    total = torch.zeros(hidden, hidden, dtype=torch.float64)
+    with still(model):
+        size = micro_batch_for(len(samples), samples.shape[1])
+        streams = [runner.embed(batch) for batch in samples.to(model.device).split(size)]
+        for index in track(range(len(runner.layers)), "directions of the stream"):
+            total += _moment_here(streams, alike)
+            with runner.layer(index) as layer:
+                streams = [runner.run(layer, Part(index, BLOCKS), stream) for stream in streams]
+    if not math.isfinite(float(total.sum())):
+        raise ScoreError(
+            "The residual stream is not finite on the calibration text. The weights or their dtype are broken: check "
+            "them for NaN, or work in float32 (dtype)."
+        )
+    return total
+
+
+def _moment_here(streams: list[Tensor], alike: bool) -> Tensor:
+    """The second moment of the stream at one point, divided by its trace; float64 [H, H] on the CPU."""
+    hidden = streams[0].shape[-1]
+    moment = streams[0].new_zeros(hidden, hidden, dtype=torch.float64)
+    for stream in streams:
+        x = stream.flatten(0, -2).double()
+        if alike:
+            x = x / x.norm(dim=-1, keepdim=True).clamp(min=_SMALLEST)
+        moment += x.T @ x
+    return (moment / moment.trace().clamp(min=_SMALLEST)).cpu()
+
+
+def principal_directions(moment: Tensor) -> Tensor:
+    """The eigenvectors of a symmetric matrix as columns, largest eigenvalue first.
+
+    The sign of each is the one with which its largest component is positive.
+
+    Args:
+        moment: float64 [H, H] on the CPU.
+
+    Returns:
+        Float64 [H, H], orthogonal.
+    """
+    _, ascending = torch.linalg.eigh(moment)
+    vectors: Tensor = ascending.flip(-1)
+    largest = vectors.abs().argmax(0, keepdim=True)
+    return vectors * vectors.gather(0, largest).sign()
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, samples: Tensor) -> Tensor:
+    """The logits of the first sample, float32 [1, T, V]."""
+    with still(model):
+        found: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
+    return found.float()
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    return float((after - before).norm() / before.norm().clamp(min=_SMALLEST))

@@ -1,0 +1,112 @@
+"""A rotation of the residual stream that leaves what the model computes as it is.
+
+RMSNorm divides a token's stream by its root mean square, which no rotation changes: norm(x Q) = norm(x) Q for every
+orthogonal Q, as long as the norm has no weight of its own. So the norm's weight g goes into what reads it, and then
+everything that touches the stream is rotated (weights as ``torch.nn.Linear`` stores them, [out, in]):
+
+    embedding    E <- E Q                   reads a norm    W <- W diag(g) Q,  b as it was,  g <- 1
+    writes       W <- Q^T W,  b <- Q^T b    head            H <- H diag(g of the final norm) Q
+
+This is SliceGPT's observation (Ashkboos et al. 2024, section 3.1). Theirs has a rotation for each block and a matrix on
+every residual connection to go from one to the next; this has one for the whole model, so that no part is added.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.errors import UnsupportedModelError
+from pyprune.families import Family, NamedParam, family_for, named_axes
+from pyprune.families.base import Block, Role
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_AT_ONCE = 1 << 24
+"""Numbers that are rotated at once, in float64."""
+
+
+def why_not(family: Family, config: PretrainedConfig) -> str:
+    """Why the stream of a model cannot be rotated, by its family's table; empty when it can."""
+    norms = [row for row in family.rows if row.role in ("pre_norm", "post_norm", "final_norm")]
+    if family.norm != "rms":
+        return "its LayerNorm subtracts the mean over the channels, which depends on what the channels are"
+    if any(row.role == "post_norm" for row in norms):
+        return "a norm with a weight for each channel stands between its blocks and the stream"
+    if any(row.is_bias for row in norms):
+        return "its norms have biases"
+    other = [row.pattern for row in family.rows if row.role == "inner" and row.axis_dim("hidden") is not None]
+    if other:
+        return f"{other[0]} acts on single channels of the stream"
+    if config.tie_word_embeddings:
+        return "its head is tied to the embedding, and the final norm's weight fits into a head of its own only"
+    return ""
+
+
+def check_rotatable(model: PreTrainedModel) -> None:
+    """Refuse a model whose stream cannot be rotated.
+
+    Raises:
+        UnsupportedModelError: it says why.
+    """
+    family = family_for(model)
+    if reason := why_not(family, model.config):
+        raise UnsupportedModelError(
+            f"The residual stream of this {family.model_type!r} model cannot be rotated: {reason}. pca needs RMSNorm "
+            "in front of the blocks and an untied head; to remove hidden channels as they are, choose another method "
+            "(dress)."
+        )
+
+
+@torch.no_grad()
+def rotate_(model: PreTrainedModel, rotation: Tensor) -> None:
+    """Rotate the residual stream of a dense model, in place; the weights of its norms become 1 (0 where 1 is added).
+
+    Products are float64 and rounded once to the weights' dtype. The logits stay the same up to that rounding.
+
+    Args:
+        model: a dense model of a family that :func:`why_not` has nothing against; any dtype and device.
+        rotation: Q, orthogonal, float64 [H, H]; its columns are the new channels.
+
+    Raises:
+        UnsupportedModelError: as :func:`check_rotatable`.
+    """
+    check_rotatable(model)
+    offset = 1.0 if family_for(model).unit_offset_norm else 0.0
+    params = named_axes(model)
+    norms = [param for param in params if param.row.is_norm_weight]
+    gains = {(p.layer, p.row.role, p.row.block): p.parameter.detach().double() + offset for p in norms}
+    for param in params:
+        dim = param.axis_dim("hidden")
+        if dim is not None and not param.row.is_norm_weight:
+            _rotate_parameter(param.parameter, dim, _gain(param, gains), rotation)
+    for param in norms:
+        param.parameter.fill_(1.0 - offset)
+
+
+def _gain(param: NamedParam, gains: dict[tuple[int | None, Role, Block | None], Tensor]) -> Tensor | None:
+    """Weight of the norm in front of what reads the stream, float64 [H]; None where there is none."""
+    if param.row.role == "head":
+        return gains.get((None, "final_norm", None))
+    if param.row.role != "reader":
+        return None
+    # One norm may serve both blocks of a layer.
+    shared = gains.get((param.layer, "pre_norm", None))
+    return gains.get((param.layer, "pre_norm", param.row.block), shared)
+
+
+def _rotate_parameter(parameter: nn.Parameter, dim: int, gain: Tensor | None, rotation: Tensor) -> None:
+    """Multiply a parameter along ``dim`` by the gain, and then by the rotation."""
+    rows = parameter.data.movedim(dim, -1)
+    if rows.ndim == 1:
+        rows = rows[None]
+    turning = rotation.to(rows.device)
+    if gain is not None:
+        turning = gain.to(rows.device)[:, None] * turning
+    for some in rows.split(max(1, _AT_ONCE // prod(rows.shape[1:]))):
+        some.copy_(some.double() @ turning)
