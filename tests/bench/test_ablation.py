@@ -25,7 +25,7 @@ ELDER = (
     "elder: {schedule: published, gates: {first_round_steps: 3, round_steps: 2, batch_size: 2}, train: " + TRAIN + "}\n"
 )
 RECIPE = f"""
-method: elder
+preset: elder-anneal
 ratio: 0.5
 data: {{source: SOURCE, samples: 6, sequence_length: 64}}
 {ELDER}"""
@@ -86,7 +86,8 @@ def test_a_failed_cell_is_kept_with_its_error_and_may_be_retried(
     inputs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Path(inputs[inputs.index("--config") + 1])
-    recipe.write_text(recipe.read_text().replace(ELDER, f"dress: {{train: {TRAIN}}}\n").replace("elder", "dress"))
+    ours = recipe.read_text().replace(ELDER, f"dress: {{train: {TRAIN}}}\n")
+    recipe.write_text(ours.replace("elder-anneal", "dress"))
     grid = ["--grid", "ratio=0.01,0.25"]
     assert main([*inputs, *grid]) == 1
     rows = table(capsys.readouterr().out)
