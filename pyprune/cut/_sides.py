@@ -61,10 +61,12 @@ class CutSide(ABC):
     """A cut model beside the dense one, one layer at a time.
 
     Args:
+        runner: of its layers.
         family: of both models.
         plan: what stays.
 
     Attributes:
+        runner: of its layers.
         walks_everything: whether the cut stream starts at the embeddings, even where it is still the dense one.
         copied_bytes: most bytes of copied weights held at a time.
     """
@@ -72,7 +74,8 @@ class CutSide(ABC):
     walks_everything = False
     copied_bytes = 0
 
-    def __init__(self, family: Family, plan: PrunePlan) -> None:
+    def __init__(self, runner: LayerRunner, family: Family, plan: PrunePlan) -> None:
+        self.runner = runner
         self.family = family
         self.plan = plan
         self.plans = {layer.index: layer for layer in plan.layers}
@@ -141,7 +144,7 @@ class MaskedLayers(CutSide):
     """
 
     def __init__(self, dense: LayerRunner, plan: PrunePlan) -> None:
-        super().__init__(dense.family, plan)
+        super().__init__(dense, dense.family, plan)
         self.dense = dense
         device = dense.model.device
         self.kept = torch.tensor(plan.hidden, device=device) if plan.removed_hidden else None
@@ -222,7 +225,7 @@ class CompactedLayers(CutSide):
 
     def __init__(self, pruned: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
         family = pruned.family
-        super().__init__(family, plan)
+        super().__init__(pruned, family, plan)
         embedding = cast(nn.Embedding, pruned.model.get_input_embeddings())
         sizes = len(pruned.layers), embedding.weight.shape[1]
         if sizes != (len(plan.layers), len(plan.hidden)):

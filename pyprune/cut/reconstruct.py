@@ -227,7 +227,7 @@ def _reconstruct(
     solved: tuple[SolvedPart, ...] = ()
     walk: Walk | None = None
     if not all(step.exact for step in steps):
-        with still(dense.model):
+        with still(dense.model), dense.computing(options.dtype), side.runner.computing(options.dtype):
             chunks = _chunks(dense, samples, kinds or samples.kinds or None, options.held_back, batch_size)
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
             walk = Walk(dense, side, chunks, ridges=options.ridges, multiplier=multiplier, relative=options.relative)

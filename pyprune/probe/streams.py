@@ -57,6 +57,7 @@ class LayerRunner:
         self.family = family
         self.layers = decoder_layers(model)
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._bfloat16 = False
 
     def embed(self, ids: Tensor) -> Tensor:
         """The stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""
@@ -74,6 +75,15 @@ class LayerRunner:
         return streams[0]
 
     @contextmanager
+    def computing(self, dtype: str) -> Iterator[None]:
+        """Let layers compute in bfloat16 (autocast) meanwhile, or as their weights are; streams keep their dtype."""
+        self._bfloat16 = dtype == "bfloat16"
+        try:
+            yield
+        finally:
+            self._bfloat16 = False
+
+    @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Give one decoder layer with its weights, for the time of the block."""
         yield self.layers[index]
@@ -87,7 +97,8 @@ class LayerRunner:
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
         """
         call = self._calls[stream.shape[0], stream.shape[1]][part.layer]
-        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)):
+        autocast = torch.autocast(stream.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
+        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), autocast:
             return module(stream, **call)  # type: ignore[no-any-return]
 
 

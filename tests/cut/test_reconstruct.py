@@ -296,6 +296,31 @@ def test_low_precision_models_are_solved_too() -> None:
     assert report.parts[-1].after < report.parts[-1].before
 
 
+@pytest.mark.parametrize("name", ["llama", "opt", "phi", "gemma3"])
+def test_layers_may_compute_in_bfloat16_while_streams_and_systems_stay(name: str) -> None:
+    full, fast = tiny_model(name), tiny_model(name)
+    plan = plan_of(full, "layers")
+    seen: set[torch.dtype] = set()
+    handles = [
+        m.register_forward_hook(lambda _, __, out: seen.add(out.dtype))
+        for m in fast.modules()
+        if isinstance(m, torch.nn.Linear)
+    ]
+    exact = reconstruct_(full, plan, SAMPLES)
+    rounded = reconstruct_(fast, plan, SAMPLES, options=ReconstructConfig(dtype="bfloat16"))
+    for handle in handles:
+        handle.remove()
+    assert torch.bfloat16 in seen
+    assert {p.dtype for p in fast.parameters()} == {torch.float32}
+    assert rounded.solved
+    for mine, theirs in zip(rounded.parts, exact.parts, strict=True):
+        assert mine.after < mine.before or mine.ridge is None
+        assert mine.after == pytest.approx(theirs.after, rel=0.05, abs=0.01)
+    changed = weights(fast)
+    assert any(not torch.equal(changed[n], p) for n, p in weights(full).items()), "it did round"
+    assert logits(fast).dtype == torch.float32
+
+
 def test_each_kind_of_text_judges_and_none_may_get_worse() -> None:
     before = Tally({"a": 1.0, "b": 4.0}, {"a": 9.0, "b": 9.0})
     assert _score(before, Tally({"a": 0.5, "b": 1.0}, before.size)) == pytest.approx((0.5 + 0.25) / 2)
