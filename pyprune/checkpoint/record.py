@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -311,17 +311,28 @@ def model_card(record: PruningRecord) -> str:
         else "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`."
     )
     lines = ["---", "library_name: transformers", "tags: [pyprune, structured-pruning]", "---", ""]
-    lines += ["# Pruned with pyprune", "", loading, "", "| | |", "|---|---|"]
-    for key in ("source", "method", "architecture", "dtype", "dense_parameters", "parameters"):
-        if key in facts:
-            lines.append(f"| {key.replace('_', ' ')} | {facts[key]} |")
-    for entry in facts.get("recoveries", ()):
-        done = entry["report"]
-        lines.append(f"| recovered | {done['objective']}, {done['steps']} steps, {done['tokens']:,} tokens |")
-    if record.plan is not None:
-        lines.append(f"| plan | {record.plan.summary()} |")
+    lines += ["# Pruned with pyprune", "", loading, "", *_card_table(_card_facts(record))]
     for section in ("quality", "speed"):
         if facts.get(section):
-            lines += ["", f"## Measured {section}", "", "| | |", "|---|---|"]
-            lines += [f"| {key} | {value} |" for key, value in facts[section].items()]
+            lines += ["", f"## Measured {section}", "", *_card_table(facts[section].items())]
     return "\n".join(lines) + "\n"
+
+
+def _card_facts(record: PruningRecord) -> Iterator[tuple[str, Any]]:
+    facts = record.provenance
+    for key in ("source", "method", "architecture", "dtype", "dense_parameters", "parameters"):
+        if key in facts:
+            yield key.replace("_", " "), facts[key]
+    for entry in facts.get("recoveries", ()):
+        done = entry["report"]
+        yield "recovered", f"{done['objective']}, {done['steps']} steps, {done['tokens']:,} tokens"
+    if record.plan is not None:
+        yield "plan", record.plan.summary()
+
+
+def _card_table(rows: Iterable[tuple[str, Any]]) -> list[str]:
+    """The lines of a table without headings, values as they are in the record.
+
+    Not ``report.markdown_table``, which rounds and aligns: a card that is not this text counts as edited by somebody.
+    """
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]

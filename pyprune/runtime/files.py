@@ -18,8 +18,9 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -460,16 +461,30 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """
     out = Path(out).absolute()
     check_output(out, overwrite=overwrite)
-    with claimed(out) as folder:
-        part = folder / "part"
-        try:
-            with disk_errors(out):
-                part.mkdir()
-                yield part
-                _flush(part)
-                _swap(part, out, overwrite=overwrite)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    place = partial(_swap, out=out, overwrite=overwrite)
+    with claimed(out) as folder, disk_errors(out), whole_folder(folder / "part", place) as part:
+        yield part
+        _let_others_read(part)
+
+
+@contextmanager
+def whole_folder(part: Path, place: Callable[[Path], None]) -> Iterator[Path]:
+    """Give a temporary folder to fill; when the block ends without error the disk holds it, and it is put in its place.
+
+    Args:
+        part: the folder. What a killed process has left of it is removed first, and what an error leaves of it at the
+            end.
+        place: renames it.
+    """
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        yield part
+        for path in [*part.rglob("*"), part]:
+            sync(path)
+        place(part)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
@@ -489,14 +504,11 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
     sync(out.parent)
 
 
-def _flush(folder: Path) -> None:
+def _let_others_read(folder: Path) -> None:
+    """A server under another account must be able to read a checkpoint; safetensors creates private files."""
     mask = _umask()
-    inside = list(folder.rglob("*"))
-    for path in filter(Path.is_file, inside):
-        # safetensors creates private files; a server under another account must be able to read them.
+    for path in filter(Path.is_file, folder.rglob("*")):
         path.chmod(0o666 & ~mask)
-    for path in [*inside, folder]:
-        sync(path)
 
 
 def sync(path: Path) -> None:

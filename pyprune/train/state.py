@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
-from pyprune.runtime.files import file_digest, read_json, reason, seal, sync, unseal
+from pyprune.runtime.files import file_digest, read_json, reason, seal, sync, unseal, whole_folder
 from pyprune.runtime.records import differences
 
 CHECKPOINT_VERSION = 1
@@ -50,16 +50,17 @@ def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> P
         OutputError: the disk is full or the folder cannot be written; nothing half-written is left.
     """
     final = folder / (name or f"step-{state.step:06d}")
-    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
-    try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        _write(temporary, state)
+
+    def place(part: Path) -> None:
         if final.exists():
             shutil.rmtree(final)
-        temporary.rename(final)
+        part.rename(final)
         sync(folder)
+
+    try:
+        with whole_folder(folder / f".{final.name}.{os.getpid()}.tmp", place) as part:
+            _write(part, state)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise OutputError(
             f"The training checkpoint {final} could not be written: {reason(error, final)}. Earlier checkpoints are "
             "intact."
@@ -76,12 +77,9 @@ def _write(folder: Path, state: TrainState) -> None:
             continue
         path = folder / f"{stem}.safetensors"
         save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
-        sync(path)
         digests[path.name] = file_digest(path)
     meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": digests, **state.meta}
-    path = folder / "state.json"
-    path.write_text(json.dumps(seal(meta), indent=1))
-    sync(path)
+    (folder / "state.json").write_text(json.dumps(seal(meta), indent=1))
 
 
 def latest_state(folder: Path) -> Path | None:

@@ -27,6 +27,7 @@ from pyprune.runtime.files import (
     read_json,
     seal,
     unseal,
+    whole_folder,
     work_folder,
     write_text,
 )
@@ -363,3 +364,15 @@ def test_foreign_names_are_found_below_folders_of_ours(tmp_path: Path) -> None:
     assert list(foreign_names(out)) == []
     (out / "a" / "b" / "d").touch()
     assert list(foreign_names(out)) == ["a/b/d"]
+
+
+def test_a_folder_in_the_making_holds_nothing_of_a_killed_process(tmp_path: Path) -> None:
+    part, final = tmp_path / "part", tmp_path / "final"
+    part.mkdir()
+    (part / "old").touch()
+    with whole_folder(part, lambda made: made.rename(final)):
+        (part / "new").touch()
+    assert [path.name for path in final.iterdir()] == ["new"]
+    with pytest.raises(ZeroDivisionError), whole_folder(part, lambda made: made.rename(tmp_path / "failed")):
+        raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final"]
