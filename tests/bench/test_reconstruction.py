@@ -45,7 +45,7 @@ def test_the_rows_of_a_case_with_an_untied_head(monkeypatch: pytest.MonkeyPatch)
     rows = list(bench.rows())
     assert [row["perplexity"]["hidden"] for row in rows] == [48.0] + [36.0] * 6
     chosen = [f"{arm}, mixture" for arm in ("energy", "pca", "pca, tokens alike")]
-    arms = [f"{choice}: {how}" for choice in chosen for how in ("cut", "reconstructed")]
+    arms = [f"{choice}: {how}" for how in ("cut", "reconstructed") for choice in chosen]
     assert [row["arm"] for row in rows] == ["dense", *arms]
     assert [row["solved"] > 0 for row in rows if "solved" in row] == [True] * 3
     assert all(arm in table(rows) for arm in arms)
