@@ -55,7 +55,7 @@ from pyprune.checkpoint.record import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
-from pyprune.methods.regularise.dress.training import dress_targets
+from pyprune.methods.regularise.dress.training import hidden_slices
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import append_jsonl
@@ -98,19 +98,19 @@ class Contest:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         hidden = int(model.config.hidden_size)
-        self.targets = dress_targets(model, range(hidden * 3 // 4, hidden))
+        self.slices = hidden_slices(model, range(hidden * 3 // 4, hidden))
         parameters = list(model.parameters())
         self.eager = torch.optim.AdamW(parameters, lr=RATE)
         self.fused = torch.optim.AdamW(parameters, lr=RATE, fused=True)
-        self.ours = RegularisedAdamW(parameters, lr=RATE, weight_decay=0.01, penalties=penalties_of(self.targets))
+        self.ours = RegularisedAdamW(parameters, lr=RATE, weight_decay=0.01, penalties=penalties_of(self.slices))
 
     def penalised(self, optimizer: torch.optim.Optimizer) -> None:
         """The penalty by autograd, then the optimizer."""
         norms = []
-        for target in self.targets:
-            weight = target.param.parameter
-            part = weight.index_select(target.dim, target.index)
-            norms.append(part.abs().sum() if part.ndim == 1 else part.norm(dim=1 - target.dim).sum())
+        for slices in self.slices:
+            weight = slices.param.parameter
+            part = weight.index_select(slices.dim, slices.index)
+            norms.append(part.abs().sum() if part.ndim == 1 else part.norm(dim=1 - slices.dim).sum())
         (STRENGTH * torch.stack(norms).sum()).backward()
         optimizer.step()
 
@@ -135,9 +135,9 @@ class Contest:
             self.ours.step()
 
 
-def penalties_of(targets: Sequence[Any]) -> dict[nn.Parameter, Penalty]:
-    """Every target's penalty for the optimizer's pass."""
-    return {t.param.parameter: Penalty(t.index, t.dim, "l2", STRENGTH) for t in targets}
+def penalties_of(slices: Sequence[Any]) -> dict[nn.Parameter, Penalty]:
+    """The penalty on the slices of every tensor, for the optimizer's pass."""
+    return {s.param.parameter: Penalty(s.index, s.dim, "l2", STRENGTH) for s in slices}
 
 
 def backward(model: PreTrainedModel, batch: Tensor) -> None:
@@ -272,7 +272,7 @@ def extra_peak(work: Callable[[], object], device: torch.device) -> int:
 def measure_peak(model: PreTrainedModel, batch: Tensor, bits: int) -> Peak:
     """Peak memory of one step in backward, and what it is made of."""
     hidden = int(model.config.hidden_size)
-    penalties = penalties_of(dress_targets(model, range(hidden * 3 // 4, hidden)))
+    penalties = penalties_of(hidden_slices(model, range(hidden * 3 // 4, hidden)))
     optimizer = RegularisedAdamW(model.parameters(), lr=RATE, penalties=penalties, moment_bits=bits)
     optimizer.initialise_state()
     weights = sum(p.nbytes for p in model.parameters())

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
+from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import training_marks
@@ -82,7 +82,7 @@ def prune(
         return load_model(model_id, dtype=teacher_dtype(config.recover), device=config.device, **reading)[0]
 
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
-    source["weights"] = weights_identity(model_id, **reading)
+    source["weights"] = weights_version(model_id, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **reading)
         data = draw_samples(model, tokenizer, config)

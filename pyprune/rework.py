@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.load import load_model, stored_dtype, weights_identity
+from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
@@ -58,7 +58,7 @@ class Dense:
     @property
     def weights(self) -> str:
         """What its weights are known by; empty where there is none."""
-        return weights_identity(self.model, **self.reading) if self.model is not None else ""
+        return weights_version(self.model, **self.reading) if self.model is not None else ""
 
     def load(self, *, dtype: str, device: str) -> PreTrainedModel:
         """The model in memory.
@@ -231,11 +231,11 @@ def _reworked(
     check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
     check_sources(config.data.sources)
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
-    identity = {"model": str(pruned), "weights": weights_identity(pruned, **remote), "teacher": str(dense.model)}
-    identity["teacher_weights"] = dense.weights
+    source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
+    source["teacher_weights"] = dense.weights
     record = read_pruning_json(pruned) if has_record(pruned) else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
-    with run_folder(out, identity, config, resume=resume, overwrite=overwrite) as folder:
+    with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
         model, tokenizer = load_model(pruned, dtype=config.dtype, device=config.device, **remote)
         if tokenizer is None:
             raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")

@@ -79,11 +79,11 @@ def run_folder(
     """
     with claimed(out) as path:
         work = RunFolder(path, resume)
-        identity = {**source, "config": config.to_dict()}
+        facts = {**source, "config": config.to_dict()}
         if resume:
-            work.check_same(identity)
+            work.check_same(facts)
         else:
-            work.begin(identity, out, overwrite=overwrite)
+            work.begin(facts, out, overwrite=overwrite)
         try:
             yield work
         except BaseException as error:
@@ -106,7 +106,7 @@ class RunFolder:
         self.path = path
         self.resume = resume
 
-    def begin(self, identity: Mapping[str, Any], out: Path, *, overwrite: bool) -> None:
+    def begin(self, facts: Mapping[str, Any], out: Path, *, overwrite: bool) -> None:
         """Start a new run; see :func:`run_folder`."""
         if not overwrite and (kept := _kept_in(self.path)):
             raise OutputError(
@@ -115,7 +115,7 @@ class RunFolder:
             )
         with disk_errors(out):
             self.clear()
-        self._write(RUN, identity)
+        self._write(RUN, facts)
 
     def clear(self) -> None:
         """Remove all that the folder holds but its mark."""
@@ -125,11 +125,11 @@ class RunFolder:
             elif path.name != MARK:
                 path.unlink(missing_ok=True)
 
-    def check_same(self, identity: Mapping[str, Any]) -> None:
+    def check_same(self, facts: Mapping[str, Any]) -> None:
         """Refuse to resume another run; see :func:`run_folder`."""
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        if different := differences(self._read(RUN), identity):
+        if different := differences(self._read(RUN), facts):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "
                 + ", ".join(different)

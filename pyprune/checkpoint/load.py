@@ -235,7 +235,7 @@ def _placed(model: PreTrainedModel, place: torch.device, source: str) -> PreTrai
         ) from error
 
 
-def weights_identity(
+def weights_version(
     path_or_id: str | Path,
     *,
     gguf_file: str | None = None,

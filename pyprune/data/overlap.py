@@ -54,7 +54,7 @@ class SpanSet:
         covered = self.covered()
         if not covered.any():
             return np.zeros(len(other.tokens), dtype=np.bool_)
-        same = self.stream.identity == other.identity
+        same = self.stream.sha256 == other.sha256
         mask = _copies(self.stream.tokens, covered, other.tokens, same)
         return mask | covered if same else mask
 

@@ -227,7 +227,7 @@ def _draw_together(
 ) -> dict[str, TokenSamples]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, stream in streams.items():
-        groups.setdefault((stream.identity, *(part.end for part in stream.parts)), []).append(name)
+        groups.setdefault((stream.sha256, *(part.end for part in stream.parts)), []).append(name)
     taken = list(reserved)
     drawn: dict[str, TokenSamples] = {}
     for names in groups.values():

@@ -49,7 +49,7 @@ class TokenStream:
     Attributes:
         source: as the user wrote it.
         tokens: int64 [N].
-        identity: SHA-256 of the tokens, so that one text under two names is recognised.
+        sha256: of the tokens, hexadecimal, so that one text under two names is recognised.
         parts: the texts, in order; no window reaches from one into the next.
         breaks: positions that no window may cross, int64, ascending (where one document ends and the next begins, if
             windows are to stay inside documents).
@@ -57,7 +57,7 @@ class TokenStream:
 
     source: str
     tokens: Ids = field(repr=False)
-    identity: str
+    sha256: str
     parts: tuple[StreamPart, ...] = field(repr=False, kw_only=True)
     breaks: Ids = field(repr=False, default_factory=lambda: NOWHERE, kw_only=True)
 
@@ -100,7 +100,7 @@ class ExampleStream(TokenStream):
             places.append((start, start + example.response, start + len(example.ids)))
             start += len(example.ids)
         stream = TokenStream.of(source, joined(e.ids for e in distinct.values()))
-        return cls(source, stream.tokens, stream.identity, parts=stream.parts, examples=tuple(places))
+        return cls(source, stream.tokens, stream.sha256, parts=stream.parts, examples=tuple(places))
 
 
 def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None) -> TokenStream:

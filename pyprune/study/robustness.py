@@ -222,7 +222,7 @@ class _Bench:
             self.use(variant)
         return self.reports[variant]
 
-    def _identity(self, variant: str) -> Json:
+    def _weights_of(self, variant: str) -> Json:
         adapter = asdict(self.config.adapter) if variant == "lora" else None
         return {"weights": self.weights_digest, "variant": variant, "adapter": adapter}
 
@@ -231,7 +231,7 @@ class _Bench:
         config = replace(self.methods[method], data=replace(self.methods[method].data, seed=seed))
         options = {name: value for name, value in config.to_dict().items() if name != "ratio"}
         reserved = sorted(t.text_sha256 for t in self.texts)
-        key = _key("scores", self._identity(variant), {"options": options, "reserved": reserved})
+        key = _key("scores", self._weights_of(variant), {"options": options, "reserved": reserved})
         known = self.records.of("scores").get(key) or {"plans": {}}
         if all(repr(ratio) in known["plans"] for ratio in self.config.ratios):
             return known
@@ -283,7 +283,7 @@ class _Bench:
         record, ratio = pruned or (None, 0.0)
         plan = _plan(record, ratio) if record else None
         measured = {"text": text.text_sha256, "protocol": self.config.protocol, "tokens": self.config.max_tokens}
-        key = _key("perplexity", self._identity(variant), {"plan": plan and plan.to_dict(), **measured})
+        key = _key("perplexity", self._weights_of(variant), {"plan": plan and plan.to_dict(), **measured})
         known = self.records.of("perplexity").get(key)
         if known is None:
             start = time.perf_counter()
@@ -373,5 +373,5 @@ def jaccard(first: frozenset[tuple[int, int]], second: frozenset[tuple[int, int]
     return len(first & second) / len(either) if either else None
 
 
-def _key(kind: str, identity: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    return digest([kind, identity, part])[:32]
+def _key(kind: str, weights: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    return digest([kind, weights, part])[:32]

@@ -72,7 +72,7 @@ class Distillation:
         _check_pair(student, teacher)
         self.view = _StreamView(student, teacher, plan) if config.hidden else None
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """Options and teacher, which a resumed run must share; the teacher by the SHA-256 of its vectors."""
         digest = hashlib.sha256()
         for parameter in self.teacher.parameters():

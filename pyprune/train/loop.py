@@ -393,7 +393,7 @@ class _Run:
 
     def _save(self, folder: Path) -> Path:
         meta = {
-            "run": self._identity(),
+            "run": self._run_facts(),
             "stopped": self.report.stopped,
             "tokens": self.report.tokens,
             "history": [asdict(r) for r in self.report.history],
@@ -410,11 +410,11 @@ class _Run:
         }
         return save_state(folder, TrainState(self.report.steps, meta, tensors))
 
-    def _identity(self) -> dict[str, Any]:
+    def _run_facts(self) -> dict[str, Any]:
         """What must be equal for a resumed run to be the same run."""
         return {
             "objective": self.objective.name,
-            **{f"objective.{k}": v for k, v in self.objective.identity().items()},
+            **{f"objective.{k}": v for k, v in self.objective.run_facts().items()},
             **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
             "samples_sha256": self.samples.digest(),
             "validation_sha256": None if self.validation is None else self.validation.digest(),
@@ -432,7 +432,7 @@ class _Run:
             )
         state = load_state(path)
         try:
-            check_same_run(path, state.meta["run"], self._identity())
+            check_same_run(path, state.meta["run"], self._run_facts())
             self._load(state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"The training checkpoint {path} does not fit this run: {error!r}.") from error

@@ -66,7 +66,7 @@ class Objective:
 
     name = "finetune"
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """Plain JSON options that must be equal for a resumed run to be the same run."""
         return {}
 

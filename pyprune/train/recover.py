@@ -26,14 +26,14 @@ class _Recovery(Objective):
         self.distillation = distillation
         self.name = ("lora" if config.adapters == "lora" else "full") + ("-distill" if distillation else "")
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """Places, rank, scale and dropout of the adapters; options and teacher of the distillation."""
         config = self.config
         names = ("targets", "rank", "alpha", "dropout")
         adapters = {name: getattr(config, name) for name in names}
         return {
             **(adapters if config.adapters == "lora" else {}),
-            **(self.distillation.identity() if self.distillation else {}),
+            **(self.distillation.run_facts() if self.distillation else {}),
         }
 
     def setup(self, model: nn.Module, config: TrainConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from pyprune.checkpoint.load import load_model, load_tokenizer, stored_dtype, weights_identity
+from pyprune.checkpoint.load import load_model, load_tokenizer, stored_dtype, weights_version
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError
 from pyprune.serving.checkpoints import read_checkpoint
 from tests._support.gguf import write_gguf
@@ -177,7 +177,7 @@ def test_a_panic_of_rust_is_one_line_and_other_words_come_through(
 )
 def test_odd_names_are_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for reader in (load_model, stored_dtype, weights_identity, read_checkpoint):
+    for reader in (load_model, stored_dtype, weights_version, read_checkpoint):
         with pytest.raises(PypruneError) as caught:
             reader(name)
         text = str(caught.value)

@@ -12,7 +12,7 @@ from pyprune.errors import ConfigError, ScoreError
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.methods.regularise.dress.training import dress_targets
+from pyprune.methods.regularise.dress.training import hidden_slices
 from pyprune.probe.energy import stream_energy
 
 
@@ -86,9 +86,9 @@ def channel_scores(model: PreTrainedModel) -> Tensor:
     hidden = int(model.config.hidden_size)
     total = torch.zeros(hidden, dtype=torch.float64)
     tensors = 0
-    for target in dress_targets(model, range(hidden)):
-        others = tuple(d for d in range(target.param.parameter.ndim) if d != target.dim)
-        value = target.value().float()
+    for slices in hidden_slices(model, range(hidden)):
+        others = tuple(d for d in range(slices.param.parameter.ndim) if d != slices.dim)
+        value = slices.value().float()
         norms = torch.linalg.vector_norm(value, dim=others) if others else value.abs()
         mean = norms.double().mean()
         if mean > 0:

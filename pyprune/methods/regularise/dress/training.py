@@ -69,8 +69,8 @@ class DressReport:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """A tensor with a hidden axis: the dimension, the selected channels, and Gemma's unit offset."""
+class _Slices:
+    """Slices of a tensor along its hidden axis: the dimension, the selected channels, and Gemma's unit offset."""
 
     param: NamedParam
     dim: int
@@ -125,12 +125,12 @@ class DressObjective(Objective):
     def __init__(self, removed: Sequence[int], config: DressOptions) -> None:
         self.removed = tuple(sorted(removed))
         self.config = config
-        self.targets: list[_Target] = []
+        self.slices: list[_Slices] = []
         self.gauge_kept: tuple[int, ...] = ()
         self.anneal_steps = 0
         self.in_optimizer = False
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """R and the options of the penalty."""
         options = {k: v for k, v in self.config.to_dict().items() if k not in ("train", "version")}
         return {"removed": list(self.removed), **options}
@@ -141,7 +141,7 @@ class DressObjective(Objective):
         if not self.removed:
             return
         dense = cast(PreTrainedModel, model)
-        self.targets = dress_targets(dense, self._penalised(dense))
+        self.slices = hidden_slices(dense, self._penalised(dense))
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
@@ -161,19 +161,19 @@ class DressObjective(Objective):
         """The whole penalty, where the optimizer's own pass gives the same result as a separate one."""
         prox = self.config.solver == "prox"
         apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
-        frozen = any(not t.param.parameter.requires_grad for t in self.targets)
+        frozen = any(not s.param.parameter.requires_grad for s in self.slices)
         if self.annealed or apart or frozen:
             return {}
         self.in_optimizer = True
         c = self.config
         return {
-            t.param.parameter: Penalty(t.index, t.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, t.shift)
-            for t in self.targets
+            s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, s.shift)
+            for s in self.slices
         }
 
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without its weight; differentiable."""
-        terms = [target.penalty(self.config.norm) for target in self.targets]
+        terms = [slices.penalty(self.config.norm) for slices in self.slices]
         return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
@@ -188,10 +188,10 @@ class DressObjective(Objective):
         """The same without autograd: in one pass over the selected slices, or by the optimizer in its own."""
         if self.in_optimizer:
             return self.step_penalty(model)
-        if self.annealed or self.config.solver == "prox" or not self.targets:
+        if self.annealed or self.config.solver == "prox" or not self.slices:
             return None
         penalty_weight = self.config.penalty_weight
-        terms = [target.add_gradient(self.config.norm, penalty_weight) for target in self.targets]
+        terms = [slices.add_gradient(self.config.norm, penalty_weight) for slices in self.slices]
         return penalty_weight * torch.stack([t.to(terms[0].device) for t in terms]).sum()
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ class DressObjective(Objective):
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed factor is 0."""
-        return not (self.annealed and self.targets) or step >= self.anneal_steps
+        return not (self.annealed and self.slices) or step >= self.anneal_steps
 
     def factor(self, step: int) -> float:
         """What R is multiplied by in all after ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
@@ -222,51 +222,51 @@ class DressObjective(Objective):
     def _shrink(self, step: int) -> None:
         before = self.factor(step - 1)
         ratio = self.factor(step) / before if before > 0 else 0.0
-        for target in self.targets:
-            shrink(target.param.parameter, target.index, target.dim, ratio, offset=target.shift)
+        for slices in self.slices:
+            shrink(slices.param.parameter, slices.index, slices.dim, ratio, offset=slices.shift)
 
     def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         penalty_weight, step_size = self.config.penalty_weight, self.config.prox_step
         in_adam_metric = self.config.norm == "l1" and step_size is None
-        scales = _adam_scales(optimizer, self.targets) if in_adam_metric else {}
+        scales = _adam_scales(optimizer, self.slices) if in_adam_metric else {}
         threshold = penalty_weight * (learning_rate if step_size is None else step_size)
-        for target in self.targets:
-            parameter = target.param.parameter
+        for slices in self.slices:
+            parameter = slices.param.parameter
             scale = scales.get(parameter)
             if scale is None:
                 norm = self.config.norm
-                group_prox(parameter, target.index, target.dim, norm, threshold, offset=target.shift)
+                group_prox(parameter, slices.index, slices.dim, norm, threshold, offset=slices.shift)
                 continue
             # Written as a difference to the clamped value, so that what is cut is exactly zero.
-            selected, width = target.selected(), threshold / scale
-            target.replace_selected(selected - torch.clamp(selected, -width, width))
+            selected, width = slices.selected(), threshold / scale
+            slices.replace_selected(selected - torch.clamp(selected, -width, width))
 
 
-def dress_targets(model: PreTrainedModel, channels: Sequence[int]) -> list[_Target]:
+def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slices]:
     """Every tensor with a hidden axis, tied ones once, with the channels selected in it."""
     offset_family = family_for(model).unit_offset_norm
-    targets = []
+    slices = []
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
         index = torch.tensor(list(channels), device=param.parameter.device)
-        targets.append(_Target(param, dim, index, offset_family and param.row.is_norm_weight))
-    return targets
+        slices.append(_Slices(param, dim, index, offset_family and param.row.is_norm_weight))
+    return slices
 
 
-def _adam_scales(optimizer: torch.optim.Optimizer, targets: Sequence[_Target]) -> dict[nn.Parameter, Tensor]:
+def _adam_scales(optimizer: torch.optim.Optimizer, slices: Sequence[_Slices]) -> dict[nn.Parameter, Tensor]:
     """sqrt(bias-corrected second moment) + eps of the selected slices, Adam's diagonal metric times its rate.
 
     Empty for optimizers without second moments (SGD), whose metric is Euclidean.
     """
-    slices = {t.param.parameter: (t.dim, t.index) for t in targets}
+    places = {s.param.parameter: (s.dim, s.index) for s in slices}
     scales: dict[nn.Parameter, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if "exp_avg_sq" in state and parameter in slices:
-                dim, index = slices[parameter]
+            if "exp_avg_sq" in state and parameter in places:
+                dim, index = places[parameter]
                 correction = 1.0 - group["betas"][1] ** float(state["step"])
                 part = state["exp_avg_sq"].index_select(dim, index)
                 scales[parameter] = (part / correction).sqrt_().add_(group["eps"])
@@ -326,8 +326,7 @@ def regularise_dress(
 def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> float:
     if not removed:
         return 0.0
-    targets = dress_targets(model, removed)
-    return sum(float(target.penalty(config.norm)) for target in targets)
+    return sum(float(slices.penalty(config.norm)) for slices in hidden_slices(model, removed))
 
 
 def regularise(

@@ -106,7 +106,7 @@ class GateObjective(Objective):
         later = self.count - 1 if self.config.search == "greedy" else 0
         return self.config.first_round_steps + later * self.config.round_steps
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """The number of layers and stage 1's options."""
         return {"count": self.count, **self.config.to_dict()}
 

@@ -71,7 +71,7 @@ class ElderObjective(Objective):
         self.anneal_steps = 0
         self.gate = 1.0
 
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         """P and the options of the penalty."""
         skipped = ("train", "gates", "layers", "version")
         return {

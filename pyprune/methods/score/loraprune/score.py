@@ -106,7 +106,7 @@ class _Guided(Objective):
         self.average: dict[LayerAxis, dict[str, Tensor]] = {}
 
     @override
-    def identity(self) -> dict[str, Any]:
+    def run_facts(self) -> dict[str, Any]:
         return {"momentum": self.momentum}
 
     @override
