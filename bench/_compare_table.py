@@ -10,7 +10,7 @@ from pyprune.errors import ConfigError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.records import Json
 
-
+TEXTS = ("prose", "web", "code", "languages", "wikitext-2", "ptb", "novel")
 NAMES = {"layers": "layers", "heads": "query heads", "ffn": "FFN channels", "hidden": "hidden channels"}
 
 
@@ -41,7 +41,7 @@ def _went(row: Json) -> str:
 
 
 def _table(rows: Sequence[Json], labels: Sequence[str]) -> str:
-    texts = list(rows[0]["perplexity"])
+    texts = [text for text in TEXTS if text in rows[0]["perplexity"]]
     cells = []
     for label in labels:
         some = sorted((row for row in rows if row["arm"] == label), key=lambda row: row["seed"])

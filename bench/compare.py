@@ -26,16 +26,15 @@ import copy
 import gc
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._compare_cases import CASES, CUTS, DENSE, TRAININGS, Action, Arm, Case
+from bench._compare_cases import CASES, DENSE, TRAININGS, Arm, Case
+from bench._compare_steps import Steps
 from bench._compare_table import table
-from bench._demo_options import Settings, choice, elder_options
+from bench._demo_options import Settings, choice
 from pyprune.errors import PypruneError, did_you_mean
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
@@ -44,7 +43,6 @@ from pyprune.runtime.records import Json, RecordFile, digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pyprune.config.train import TrainConfig
     from pyprune.data.sampling import TokenSamples
     from pyprune.plan import PrunePlan
     from pyprune.quality.perplexity import EvaluationText
@@ -136,33 +134,41 @@ class Bench:
     def _case(self, case: Case, seed: int) -> None:
         arms = {label: arm for label, arm in case.arms.items() if self._wanted(case, label, seed)}
         if arms:
-            self._grow(Branch(self, case, seed, self._plan(case)), arms, (), self.dense, [])
+            steps = self._steps(seed, case.method, self._plan(case))
+            self._grow(case, steps, arms, (), self.dense, [])
+
+    def _steps(self, seed: int, method: str = "", plan: PrunePlan | None = None) -> Steps:
+        return Steps(self.dense, self.settings, lambda kind: self.samples(kind, seed), seed, method, plan)
 
     def _wanted(self, case: Case, label: str, seed: int) -> bool:
         named = not self.options.arm or any(text in label for text in self.options.arm)
         return named and self._missing(case, label, seed)
 
-    def _grow(self, branch: Branch, arms: dict[str, Arm], done: Arm, model: PreTrainedModel, costs: list[Json]) -> None:
+    def _grow(
+        self, case: Case, steps: Steps, arms: dict[str, Arm], done: Arm, model: PreTrainedModel, costs: list[Json]
+    ) -> None:
         """Measure the arms that end here; do each next step once for all arms that share it."""
         for label in [label for label, arm in arms.items() if arm == done]:
-            self._measure(branch.case, label, branch.seed, model, costs, branch.plan)
+            self._measure(case, label, steps.seed, model, costs, steps.plan)
         for action in dict.fromkeys(arm[len(done)] for arm in arms.values() if len(arm) > len(done)):
             path = (*done, action)
             rest = {label: arm for label, arm in arms.items() if arm[: len(path)] == path}
             if path == ("finetune",):
-                child, spent = self._fine_tuned_dense(branch.seed)
+                child, spent = self._fine_tuned_dense(steps.seed)
             else:
+                say(f"{case.name}, seed {steps.seed}: {', '.join(path)}")
                 child = copy.deepcopy(model)
-                spent = [*costs, branch.do(action, child)]
-            self._grow(branch, rest, path, child, spent)
+                spent = [*costs, steps.do(action, child)]
+            self._grow(case, steps, rest, path, child, spent)
             del child
             gc.collect()
 
     def _fine_tuned_dense(self, seed: int) -> tuple[PreTrainedModel, list[Json]]:
         """The dense model trained on the seed's tokens, which every case shares."""
         if self.tuned is None or self.tuned[0] != seed:
+            say(f"dense, seed {seed}: finetune")
             model = copy.deepcopy(self.dense)
-            self.tuned = seed, model, [Branch(self, None, seed, None).do("finetune", model)]
+            self.tuned = seed, model, [self._steps(seed).do("finetune", model)]
         return self.tuned[1:]
 
     def samples(self, kind: str, seed: int) -> TokenSamples:
@@ -267,132 +273,12 @@ class Bench:
         return make_plan(self.dense, self.samples("web", 0).ids[:10, :128], config)
 
 
-class Branch:
-    """The steps of one case and seed.
-
-    Args:
-        bench: the dense model and the texts.
-        case: what is cut; None = nothing.
-        seed: of the texts and of the order of training.
-        plan: what stays.
-    """
-
-    def __init__(self, bench: Bench, case: Case | None, seed: int, plan: PrunePlan | None) -> None:
-        self.bench = bench
-        self.case = case
-        self.seed = seed
-        self.plan = plan
-
-    def do(self, action: Action, model: PreTrainedModel) -> Json:
-        """Take one step in place; return its costs and what it reported."""
-        say(f"{self.case.name if self.case else 'dense'}, seed {self.seed}: {action}")
-        cost: Json = {"name": action}
-        with _costs(cost):
-            cost |= self._reconstruct(action, model) if action in CUTS else self._train(action, model)
-        return cost
-
-    def _reconstruct(self, action: Action, model: PreTrainedModel) -> Json:
-        """Cut, and before it solve what stays, where the action says so."""
-        from pyprune.cut.compact import compact_
-        from pyprune.cut.reconstruct import reconstruct_
-
-        assert self.plan is not None
-        found: Json = {}
-        if action != "cut":
-            text = self.bench.samples("prose" if action == "reconstruct-prose" else "mixture", self.seed)
-            report = reconstruct_(model, self.plan, text)
-            found = {"solved": report.solved, "systems": len(report.parts), "notes": report.notes()}
-        compact_(model, self.plan)
-        return found
-
-    def _train(self, action: Action, model: PreTrainedModel) -> Json:
-        from pyprune.train.recover import finetune
-
-        text = self.bench.samples("mixture" if action.endswith("mixture") else "prose", self.seed)
-        if action in ("finetune", "finetune-mixture"):
-            report: Any = finetune(model, text, self._training())
-        elif action in ("papers", "anneal"):
-            report = self._regularise(action, model, text)
-        else:
-            report = self._recover(action, model, text)
-        facts = report.to_dict()
-        history = facts.get("train", facts).get("history", [])
-        return {
-            "first_loss": history[0]["lm_loss"] if history else None,
-            "last_loss": history[-1]["lm_loss"] if history else None,
-            "warnings": report.warnings,
-        }
-
-    def _training(self) -> TrainConfig:
-        """What all trained arms share."""
-        s = self.bench.settings
-        return replace(
-            elder_options("elder").train,
-            dtype=s.dtype,
-            steps=s.steps,
-            batch_size=s.batch_size,
-            micro_batch_size=s.batch_size,
-            seed=self.seed,
-        )
-
-    def _regularise(self, action: Action, model: PreTrainedModel, text: TokenSamples) -> Any:
-        from pyprune.methods.registry import get_method, preset
-
-        assert self.case is not None and self.plan is not None
-        name = self.case.method
-        papers, annealed = preset(f"{name}-paper").options, preset(f"{name}-anneal").options
-        options: Any = papers if action == "papers" else annealed
-        regularise: Callable[..., Any] | None = get_method(name).regularise
-        assert regularise is not None
-        return regularise(model, text.ids, self.plan, replace(options, train=self._training()))
-
-    def _recover(self, action: Action, model: PreTrainedModel, text: TokenSamples) -> Any:
-        from pyprune.config.recoveries import recovery
-        from pyprune.config.train import DistillConfig, RecoverConfig
-        from pyprune.runtime.device import DTYPES
-        from pyprune.train.recover import recover
-
-        if action == "lora":
-            papers = recovery("alpaca-lora").recover
-            training = replace(self._training(), learning_rate=papers.train.learning_rate)
-            return recover(model, text, replace(papers, train=training))
-        config = RecoverConfig(adapters="none", distill=DistillConfig(alpha=1.0), train=self._training())
-        teacher = copy.deepcopy(self.bench.dense).to(DTYPES[self.bench.settings.dtype])
-        return recover(model, text, config, teacher=teacher)
-
-
 def _removed(plan: PrunePlan) -> Json:
     """How many of each part the plan removes, so that a table can say what went."""
     from pyprune.study.robustness import removed_units
 
     found = {axis: len(units) for axis, units in removed_units(plan).items()}
     return {**found, "layers": len(plan.removed_layers)}
-
-
-@contextmanager
-def _costs(into: Json) -> Iterator[None]:
-    """Add wall and processor seconds and the peak memory of a block to a record."""
-    before = _reset_peak()
-    began, worked = time.monotonic(), time.process_time()
-    yield
-    into["seconds"] = round(time.monotonic() - began, 1)
-    into["cpu_seconds"] = round(time.process_time() - worked, 1)
-    if before is not None:
-        into["peak_bytes"] = _status("VmHWM") - before
-
-
-def _reset_peak() -> int | None:
-    """Let Linux count the peak of resident memory from here; bytes held now, or None where it cannot."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,13 +26,17 @@ def refused(*arguments: str | Path) -> str:
 
 def tiny_elder(checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
     """Arguments of a prune run that takes a second."""
+    return tiny_prune("elder", checkpoint, text, *more)
+
+
+def tiny_prune(method: str, checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
+    """The same for any of the papers' methods that train."""
     training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
-    sets = {
-        "elder.gates.first_round_steps": 2,
-        "elder.gates.round_steps": 1,
-        "elder.gates.batch_size": 2,
-        **{f"{section}.{name}": value for section in ("elder.train", "finetune") for name, value in training.items()},
-    }
+    sections = (f"{method}.train", "finetune")
+    sets = {f"{section}.{name}": value for section in sections for name, value in training.items()}
+    if method != "dress":
+        gates = {"first_round_steps": 2, "round_steps": 1, "batch_size": 2}
+        sets |= {f"{method}.gates.{name}": value for name, value in gates.items()}
     settings = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    base = ["prune", checkpoint, "--ratio", "0.5", "--calibration", text]
+    base = ["prune", checkpoint, "--method", method, "--ratio", "0.5", "--calibration", text]
     return [*base, "--samples", "4", "--sequence-length", "16", *settings, *more]

@@ -87,7 +87,7 @@ def test_a_failed_cell_is_kept_with_its_error_and_may_be_retried(
 ) -> None:
     recipe = Path(inputs[inputs.index("--config") + 1])
     ours = recipe.read_text().replace(ELDER, f"dress: {{train: {TRAIN}}}\n")
-    recipe.write_text(ours.replace("elder-anneal", "dress"))
+    recipe.write_text(ours.replace("elder-anneal", "dress-anneal"))
     grid = ["--grid", "ratio=0.01,0.25"]
     assert main([*inputs, *grid]) == 1
     rows = table(capsys.readouterr().out)

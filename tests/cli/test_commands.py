@@ -15,7 +15,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
 from pyprune.errors import OutputError
 from pyprune.plan import PrunePlan
-from tests._support.cli import refused, run, tiny_elder
+from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -45,6 +45,17 @@ def test_by_default_a_cut_is_reconstructed_and_then_fine_tuned(
     written = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(weights["plain"][written], weights["solved"][written])
     assert not torch.equal(weights["solved"][written], weights["trained"][written])
+
+
+@pytest.mark.parametrize("method", ["dress", "trsp"])
+def test_the_other_papers_methods_reconstruct_by_default_too(
+    checkpoint: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    done = run(*tiny_prune(method, checkpoint, text, "--out", tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    report = read_pruning_json(tmp_path / "out").provenance["report"]
+    assert any(part["ridge"] for part in report["reconstruction"]["parts"])
+    assert [stage["name"] for stage in report["stages"]] == ["after-0-finetune"]
 
 
 def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

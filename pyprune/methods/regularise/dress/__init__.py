@@ -8,6 +8,7 @@ from typing import Literal
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Norm, _require, option
+from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
@@ -126,7 +127,19 @@ def _dress_paper_opt() -> PruneConfig:
 
 
 def _dress() -> PruneConfig:
-    """DReSS, recommended: channels of the smallest norm are annealed to exactly zero while the rest is trained."""
+    """DReSS's axis, recommended: channels of the least energy go, the cut is reconstructed, and all weights trained."""
+    annealed = _dress_anneal()
+    return replace(
+        annealed,
+        data=DataConfig("mixture", samples=160, sequence_length=256),
+        stages=StageConfig(before=(), after=("finetune",)),
+        cut=CutConfig(reconstruct="least_squares"),
+        options=replace(own_options(annealed, DressOptions), select="energy"),
+    )
+
+
+def _dress_anneal() -> PruneConfig:
+    """DReSS whose channels, those of the smallest norm, are annealed to exactly zero while the rest is trained."""
     return PruneConfig(
         method="dress",
         ratio=0.25,
@@ -153,5 +166,10 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.channels:decide"),
     regularise=Deferred(f"{__name__}.training:regularise"),
     options=DressOptions,
-    presets={"dress": _dress, "dress-paper": _dress_paper, "dress-paper-opt": _dress_paper_opt},
+    presets={
+        "dress": _dress,
+        "dress-anneal": _dress_anneal,
+        "dress-paper": _dress_paper,
+        "dress-paper-opt": _dress_paper_opt,
+    },
 )
