@@ -18,7 +18,8 @@ from pyprune.config.base import Config
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
-from pyprune.runtime.files import MARK, claimed, disk_errors, read_json, seal, unseal, work_folder, write_text
+from pyprune.runtime.disk import disk_errors
+from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
 from pyprune.runtime.records import differences
 
 RUN, DECISION = "run.json", "decision.json"

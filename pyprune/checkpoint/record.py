@@ -17,11 +17,11 @@ from typing import Any
 from pyprune import __version__
 from pyprune.errors import CheckpointError, PlanError, shown
 from pyprune.plan import PrunePlan
+from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import (
     CARD_NAME,
     CHECKPOINT_MANIFEST,
     check_file,
-    disk_errors,
     file_digest,
     read_bounded,
     read_json,

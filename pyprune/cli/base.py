@@ -75,7 +75,7 @@ def _check_json_file(options: Mapping[str, Any]) -> None:
     """Refuse before any work a file for the figures that may not be written, or that the command uses otherwise."""
     path = options.get("json_file")
     if path is not None and path != "-":
-        from pyprune.runtime.files import check_figures
+        from pyprune.runtime.figures import check_figures
 
         used = [options.get(name) for name in PATH_OPTIONS]
         check_figures(Path(path), *(v for value in used for v in (value if isinstance(value, list) else [value])))
@@ -160,7 +160,8 @@ def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
     """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
     from pyprune import __version__
     from pyprune.report import Table, print_table
-    from pyprune.runtime.files import WRITTEN_BY, write_text
+    from pyprune.runtime.figures import WRITTEN_BY
+    from pyprune.runtime.files import write_text
 
     text = json.dumps({WRITTEN_BY: __version__, **data}, indent=2) + "\n"
     if json_file == "-":

@@ -103,7 +103,7 @@ def bench(
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.data.sources import check_source
     from pyprune.runtime.device import resolve_device, warn_of_slow_dtype
-    from pyprune.runtime.files import check_lines
+    from pyprune.runtime.figures import check_lines
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.table import conditions, speed_table

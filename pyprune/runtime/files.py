@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import OutputError, shown
+from pyprune.runtime.disk import disk_errors, existing_parent, in_place, reason, sync, umask
 
 CHECKPOINT_MANIFEST = "pruning.json"
 REPORT_MANIFEST = "metrics.json"
@@ -35,9 +35,6 @@ MARK = ".pyprune"
 """Marks a hidden work folder as pyprune's own."""
 JSON_BYTES = 256 << 20
 """No record, plan or state that pyprune writes comes near it; what is longer is not read."""
-WRITTEN_BY = "pyprune"
-"""Key of the version in every JSON file of figures: only a file with it is replaced."""
-
 
 # --- reading -------------------------------------------------------------------------------------
 
@@ -115,68 +112,13 @@ def check_file(path: Path) -> None:
         raise OutputError(f"{path} is a folder; name a file.")
     if path.is_block_device():
         raise OutputError(f"{path} is a block device; name a file.")
-    if _in_place(path):
+    if in_place(path):
         return
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
         raise OutputError(f"Cannot write {path}: there is no folder {place.parent}. Create it, or name another file.")
     if not os.access(place.parent, os.W_OK | os.X_OK) or (place.exists() and not os.access(place, os.W_OK)):
         raise OutputError(f"Cannot write {path}: permission denied. Name another file.")
-
-
-def check_figures(path: Path, *others: str | Path | None) -> None:
-    """Raise :class:`OutputError` before any work for a file of figures (``--json``) that may not be written there.
-
-    An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`) or it is empty.
-
-    Args:
-        path: the file.
-        others: what else the command reads or writes.
-    """
-    check_file(path)
-    for other in others:
-        if other is not None and (_same(path, other) or _inside(path, Path(other))):
-            raise OutputError(f"--json is {path}, but the command uses {other} for something else; name another file.")
-    if path.is_file() and not _in_place(path) and path.stat().st_size and not _holds_figures(path):
-        raise OutputError(
-            f"{path} exists and was not written by pyprune, so it is not replaced. Name another file, or remove it."
-        )
-
-
-def check_lines(path: Path) -> None:
-    """Raise :class:`OutputError` before any work for a file of JSON lines that may not be appended to.
-
-    An existing file must begin with a JSON object; a text of somebody's is not.
-    """
-    check_file(path)
-    if _in_place(path) or not path.is_file() or not path.stat().st_size:
-        return
-    with path.open("rb") as stream:
-        line = stream.readline(JSON_BYTES)
-    try:
-        found = parse_json(line.decode("utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise OutputError(f"{path} exists and does not hold JSON lines, so nothing is appended to it. Name another.")
-
-
-def _holds_figures(path: Path) -> bool:
-    try:
-        data = read_json(path)
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and WRITTEN_BY in data
-
-
-def _same(path: Path, other: str | Path) -> bool:
-    with suppress(OSError):
-        return os.path.samefile(path, other)
-    return os.path.realpath(path) == os.path.realpath(other)
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 
 
 def write_text(path: Path, text: str) -> None:
@@ -189,21 +131,12 @@ def write_text(path: Path, text: str) -> None:
         OutputError: the file cannot be written (a full disk, a missing permission).
     """
     try:
-        if _in_place(path):
+        if in_place(path):
             _write_in_place(path, text)
         else:
             _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise OutputError(f"Cannot write {path}: {reason(error, path)}. {path} is as it was.") from error
-
-
-def _in_place(path: Path) -> bool:
-    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
-        return True
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
 
 
 def _write_in_place(path: Path, text: str) -> None:
@@ -229,18 +162,12 @@ def _replace(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~umask()
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # --- a folder ------------------------------------------------------------------------------------
@@ -506,45 +433,6 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
 
 def _let_others_read(folder: Path) -> None:
     """A server under another account must be able to read a checkpoint; safetensors creates private files."""
-    mask = _umask()
+    mask = umask()
     for path in filter(Path.is_file, folder.rglob("*")):
         path.chmod(0o666 & ~mask)
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold what a file or folder holds."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def disk_errors(out: str | Path) -> Iterator[None]:
-    """Turn what a failed write raises into an :class:`OutputError` that names ``out`` and the limit that was met."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"Writing {out} failed: {reason(error, Path(out))}. {out} is as it was.") from error
-
-
-def reason(error: Exception, path: Path) -> str:
-    """What went wrong, in words; safetensors gives the system's error number as text only."""
-    found = re.search(r"os error (\d+)", str(error))
-    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
-    if number == errno.ENOSPC:
-        free = shutil.disk_usage(existing_parent(path.absolute())).free
-        return f"no room on the disk ({free / 1e6:.0f} MB free); free some space or choose another folder"
-    if number == errno.EFBIG:
-        return "a file would be larger than this process may write (see ulimit -f)"
-    if number == errno.EDQUOT:
-        return "the disk quota of this account is used up"
-    return str(error)
-
-
-def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
-    return next(p for p in (path, *path.parents) if p.exists())

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import CheckpointError, OutputError, shown
-from pyprune.runtime.files import parse_json, read_bounded, reason
+from pyprune.runtime.disk import reason
+from pyprune.runtime.files import parse_json, read_bounded
 from pyprune.runtime.progress import say
 
 Json = dict[str, Any]

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
-from pyprune.runtime.files import file_digest, read_json, reason, seal, sync, unseal, whole_folder
+from pyprune.runtime.disk import reason, sync
+from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
 from pyprune.runtime.records import differences
 
 CHECKPOINT_VERSION = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -18,11 +17,8 @@ from pyprune.errors import OutputError
 from pyprune.runtime.files import (
     MARK,
     atomic_folder,
-    check_figures,
-    check_lines,
     check_output,
     claimed,
-    disk_errors,
     foreign_names,
     read_json,
     seal,
@@ -300,31 +296,7 @@ def test_permissions_of_a_replaced_file_stay(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:
-    for name, text in (("thesis.tex", "years"), ("config.json", "{}"), ("list.json", "[1]"), ("binary", "\0")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(OutputError, match="was not written by pyprune"):
-            check_figures(tmp_path / name)
-    (tmp_path / "figures.json").write_text(json.dumps({"pyprune": "0", "a": 1}))
-    check_figures(tmp_path / "figures.json")
-    (tmp_path / "empty.json").touch()
-    check_figures(tmp_path / "empty.json")
-    (tmp_path / "model").mkdir()
-    for path in (tmp_path / "figures.json", tmp_path / "model" / "new.json"):
-        with pytest.raises(OutputError, match="for something else"):
-            check_figures(path, None, tmp_path / "model", tmp_path / "figures.json")
-
-
-def test_lines_are_appended_to_lines_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("my notes\n")
-    with pytest.raises(OutputError, match="does not hold JSON lines"):
-        check_lines(tmp_path / "notes")
-    (tmp_path / "lines").write_text('{"a": 1}\n')
-    check_lines(tmp_path / "lines")
-    check_lines(tmp_path / "absent")
-
-
-# --- reading and errors --------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------
 
 
 def test_reading_is_bounded(tmp_path: Path) -> None:
@@ -345,18 +317,6 @@ def test_a_seal_holds_through_a_file_and_breaks_with_a_change(body: dict[str, ob
     for broken in ({**sealed, "more": 1}, {**sealed, "sha256": "0"}, body, [], None):
         with pytest.raises(ValueError, match="checksum"):
             unseal(broken)
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(errno.ENOSPC, "no room on the disk"), (errno.EFBIG, "ulimit -f"), (errno.EDQUOT, "disk quota")],
-)
-def test_limits_of_the_disk_are_told_apart(tmp_path: Path, number: int, said: str) -> None:
-    from safetensors import SafetensorError
-
-    for error in (OSError(number, os.strerror(number)), SafetensorError(f"I/O error: X (os error {number})")):
-        with pytest.raises(OutputError, match=said), disk_errors(tmp_path / "out"):
-            raise error
 
 
 def test_foreign_names_are_found_below_folders_of_ours(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""What the system says of paths and writes: that the disk holds something, what went wrong, where a path stands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyprune.errors import OutputError
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what a file or folder holds."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(out: str | Path) -> Iterator[None]:
+    """Turn what a failed write raises into an :class:`OutputError` that names ``out`` and the limit that was met."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"Writing {out} failed: {reason(error, Path(out))}. {out} is as it was.") from error
+
+
+def reason(error: Exception, path: Path) -> str:
+    """What went wrong, in words; safetensors gives the system's error number as text only."""
+    found = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    if number == errno.ENOSPC:
+        free = shutil.disk_usage(existing_parent(path.absolute())).free
+        return f"no room on the disk ({free / 1e6:.0f} MB free); free some space or choose another folder"
+    if number == errno.EFBIG:
+        return "a file would be larger than this process may write (see ulimit -f)"
+    if number == errno.EDQUOT:
+        return "the disk quota of this account is used up"
+    return str(error)
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def in_place(path: Path) -> bool:
+    """Whether a path is written to as it is: a device, a pipe, or whatever /dev and /proc name."""
+    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+        return True
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def umask() -> int:
+    """The permissions that this process takes away from new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pyprune.errors import OutputError
+from pyprune.runtime.figures import check_figures, check_lines
+
+
+def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:
+    for name, text in (("thesis.tex", "years"), ("config.json", "{}"), ("list.json", "[1]"), ("binary", "\0")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(OutputError, match="was not written by pyprune"):
+            check_figures(tmp_path / name)
+    (tmp_path / "figures.json").write_text(json.dumps({"pyprune": "0", "a": 1}))
+    check_figures(tmp_path / "figures.json")
+    (tmp_path / "empty.json").touch()
+    check_figures(tmp_path / "empty.json")
+    (tmp_path / "model").mkdir()
+    for path in (tmp_path / "figures.json", tmp_path / "model" / "new.json"):
+        with pytest.raises(OutputError, match="for something else"):
+            check_figures(path, None, tmp_path / "model", tmp_path / "figures.json")
+
+
+def test_lines_are_appended_to_lines_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("my notes\n")
+    with pytest.raises(OutputError, match="does not hold JSON lines"):
+        check_lines(tmp_path / "notes")
+    (tmp_path / "lines").write_text('{"a": 1}\n')
+    check_lines(tmp_path / "lines")
+    check_lines(tmp_path / "absent")
