@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench._scores_cases import RECOVERY_PRESET, TEXTS, depends_on_seed, place
 from bench._scores_run import KEPT, PROTOCOLS
 from pyprune.errors import ConfigError
+from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, format_cell, markdown_table
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.stats import median
 
+AXES = {"heads": "heads", "ffn": "FFN channels"}
+"""Axis -> what the table calls its units (query heads)."""
+Cut = tuple[str, tuple[str, ...], int]
+"""Scorer, options given by hand, seed."""
 NAMED = ("moreau", "moreau-converged", "taylor:param_first", "smoothgrad")
 """Scorers that the verdicts name after the best one."""
 
@@ -29,7 +34,8 @@ def print_tables(files: Sequence[RecordFile], out: Path) -> int:
         raise ConfigError(f"No cell is recorded in {', '.join(str(file.path) for file in files)}; run some first.")
     for group in dict.fromkeys(map(_group, cells)):
         found = [record for record in cells if _group(record) == group]
-        print(markdown_table(make_table(found, dense.get(group))))
+        table = make_table(found, dense.get(group))
+        print(f"{table.title}\n\n{markdown_table(table)}")
         print("\n" + "\n".join(f"* {line}" for line in [*verdicts(found), *conditions(found, out)]) + "\n")
     return 0
 
@@ -39,13 +45,17 @@ def _group(record: Json) -> str:
 
 
 def make_table(records: Sequence[Json], dense: Json | None) -> Table:
-    """One row for the dense model, then one for every scorer without and one with recovery."""
+    """One row for the dense model, then one for every scorer without and one with recovery.
+
+    The title names the axes that lost something in any cell.
+    """
     measures = [(text, protocol) for text in TEXTS for protocol in PROTOCOLS]
     columns = (
         "scorer",
         "recovery",
         "parameters left",
         "of dense",
+        *(f"{name} removed" for name in AXES.values()),
         *(f"{text} {protocol.upper()}" for text, protocol in measures),
         "scoring s",
         "peak MB",
@@ -54,9 +64,30 @@ def make_table(records: Sequence[Json], dense: Json | None) -> Table:
     rows: list[tuple[Cell, ...]] = []
     if dense is not None:
         figures = [dense["perplexity"][text][protocol] for text, protocol in measures]
-        rows.append(("dense", "-", dense["parameters"], "100.00%", *figures, None, None, None))
-    rows += [_row(name, recovery, some, measures) for (name, recovery), some in _by_row(records).items()]
-    return Table("Scoring methods", columns, tuple(rows))
+        rows.append(("dense", "-", dense["parameters"], "100.00%", 0, 0, *figures, None, None, None))
+    removed = _removed(records)
+    rows += [_row(name, recovery, some, measures, removed) for (name, recovery), some in _by_row(records).items()]
+    return Table(_title(removed.values()), columns, tuple(rows))
+
+
+def _title(removed: Iterable[Mapping[str, int]]) -> str:
+    """What went in any cell, in words."""
+    cells = list(removed)
+    gone = [name for axis, name in AXES.items() if any(cell[axis] for cell in cells)]
+    return f"Scoring methods: {' and '.join(gone) or 'nothing'} removed"
+
+
+def _removed(records: Iterable[Json]) -> dict[Cut, dict[str, int]]:
+    """Cut -> how many units of each axis its plan removes; a recovered cell may hold no plan of its own."""
+    from pyprune.study.robustness import removed_units
+
+    plans = {_cut(record): PrunePlan.from_dict(record["plan"]) for record in records if "plan" in record}
+    return {cut: {axis: len(units) for axis, units in removed_units(plan).items()} for cut, plan in plans.items()}
+
+
+def _cut(record: Json) -> Cut:
+    """What the plan of a record depends on, in a table of one setting."""
+    return record["scorer"], tuple(record["set"]), record["seed"]
 
 
 def _by_row(records: Iterable[Json]) -> dict[tuple[str, str], list[Json]]:
@@ -73,22 +104,35 @@ def _recovery_label(record: Json) -> str:
     return ", ".join(["yes", *record["set_recovery"]]) if record["recovery"] else "no"
 
 
-def _row(name: str, recovery: str, records: Sequence[Json], measures: Sequence[tuple[str, str]]) -> tuple[Cell, ...]:
+def _row(
+    name: str,
+    recovery: str,
+    records: Sequence[Json],
+    measures: Sequence[tuple[str, str]],
+    removed: Mapping[Cut, Mapping[str, int]],
+) -> tuple[Cell, ...]:
     parameters = [record["parameters"] for record in records]
     shares = [f"{record['parameters'] / record['dense_parameters']:.2%}" for record in records]
     figures = [_spread(_values(records, text, protocol)) for text, protocol in measures]
+    gone = [removed[_cut(record)] for record in records if _cut(record) in removed]
     timed = [record["scoring_seconds"] for record in records if "scoring_seconds" in record]
     memory = [record["memory"] for record in records if record.get("memory")]
     return (
         name,
         recovery,
-        " / ".join(dict.fromkeys(map(format_cell, parameters))),
+        _each(parameters),
         " / ".join(dict.fromkeys(shares)),
+        *(_each(cell[axis] for cell in gone) for axis in AXES),
         *figures,
         round(median(timed), 1) if timed else None,
         round(max(m["peak_bytes"] for m in memory) / 1e6) if memory else None,
         round(memory[0]["model_bytes"] / 1e6) if memory else None,
     )
+
+
+def _each(numbers: Iterable[int]) -> str | None:
+    """The numbers of the seeds, those that are the same once; None where there is none."""
+    return " / ".join(dict.fromkeys(map(format_cell, numbers))) or None
 
 
 def _values(records: Iterable[Json], text: str, protocol: str) -> list[float]:

@@ -104,7 +104,7 @@ def test_a_method_has_the_papers_constants_as_a_preset_too(method: str) -> None:
         return
     paper = preset(f"{method}-paper")
     assert paper.method == method
-    assert (paper == preset(method)) == (method not in ("dress", "elder", "trsp", "laco"))
+    assert (paper == preset(method)) == (method in ("flap", "last", "shortened_llama", "shortgpt", "sleb"))
 
 
 def test_a_recipe_starts_from_the_method_that_will_run(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ class ScoreConfig(Config):
         )
         _require(
             self.normalise == "none" or self.ranking == "global",
-            f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none.",
+            f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none, or set ranking to "
+            "global.",
             found,
         )
         _require(

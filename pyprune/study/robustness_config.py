@@ -22,8 +22,9 @@ from pyprune.study.perturbations import VARIANTS, Adapter
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
-CALIBRATION = {"data.samples": 10, "data.sequence_length": 128}
-"""What every method reads unless the options say otherwise, whatever its preset does: else they are not comparable."""
+SAME = {"data.samples": 10, "data.sequence_length": 128, "score.ranking": "global"}
+"""What every method reads, and how it ranks, unless the options say otherwise: its preset's own choice would leave
+nothing comparable. In one order over all layers any change of a score may change the plan."""
 
 OPEN_OPTIONS = ("data", "hidden_multiple", "score")
 """Sections of the options that may be set, in addition to the compared methods' own ones (moreau.rho); no other option
@@ -97,7 +98,7 @@ class RobustnessConfig(Config):
         Raises:
             ConfigError: an unknown option, or scoring in several rounds.
         """
-        given: dict[str, Any] = {"score.axes": list(self.axes), "hidden_multiple": 1, **CALIBRATION}
+        given: dict[str, Any] = {"score.axes": list(self.axes), "hidden_multiple": 1, **SAME}
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
         # None is an option that was not given, which must not undo what is the same for all.

@@ -10,14 +10,19 @@ from pyprune.recipe import build_config
 
 
 def scoring_config(method: str, ratio: float | None = None, **changes: Any) -> PruneConfig:
-    """The preset of a scoring method with other options: its own by their names, all others are ``score``'s."""
+    """The preset of a scoring method with other options: its own by their names, all others are ``score``'s.
+
+    The ranking is global unless it is given, whatever the preset says: most tests are about one order.
+    """
     base = build_config(options={"method": method, "ratio": ratio})
     assert base.options is not None
     assert base.score is not None
     names = {f.name for f in fields(base.options)}
     own = {name: value for name, value in changes.items() if name in names}
     score = {name: value for name, value in changes.items() if name not in names}
-    return replace(base, options=replace(base.options, **own), score=replace(base.score, **score))
+    return replace(
+        base, options=replace(base.options, **own), score=replace(base.score, **{"ranking": "global", **score})
+    )
 
 
 def quick(config: PruneConfig, steps: int = 2) -> PruneConfig:

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from bench._scores_cases import TEXTS, choose_scorers, make_cases, scorers
+from bench._scores_cases import TEXTS, Setting, choose_scorers, make_cases, scorers
 from bench._scores_run import PROTOCOLS
-from bench._scores_table import verdicts
-from bench.scores import _parser, main
+from bench._scores_table import make_table, verdicts
+from bench.scores import RECORDS, _parser, main
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
+from pyprune.families import family_for
 from pyprune.methods.registry import score_presets
 from pyprune.pipeline import prune
+from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.recipe import build_config
 from pyprune.train.objective import Objective
@@ -106,6 +108,13 @@ def test_cells_are_cut_recovered_measured_and_not_run_twice(
     cell = table[3][table[0].index("WikiText-2 PPL-128")]
     assert cell.count(" / ") == 1, "each seed's value is shown"
     assert float(cell.split(" ")[0].replace(",", "")) == pytest.approx(sum(pair) / 2, rel=1e-3)
+    for row in table[1:]:
+        cuts = [c for c in cells if c["scorer"] == row[0].partition(",")[0] and not c["recovery"]]
+        for column, axis in (("heads removed", "query_heads"), ("FFN channels removed", "ffn")):
+            whole = {"query_heads": 6, "ffn": 40}[axis] * 4
+            plans = [PrunePlan.from_dict(c["plan"]) for c in cuts]
+            gone = [str(whole - sum(len(getattr(x, axis)) for x in plan.layers)) for plan in plans] or ["0"]
+            assert row[table[0].index(column)] == " / ".join(dict.fromkeys(gone)), (row[0], column)
     assert "c4.txt" in printed
     assert "--engine vllm" in printed
     assert str(tmp_path) not in Path(inputs[inputs.index("--jsonl") + 1]).read_text()
@@ -150,6 +159,44 @@ def test_an_interrupted_recovery_continues_from_its_last_step(
     assert cell["perplexity"] == uninterrupted["perplexity"]
     assert cell["recover_steps"] == 2
     assert cell["recover_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("removed", "title", "cells"),
+    [
+        ([(0, 7), (0, 9)], "Scoring methods: FFN channels removed", ["0", "7 / 9"]),
+        ([(0, 7), (3, 7)], "Scoring methods: heads and FFN channels removed", ["0 / 3", "7"]),
+        ([(3, 0), (3, 0)], "Scoring methods: heads removed", ["3", "0"]),
+    ],
+)
+def test_the_table_says_what_went(removed: list[tuple[int, int]], title: str, cells: list[str]) -> None:
+    dense = PrunePlan.identity("llama", family_for(tiny_model("llama")).sizes(tiny_model("llama").config))
+    shared = {
+        "scorer": "wanda:output", "set": [], "set_recovery": [], "error": "", "parameters": 10, "dense_parameters": 12,
+        "perplexity": {text: dict.fromkeys(PROTOCOLS, 5.0) for text in TEXTS},
+    }  # fmt: skip
+    records: list[dict[str, Any]] = []
+    for seed, (heads, ffn) in enumerate(removed):
+        plan = dense.with_layer(1, query_heads=range(heads, 6), kv_heads=range(heads // 3, 2), ffn=range(ffn, 40))
+        records.append({**shared, "seed": seed, "recovery": None, "plan": plan.to_dict()})
+        records.append({**shared, "seed": seed, "recovery": {"data": {}}})  # its cut was there already
+    table = make_table(records, None)
+    assert table.title == title
+    places = [table.columns.index(name) for name in ("heads removed", "FFN channels removed")]
+    assert [[row[i] for i in places] for row in table.rows] == [cells, cells], "with recovery and without"
+
+
+def test_the_recorded_cells_are_those_of_today() -> None:
+    """A changed preset must not make new cells of the recorded ones: what they were cut with is named."""
+    options = _parser().parse_args(["--recover", "all"])
+    cases = make_cases(options)
+    recorded = {r["key"]: r for r in map(json.loads, RECORDS.read_text().splitlines()) if r["kind"] == "cell"}
+    one = next(iter(recorded.values()))["setting"]
+    setting = Setting(one["model"], Path("data"), one["texts"], one["max_tokens"], one["dtype"])
+    keys = {setting.key(case.identity) for case in cases}
+    assert len(keys) == len(cases)
+    assert keys == set(recorded)
+    assert {r["prune"]["score"]["ranking"] for r in recorded.values()} == {"global"}
 
 
 def test_scorers_are_compared_on_the_same_seeds() -> None:

@@ -12,7 +12,7 @@ where ``score(run)`` gives the scores of one round; :mod:`pyprune.methods.score.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyprune.config.data import DataConfig
@@ -93,6 +93,32 @@ class _Start:
 
     def __call__(self) -> PruneConfig:
         return scoring(self.name, self.options())
+
+
+def with_equal_layers(name: str, paper: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+    """Presets of a score whose raw sums do not compare across layers and axes: the paper's, and the recommended one.
+
+    In one order over heads and FFN channels no head goes with any of these scores, since the sum of a KV group, which
+    has many times the weights of a channel, is larger, and the layers of the smallest sums lose too much. The
+    recommended form removes the same share of every axis in every open layer (``score.ranking`` local), as the runs on
+    LLaMA in the papers do; docs/results.md says what was measured.
+
+    Args:
+        name: of the method.
+        paper: makes the preset with the paper's constants and the one order (``name-paper``).
+    """
+    return {name: in_every_layer(paper), f"{name}-paper": paper}
+
+
+def in_every_layer(start: Callable[[], PruneConfig]) -> Callable[[], PruneConfig]:
+    """The same preset, but the same count goes in every open layer."""
+
+    def make() -> PruneConfig:
+        base = start()
+        return replace(base, score=replace(base.score_options, ranking="local"))
+
+    make.__doc__ = f"{str(start.__doc__).splitlines()[0].rstrip('.')}; the same count in every layer."
+    return make
 
 
 def scoring(method: str, options: MethodOptions | None = None) -> PruneConfig:

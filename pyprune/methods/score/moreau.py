@@ -10,8 +10,7 @@ from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, _require, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.errors import shown
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import in_every_layer, score_method, scoring, with_equal_layers
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class MoreauOptions(MethodOptions):
         return found
 
 
-def _moreau() -> PruneConfig:
+def _moreau_paper() -> PruneConfig:
     """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
     return scoring("moreau", MoreauOptions(steps=10, rho=0.05, gamma=1e-3, sigma=0.05, draws=1))
 
@@ -70,5 +69,5 @@ METHOD = score_method(
     "MoreauPruner: robust scores from the gradient of the Moreau envelope.",
     "pyprune.methods.score._descent:score_by_descent",
     options=MoreauOptions,
-    presets={**with_paper("moreau", _moreau), "moreau-converged": _moreau_converged},
+    presets={**with_equal_layers("moreau", _moreau_paper), "moreau-converged": in_every_layer(_moreau_converged)},
 )

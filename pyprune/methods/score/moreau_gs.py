@@ -8,8 +8,7 @@ from typing_extensions import override
 
 from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring, with_equal_layers
 from pyprune.methods.score.moreau import MoreauOptions
 
 
@@ -33,7 +32,7 @@ class MoreauGsOptions(MoreauOptions):
         return self.eta
 
 
-def _moreau_gs() -> PruneConfig:
+def _moreau_gs_paper() -> PruneConfig:
     """MoreauPruner-GS with the paper's constants: T 10, rho 0.2, gamma 2e-4, eta 5e-6, sigma 0.05."""
     return scoring("moreau_gs", MoreauGsOptions(steps=10, rho=0.2, gamma=2e-4, eta=5e-6, sigma=0.05, draws=1))
 
@@ -43,5 +42,5 @@ METHOD = score_method(
     "MoreauPruner-GS: MoreauPruner with group sparsity of the displacement.",
     "pyprune.methods.score._descent:score_by_descent",
     options=MoreauGsOptions,
-    presets=with_paper("moreau_gs", _moreau_gs),
+    presets=with_equal_layers("moreau_gs", _moreau_gs_paper),
 )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pyprune.config.base import LARGEST_SEED, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring, with_equal_layers
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class SmoothGradOptions(MethodOptions):
     seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
 
-def _smoothgrad() -> PruneConfig:
+def _smoothgrad_paper() -> PruneConfig:
     """SmoothGrad with the paper's constants: 100 noisy passes, sigma 0.05."""
     return scoring("smoothgrad", SmoothGradOptions(sigma=0.05, draws=100))
 
@@ -36,5 +35,5 @@ METHOD = score_method(
     "SmoothGrad: first-order scores from gradients averaged over noisy weights.",
     "pyprune.methods.score._descent:score_by_smooth_gradient",
     options=SmoothGradOptions,
-    presets=with_paper("smoothgrad", _smoothgrad),
+    presets=with_equal_layers("smoothgrad", _smoothgrad_paper),
 )

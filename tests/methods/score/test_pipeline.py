@@ -55,7 +55,7 @@ def config(method: str, text: Path | None, ratio: float = 0.2, **score: Any) -> 
 def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text: Path, tmp_path: Path) -> None:
     dense = tiny_model(name)
     folder = write_model(dense, tmp_path / "dense")
-    result = prune(folder, config("moreau", text, normalise="size"), out=tmp_path / "out")
+    result = prune(folder, config("moreau", text, ranking="global", normalise="size"), out=tmp_path / "out")
     widths = {layer.widths for layer in result.plan.layers}
     assert len(widths) > 1, "the plan of this test must have unequal widths"
     assert len({w[0] for w in widths}) > 1 or len({w[2] for w in widths}) > 1
@@ -134,7 +134,7 @@ def test_dry_run_warns_as_the_cut_would(text: Path, tmp_path: Path) -> None:
 
 def test_the_cut_is_what_the_masked_model_was_and_recovery_follows(text: Path, tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
-    base = config("taylor", text, normalise="size")
+    base = config("taylor", text, ranking="global", normalise="size")
     train = replace(base.recover.train, steps=3, batch_size=2, micro_batch_size=1, learning_rate=1e-3)
     changed = replace(
         base, verify=True, stages=replace(base.stages, after=("recover",)), recover=replace(base.recover, train=train)

@@ -10,8 +10,7 @@ from pyprune.config.base import LARGEST_WEIGHT, _require, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_RANK, TrainConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring, with_equal_layers
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class LoraPruneOptions(MethodOptions):
         return found
 
 
-def _loraprune() -> PruneConfig:
+def _loraprune_paper() -> PruneConfig:
     """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
     base = scoring("loraprune", LoraPruneOptions())
     return replace(base, data=replace(base.data, samples=128))
@@ -62,5 +61,5 @@ METHOD = score_method(
     "LoRAPrune: Taylor scores with gradients read off LoRA factors.",
     f"{__name__}.score:score",
     options=LoraPruneOptions,
-    presets=with_paper("loraprune", _loraprune),
+    presets=with_equal_layers("loraprune", _loraprune_paper),
 )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pyprune.config.base import Norm
 from pyprune.config.method import MethodOptions
-from pyprune.methods.score import score_method
+from pyprune.config.run import PruneConfig
+from pyprune.methods.score import in_every_layer, score_method, scoring
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,16 @@ class MagnitudeOptions(MethodOptions):
     norm: Norm = "l1"
 
 
+def _magnitude() -> PruneConfig:
+    """Magnitude, sum of |w|."""
+    return scoring("magnitude", MagnitudeOptions())
+
+
 METHOD = score_method(
     "magnitude",
     "Magnitude: remove the heads and channels with the smallest weights.",
     f"{__name__}.score:score",
     text=False,
     options=MagnitudeOptions,
+    presets={"magnitude": in_every_layer(_magnitude)},
 )

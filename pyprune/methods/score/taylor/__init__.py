@@ -7,8 +7,7 @@ from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring, with_equal_layers
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class TaylorOptions(MethodOptions):
     form: Literal["vectorize", "param_first", "param_second", "param_mix"] = "param_first"
 
 
-def _taylor() -> PruneConfig:
+def _taylor_paper() -> PruneConfig:
     """LLM-Pruner's Taylor score, sum |w g|."""
     return scoring("taylor", TaylorOptions())
 
@@ -32,5 +31,5 @@ METHOD = score_method(
     "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
     f"{__name__}.score:score",
     options=TaylorOptions,
-    presets=with_paper("taylor", _taylor),
+    presets=with_equal_layers("taylor", _taylor_paper),
 )

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring, with_equal_layers
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class WandaOptions(MethodOptions):
     matrices: Literal["coupled", "output"] = "coupled"
 
 
-def _wanda() -> PruneConfig:
+def _wanda_paper() -> PruneConfig:
     """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
     base = scoring("wanda", WandaOptions())
     return replace(base, data=replace(base.data, samples=128))
@@ -34,5 +33,5 @@ METHOD = score_method(
     "Wanda, structured: remove the heads and channels with the smallest |w| |x|.",
     f"{__name__}.score:score",
     options=WandaOptions,
-    presets=with_paper("wanda", _wanda),
+    presets=with_equal_layers("wanda", _wanda_paper),
 )
