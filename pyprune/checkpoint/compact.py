@@ -52,8 +52,9 @@ def compact_checkpoint(
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
-    from pyprune.checkpoint.load import copy_tokenizer, read_dense_config
+    from pyprune.checkpoint.load import read_dense_config
     from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
+    from pyprune.checkpoint.tokenizer import copy_tokenizer
     from pyprune.runtime.files import atomic_folder, check_output
 
     check_output(out, overwrite=overwrite, reads=[folder])

@@ -11,22 +11,16 @@ import hashlib
 import json
 import math
 import os
-import shutil
-import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -34,6 +28,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+from pyprune.checkpoint.damage import actionable, named
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
 from pyprune.checkpoint.plausible import (
     CONFIG,
@@ -46,30 +41,19 @@ from pyprune.checkpoint.plausible import (
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import check_finite, weight_files
+from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import (
     CheckpointError,
     ConfigError,
     MissingDependencyError,
-    PypruneError,
     UnsupportedModelError,
     did_you_mean,
     shown,
 )
 from pyprune.families import all_families, parameter_shapes
-from pyprune.plan import MAX_INDEX
 from pyprune.runtime.device import DTYPES, resolve_device
-from pyprune.runtime.files import file_digest, read_json
-from pyprune.runtime.limits import one_line
+from pyprune.runtime.files import file_digest
 from pyprune.runtime.progress import quiet
-
-TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""A folder with one of these files has a tokenizer."""
-TOKENIZER_FILES = (
-    *TOKENIZER_MARKS, "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "spiece.model",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates",
-)  # fmt: skip
-"""Everything that Transformers writes or reads for the tokenizers of decoder-only models."""
 
 
 def load_model(
@@ -112,7 +96,7 @@ def load_model(
     if gguf_file is not None and find_spec("gguf") is None:
         raise MissingDependencyError("gguf", "gguf", f"Reading {gguf_file}")
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _actionable(source), quiet("transformers"), warnings.catch_warnings():
+    with actionable(source), quiet("transformers"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what matters of these is an error below
         if gguf_file is None:
             _checked_config(source, options)
@@ -123,7 +107,7 @@ def load_model(
             source, dtype=DTYPES[dtype], output_loading_info=True, **reading
         )
         model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
-        tokenizer = _load_tokenizer(source, options)
+        tokenizer = load_tokenizer(source, **options)
     _check_loaded(source, model, info)
     _tell_tying_apart(model)
     if gguf_file is not None:
@@ -144,7 +128,7 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     """
     source = str(folder)
     refuse_adapter(Path(folder))
-    with _actionable(source):
+    with actionable(source):
         config, model = _checked_config(source, {"trust_remote_code": False})
         return config, parameter_shapes(model)
 
@@ -157,7 +141,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig | None:
     """
     if not os.path.isfile(os.path.join(folder, "generation_config.json")):
         return None
-    with _actionable(str(folder)):
+    with actionable(str(folder)):
         return GenerationConfig.from_pretrained(folder)
 
 
@@ -205,7 +189,7 @@ def _gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) -> Pre
 def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
-            f"{_named(source)} holds an adapter, which was put on top of its weights. Merge it into its base model "
+            f"{named(source)} holds an adapter, which was put on top of its weights. Merge it into its base model "
             "first (peft: merge_and_unload, then save_pretrained)."
         )
     _check_filled(source, info)
@@ -221,7 +205,7 @@ def _check_shapes(source: str, model: PreTrainedModel) -> None:
     wrong = [name for name, shape in shapes.items() if asked.get(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"The weights of {_named(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
+            f"The weights of {named(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
             f"{shapes[wrong[0]]}, expected {asked.get(wrong[0])}. The file is damaged; fetch it again."
         )
 
@@ -231,7 +215,7 @@ def _placed(model: PreTrainedModel, place: torch.device, source: str) -> PreTrai
         return cast(PreTrainedModel, cast(Any, model).to(place).eval())
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{_named(source)} does not fit into the memory of {place}. Use --device cpu, a smaller dtype, or free it."
+            f"{named(source)} does not fit into the memory of {place}. Use --device cpu, a smaller dtype, or free it."
         ) from error
 
 
@@ -264,12 +248,12 @@ def weights_version(
     local = _is_folder(source)
     if local:
         _check_folder(folder, gguf_file, verify=False)
-    with _actionable(source):
+    with actionable(source):
         if not local:
             file = cached_file(source, gguf_file or CONFIG, revision=revision)
             commit = extract_commit_hash(file, None)
             if commit is None:
-                raise CheckpointError(f"{_named(source)} is not a local folder, and the hub names no commit of it.")
+                raise CheckpointError(f"{named(source)} is not a local folder, and the hub names no commit of it.")
             return commit
         known = read_pruning_json(folder).files if has_record(folder) else {}
         if gguf_file is None:
@@ -286,7 +270,7 @@ def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_r
         CheckpointError: the configuration cannot be read.
     """
     source = str(path_or_id)
-    with _actionable(source):
+    with actionable(source):
         if os.path.isdir(source):
             check_config(read_config(Path(source)), source)
         config = _config_of(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -294,95 +278,12 @@ def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_r
     return name if name in DTYPES else None
 
 
-def load_tokenizer(path_or_id: str | Path, **options: Any) -> Any:
-    """The tokenizer of a folder or hub id, or None when a folder has none.
-
-    Raises:
-        CheckpointError: its files are damaged, or need code that is not run.
-    """
-    source = str(path_or_id)
-    with _actionable(source):
-        return _load_tokenizer(source, {"trust_remote_code": False, **options})
-
-
-def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Copy the tokenizer's files of a checkpoint, byte for byte, to another folder; nothing where there are none."""
-    for path in (folder / name for name in TOKENIZER_FILES):
-        if path.is_file():
-            shutil.copyfile(path, out / path.name)
-        elif path.is_dir():
-            shutil.copytree(path, out / path.name)
-
-
-def _load_tokenizer(source: str, options: dict[str, Any]) -> Any:
-    folder = Path(source)
-    local = folder.is_dir() and "gguf_file" not in options
-    if local and not any((folder / name).exists() for name in TOKENIZER_MARKS):
-        return None
-    if local:
-        _check_token_ids(folder / "tokenizer.json")
-    with _without_panic_reports():
-        return AutoTokenizer.from_pretrained(source, **options)
-
-
-def _check_token_ids(path: Path) -> None:
-    """The tokenizers library makes a table as long as the largest id, and ends the process where that does not fit."""
-    if not path.is_file():
-        return
-    data = read_json(path)
-    model = data.get("model") if isinstance(data, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    added = data.get("added_tokens") if isinstance(data, dict) else None
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= MAX_INDEX), None)
-    if wrong is not None:
-        raise CheckpointError(
-            f"{path} names the token id {shown(wrong)}; allowed are 0 to {MAX_INDEX}. The file is damaged; fetch it "
-            "again."
-        )
-
-
-@contextmanager
-def _without_panic_reports() -> Iterator[None]:
-    """Keep what the block writes to stderr, and let it through unless Rust panics.
-
-    The tokenizers library reports a panic there by itself, a page with RUST_BACKTRACE, before the exception arrives.
-    """
-    try:
-        sys.stderr.flush()
-        real = os.dup(2)
-    except (OSError, AttributeError):  # there is no stderr
-        yield
-        return
-    panicked = False
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except BaseException as error:
-            panicked = _is_panic(error)
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(real, 2)
-            os.close(real)
-            kept.seek(0)
-            if not panicked:
-                sys.stderr.write(kept.read().decode(errors="replace"))
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of Rust code, which pyo3 raises as an exception that is no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
 def _is_folder(source: str) -> bool:
     """Whether a checkpoint is a local folder; what is neither that nor may be a hub id is refused."""
     if os.path.isdir(source):
         return True
     if os.path.isabs(source) or source.startswith(("./", "../")) or os.path.lexists(source):
-        raise CheckpointError(f"{_named(source)} is not a folder. Give a checkpoint folder or a hub id.")
+        raise CheckpointError(f"{named(source)} is not a folder. Give a checkpoint folder or a hub id.")
     return False
 
 
@@ -410,70 +311,6 @@ def _check_model_type(name: Any) -> None:
         raise UnsupportedModelError(did_you_mean(str(name)[:80], all_families(), "model type"))
 
 
-def _named(source: str) -> str:
-    """A path or hub id for a message: as it is, unless it is very long or would not stay on one line."""
-    return source if source.isprintable() and len(source) <= 300 else shown(source)
-
-
-@contextmanager
-def _actionable(source: str) -> Iterator[None]:
-    """Turn whatever Transformers and what it calls raise on a bad checkpoint into one CheckpointError.
-
-    A damaged file can make those libraries raise anything: Rust code even panics, which is no Exception. What pyprune
-    raises itself passes, and so do Ctrl-C and the end of the process.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    named = _named(source)
-    try:
-        yield
-    except PypruneError:
-        raise
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise CheckpointError(
-            f"{named} is not a local folder and could not be fetched from the hub: {_reason(error)}. "
-            "Check the id and the network, or give a local folder."
-        ) from error
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{named} holds a .bin file with more than plain tensors in it; it was not read, because "
-            "reading it would run its code. Get the weights as safetensors."
-        ) from error
-    except ImportError as error:
-        raise CheckpointError(
-            f"{named} needs a package that is not installed: {_reason(error)}. Quantised checkpoints are not read "
-            "(give the original weights); other attention than the usual one is chosen by an entry in config.json, "
-            "which can be removed."
-        ) from error
-    except MemoryError as error:
-        raise CheckpointError(f"{named} needs more memory than there is, or its sizes are damaged.") from error
-    except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
-            raise
-        _refuse(source, error)
-
-
-def _refuse(source: str, error: BaseException) -> None:
-    text, named = _reason(error), _named(source)
-    if "does not recognize this architecture" in text or "Unrecognized model" in text:
-        raise UnsupportedModelError(f"{named}: {text}") from error
-    if not os.path.isdir(source):
-        raise CheckpointError(
-            f"{named} is not a local folder, and reading it from the hub failed: {text} "
-            "Check the spelling and the network, or give a local folder."
-        ) from error
-    raise CheckpointError(
-        f"{named} could not be read: {text} The files may be truncated or damaged; fetch or write the checkpoint again."
-    ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """A library's error in one line of bounded length, with its type where the text alone says too little."""
-    text = one_line(str(error))
-    speaks = isinstance(error, (OSError, ValueError, RuntimeError)) and text
-    return text if speaks else f"{type(error).__name__} ({text})."
-
-
 def _check_filled(source: str, info: Mapping[str, Any]) -> None:
     """Transformers fills missing weights with random numbers and only warns; here that is an error."""
     problems = [
@@ -483,7 +320,7 @@ def _check_filled(source: str, info: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"The weights of {_named(source)} do not fit its config.json ({'; '.join(problems)}). "
+            f"The weights of {named(source)} do not fit its config.json ({'; '.join(problems)}). "
             "The checkpoint is incomplete or its config.json was changed."
         )
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from pyprune.checkpoint.load import load_model, load_tokenizer, stored_dtype, weights_version
+from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
+from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError
 from pyprune.serving.checkpoints import read_checkpoint
 from tests._support.gguf import write_gguf
@@ -129,7 +130,7 @@ def test_whatever_a_library_raises_is_one_checkpoint_error(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     refused(foreign, "first line second line|needs more memory")
     with pytest.raises(CheckpointError):
-        load_tokenizer(foreign)
+        load_tokenizer(str(foreign))
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
     with pytest.raises(CheckpointError):
         stored_dtype(foreign)
