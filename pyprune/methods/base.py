@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import Family, family_for, parameter_shapes
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from pyprune.config.run import PruneConfig, RatioOf
+    from pyprune.config.run import RatioOf
     from pyprune.config.score import ScoreConfig
     from pyprune.plan import PrunePlan
 
@@ -223,7 +224,7 @@ class Method:
             the dense model's, and nothing that compares the two channel by channel can be used.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
-            run of the method starts from; the plain options where it is missing) and ``name-...``.
+            run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
     """
 
     name: str
@@ -237,6 +238,10 @@ class Method:
     rotates: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
+
+    def start(self) -> PruneConfig:
+        """What a run starts from where ``presets`` has none of the method's name."""
+        return PruneConfig(method=self.name, options=self.options())
 
     @property
     def scores(self) -> bool:

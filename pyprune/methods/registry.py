@@ -264,13 +264,13 @@ def score_presets() -> dict[str, Callable[[], PruneConfig]]:
 
 
 def presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
-    """The presets of a method; where it brings none of its name, a run starts from its plain options."""
+    """The presets of a method; where it brings none of its name, a run starts from :meth:`Method.start`."""
 
-    def plain() -> PruneConfig:
-        return PruneConfig(method=method.name, options=method.options())
+    def start() -> PruneConfig:
+        return method.start()
 
-    plain.__doc__ = method.summary
-    return {method.name: plain, **method.presets}
+    start.__doc__ = method.summary
+    return {method.name: start, **method.presets}
 
 
 def preset(name: str) -> PruneConfig:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
@@ -37,6 +39,10 @@ class ScoreMethod(Method):
     """
 
     scorer: Scorer
+
+    @override
+    def start(self) -> PruneConfig:
+        return scoring(self.name, self.options())
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,6 @@ def score_method(
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
     """
     function = Deferred(scorer) if isinstance(scorer, str) else scorer
-    given = dict(presets or {})
     return ScoreMethod(
         name=name,
         axis="structures",
@@ -79,20 +84,8 @@ def score_method(
         regularise=None,
         reads_text=text,
         options=options,
-        presets=given if name in given else {name: _Start(name, summary, options), **given},
+        presets=presets or {},
     )
-
-
-class _Start:
-    """The preset of a method that brings none of its name."""
-
-    def __init__(self, name: str, summary: str, options: type[MethodOptions]) -> None:
-        self.name = name
-        self.options = options
-        self.__doc__ = summary
-
-    def __call__(self) -> PruneConfig:
-        return scoring(self.name, self.options())
 
 
 def with_equal_layers(name: str, paper: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
