@@ -141,8 +141,7 @@ class Bench:
         return Steps(self.dense, self.settings, lambda kind: self.samples(kind, seed), seed, method, plan)
 
     def _wanted(self, case: Case, label: str, seed: int) -> bool:
-        named = not self.options.arm or any(text in label for text in self.options.arm)
-        return named and self._missing(case, label, seed)
+        return (not self.options.arm or label in self.options.arm) and self._missing(case, label, seed)
 
     def _grow(
         self, case: Case, steps: Steps, arms: dict[str, Arm], done: Arm, model: PreTrainedModel, costs: list[Json]
@@ -249,7 +248,6 @@ class Bench:
         return PrunePlan.from_dict(self.records.of("plan")[key]["plan"])
 
     def _decide(self, case: Case) -> PrunePlan:
-        from pyprune.families import family_for
         from pyprune.pipeline import make_plan
         from pyprune.recipe import build_config
 
@@ -259,10 +257,8 @@ class Bench:
             config = replace(choice(self.settings), ratio=ratio + 1e-9)
             return make_plan(self.dense, prose.ids[:, : self.settings.gate_sequence_length], config)
         if case.method == "dress":
-            from bench.reconstruction import _strongest_channels
-
-            dense = family_for(self.dense).plan(self.dense.config)
-            return dense.keep_hidden(_strongest_channels(self.dense, prose.ids[:16], 432))
+            config = build_config(preset="dress", options={"ratio": 0.25, "hidden_multiple": 72})
+            return make_plan(self.dense, self.samples("mixture", 0), config)
         ranking = {"score.ranking": "local"} if case.name.startswith("ffn") else {"score.normalise": "layer"}
         axes = ["ffn"] if case.name.startswith("ffn") else ["heads", "ffn"]
         options = {
@@ -315,7 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2], metavar="A,B"
     )
-    parser.add_argument("--arm", action="append", metavar="TEXT", help="only arms whose label holds this; repeatable")
+    labels = dict.fromkeys(label for case in CASES.values() for label in case.arms)
+    parser.add_argument("--arm", action="append", choices=labels, metavar="LABEL", help="only this arm; repeatable")
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of each text out of domain")
     parser.add_argument("--steps", type=int, metavar="N", help=f"of every training (default: {Settings.steps})")
