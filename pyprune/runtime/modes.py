@@ -1,10 +1,12 @@
-"""Evaluation mode of modules, for as long as a block lasts."""
+"""Evaluation and training mode of modules, for as long as a block lasts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 
@@ -16,5 +18,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: bool) -> Iterator[None]:
+    """Training mode and a private random stream, put back after the block.
+
+    Args:
+        model: of Transformers where ``gradient_checkpointing`` is on.
+        device: where the model is, whose random stream is put back too.
+        gradient_checkpointing: compute activations again in the backward pass instead of holding them.
+    """
+    was_training = model.training
+    changed_checkpointing = gradient_checkpointing and not getattr(model, "is_gradient_checkpointing", False)
+    if changed_checkpointing:
+        cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            model.train()
+            yield
+    finally:
+        model.train(was_training)
+        if changed_checkpointing:
+            cast(Any, model).gradient_checkpointing_disable()

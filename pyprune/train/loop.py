@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Batch as Batch
+from pyprune.data.tokens import Batch
 from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingError
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
 from pyprune.train.objective import Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
@@ -44,28 +43,10 @@ from pyprune.train.optimizer import (
 )
 from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
+from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
 from pyprune.train.state import TrainState, check_same_run, latest_state, load_state, save_state
 
 _log = logging.getLogger(__name__)
-
-
-def learning_rate_factor(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate at ``step`` (from 1): linear warm-up, then the configured decay."""
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    if config.decay == "constant":
-        return 1.0
-    done = (step - config.warmup_steps - 1) / max(1, config.steps - config.warmup_steps)
-    return 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _warm_up_warnings(config: TrainConfig) -> list[str]:
-    if config.warmup_steps < config.steps:
-        return []
-    return [
-        f"The warm-up of {config.warmup_steps} steps takes the whole run of {config.steps}: the learning rate rises to "
-        "the end and never falls; lower warmup_steps."
-    ]
 
 
 def train(
@@ -89,8 +70,9 @@ def train(
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device.
-        samples: token ids, int64 [N, T], :data:`IGNORED` marking right padding; or :class:`Batch`, whose labels
-            leave out what is not to be predicted (the prompt of an instruction).
+        samples: token ids, int64 [N, T], :data:`~pyprune.data.tokens.IGNORED` marking right padding; or
+            :class:`~pyprune.data.tokens.Batch`, whose labels leave out what is not to be predicted (the prompt of an
+            instruction).
         config: the loop's options.
         objective: what is minimised; None = plain fine-tuning.
         validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
@@ -121,9 +103,9 @@ def train(
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
     run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
-    run.report.warnings += _warm_up_warnings(config)
+    run.report.warnings += warm_up_warnings(config)
     warn_of_slow_dtype(config.dtype, run.device)
-    with _prepared(model, config, run.device):
+    with training(model, run.device, gradient_checkpointing=config.gradient_checkpointing):
         try:
             return run.execute(resume, description or run.objective.name)
         finally:
@@ -455,21 +437,3 @@ class _Run:
         # Ctrl-C may have come during the very validation that stopped the run, so the counter decides.
         patience = self.config.early_stop_patience
         self.done = patience is not None and self.bad_validations >= patience
-
-
-@contextmanager
-def _prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Training mode, gradient checkpointing and a private random stream, all put back afterwards."""
-    was_training = model.training
-    changed_checkpointing = config.gradient_checkpointing and not getattr(model, "is_gradient_checkpointing", False)
-    if changed_checkpointing:
-        cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices):
-            model.train()
-            yield
-    finally:
-        model.train(was_training)
-        if changed_checkpointing:
-            cast(Any, model).gradient_checkpointing_disable()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Batch as Batch
+from pyprune.data.tokens import Batch
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.train.loss import causal_loss
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Batch as Batch
 from pyprune.errors import ConfigError
 from pyprune.ops import available_isas
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Batch as Batch
 from pyprune.runtime.progress import console
 from pyprune.train.objective import StepRecord
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pyprune.data.tokens import IGNORED as IGNORED
-from pyprune.data.tokens import Batch as Batch
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, DataError
 
 

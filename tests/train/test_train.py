@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import micro_batch_for
+from pyprune.data.tokens import IGNORED, micro_batch_for
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
-from pyprune.train.loop import IGNORED, learning_rate_factor, train
+from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from pyprune.train.objective import LossTerms, Objective
 from pyprune.train.samples import batch_indices
+from pyprune.train.schedule import learning_rate_factor
 from pyprune.train.state import latest_state
 from tests._support.models import tiny_batch, tiny_model
 

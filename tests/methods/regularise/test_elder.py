@@ -17,7 +17,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_, masked
-from pyprune.data.tokens import Batch
+from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanRequest, RunOptions
@@ -28,7 +28,7 @@ from pyprune.methods.regularise.elder.penalty import ElderObjective, regularise_
 from pyprune.ops import residual_diff_norm
 from pyprune.probe.effects import compare, snapshot
 from pyprune.probe.hooks import LayerHooks
-from pyprune.train.loop import IGNORED, train
+from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
 
