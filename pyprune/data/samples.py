@@ -42,11 +42,6 @@ class TokenSamples(Batch):
         """The same as ``ids``, int64 [N, T]."""
         return self.ids
 
-    @property
-    def tokens(self) -> Batch:
-        """What the training loop takes: these samples."""
-        return self
-
     @classmethod
     def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
         """Cut windows of equal length out of a stream."""
