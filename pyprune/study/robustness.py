@@ -51,7 +51,7 @@ from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.study.perturbations import DENSE, VariantReport, set_variant_
-from pyprune.study.robustness_config import RobustnessConfig
+from pyprune.study.robustness_config import READ_OPTIONS, RobustnessConfig
 from pyprune.study.robustness_result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
 
 
@@ -229,7 +229,7 @@ class _Bench:
     def scores(self, seed: int, method: str, variant: str, number: str) -> Json:
         """Plans of every ratio, from one scoring."""
         config = replace(self.methods[method], data=replace(self.methods[method].data, seed=seed))
-        options = {name: value for name, value in config.to_dict().items() if name != "ratio"}
+        options = {name: value for name, value in config.to_dict().items() if name in (*READ_OPTIONS, config.method)}
         reserved = sorted(t.text_sha256 for t in self.texts)
         key = _key("scores", self._weights_of(variant), {"options": options, "reserved": reserved})
         known = self.records.of("scores").get(key) or {"plans": {}}

@@ -30,6 +30,9 @@ OPEN_OPTIONS = ("data", "hidden_multiple", "score")
 """Sections of the options that may be set, in addition to the compared methods' own ones (moreau.rho); no other option
 of `pyprune prune` is read here."""
 
+READ_OPTIONS = ("method", "ratio_of", *OPEN_OPTIONS)
+"""What a scoring is known by, with the method's own options: what scores and plans depend on, apart from the ratio."""
+
 OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
 """Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
 

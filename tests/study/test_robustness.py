@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import pyprune.study.robustness as module
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
+from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
 from pyprune.errors import CheckpointError, ConfigError, DataError
@@ -273,6 +274,23 @@ def test_what_changes_the_result_is_not_taken_from_the_file(texts: tuple[Path, P
     assert numbers(run(options, out)) == first
     more = run(replace(options, ratios=(0.1, 0.2), variants=("lora", "int8")), out)
     assert [row for row in numbers(more) if row["ratio"] == 0.2 and row["variant"] == "lora"] == first
+
+
+def test_an_option_that_no_score_reads_makes_no_new_scoring(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every new option of recovery or of the cut would make all recorded scorings useless."""
+    options, out = config(texts, methods=("magnitude",)), tmp_path / "kept.jsonl"
+    first = run(options, out)
+    lines = out.read_text().splitlines()
+    of = RobustnessConfig.of
+    monkeypatch.setattr(
+        RobustnessConfig,
+        "of",
+        lambda self, method: replace(of(self, method), recover=RecoverConfig(rank=3), finetune=TrainConfig(steps=7)),
+    )
+    assert numbers(run(options, out)) == numbers(first)
+    assert out.read_text().splitlines() == lines
 
 
 def test_one_scoring_serves_every_ratio(texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
