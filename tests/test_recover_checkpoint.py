@@ -329,7 +329,7 @@ def test_a_recovery_is_valid_described_and_fits_every_method(name: str) -> None:
     alone.validate()
     assert RecoverCheckpointConfig.from_dict(alone.to_dict()) == alone
     assert (RECOVERIES[name].__doc__ or "").strip()
-    after = build_config(preset="elder", recovery=name)
+    after = build_config(preset="elder-anneal", recovery=name)
     assert after.stages == StageConfig(before=("regularise",), after=("recover",))
     assert after.recovery_data == alone.data
     assert after.recover == alone.recover
