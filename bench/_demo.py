@@ -181,7 +181,7 @@ class Demo:
         """Stage 1: learn the gates once; every arm removes these layers."""
         from pyprune.pipeline import make_plan
 
-        beginnings = self.samples.input_ids[:, : self.settings.gate_sequence_length]
+        beginnings = self.samples.ids[:, : self.settings.gate_sequence_length]
         return make_plan(self.model, beginnings, choice(self.settings))
 
     def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, dict[str, Outcome]]:

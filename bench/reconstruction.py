@@ -115,7 +115,7 @@ class Bench:
                 source=str(self.files[kind].calibration), samples=count, sequence_length=LENGTH, seed=self.options.seed
             )
             drawn = sample_sequences(self.tokenizer, wanted, exclude=self.tests[kind].spans)
-            parts.append(drawn.input_ids)
+            parts.append(drawn.ids)
             kinds += [kind] * count
         return Calibration(name, torch.cat(parts), kinds)
 

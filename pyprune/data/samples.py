@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pyprune.data.encoding import Ids
 from pyprune.data.overlap import SpanSet
@@ -36,11 +35,6 @@ class TokenSamples(Batch):
     def records(self) -> bool:
         """Whether these are whole instruction records, not windows of a text."""
         return isinstance(self.spans.stream, ExampleStream)
-
-    @property
-    def input_ids(self) -> Tensor:
-        """The same as ``ids``, int64 [N, T]."""
-        return self.ids
 
     @classmethod
     def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:
