@@ -91,6 +91,8 @@ def test_a_folder_that_may_not_be_written(case: Case, refused: Callable[[Case], 
 INSIDE = (copied("dense", "c/dense"), copied("pruned", "c/pruned"), copied("text.txt", "c/text.txt"))
 INSIDE += (copied("plan.json", "c/plan.json"), copied("recipe.yaml", "c/recipe.yaml"))
 MAGNITUDE = "--method magnitude --ratio 0.2"
+UNEQUAL = f"{MAGNITUDE} --set score.ranking=global"
+"""Layers of unequal widths."""
 
 
 @table(
@@ -132,7 +134,7 @@ BROKEN = (copied("dense", "broken"), cut_short("broken/model.safetensors"))
     case("prune of short text", f"prune dense --calibration s.txt {CHEAP} --out a/b/c", write("s.txt", "short")),
     case("prune by a plan that does not fit", "prune dense --plan p.json --out a/b/c", write_json("p.json", {})),
     case("prune of nothing", "prune dense --method magnitude --ratio 1e-9 --out a/b/c"),
-    case("prune to a stock architecture that does not fit", f"prune dense {MAGNITUDE} --set target=stock --out a/b/c"),
+    case("prune to a stock architecture that does not fit", f"prune dense {UNEQUAL} --set target=stock --out a/b/c"),
     case("robustness", "robustness broken --ppl text.txt --out a/b/c.jsonl", *BROKEN),
     case("export to a target that is none", "export dense --target nothing --out a/b/c"),
 )
