@@ -33,7 +33,7 @@ from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.progress import warn
-from pyprune.train.lora import check_rank, projection_names
+from pyprune.train.lora import check_rank, target_names
 from pyprune.train.recover import finetune, recover
 from pyprune.train.samples import check_trainable
 
@@ -155,8 +155,10 @@ def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
 
 def shapes_the_result(config: PruneConfig) -> bool:
     """Whether text shapes the result: by training, by what a method reads to decide, or by what the cut makes of it."""
-    decides = config.plan is None and (config.method == "none" or get_method(config.method).reads_text)
-    return bool(config.stages.before or config.stages.after) or decides or config.reads_text_at_the_cut
+    trains = bool(config.stages.before or config.stages.after)
+    if trains or config.reads_text_at_the_cut or config.plan is not None:
+        return trains or config.reads_text_at_the_cut
+    return config.method == "none" or get_method(config.method).reads_text_with(config.options)
 
 
 @dataclass
@@ -327,7 +329,7 @@ class StageRun:
         stages = (*config.stages.before, *config.stages.after)
         adapted = "recover" in stages and config.recover.adapters == "lora"
         if adapted:
-            check_rank(model, projection_names(model), config.recover.rank)
+            check_rank(model, target_names(model, config.recover), config.recover.rank)
         if {"regularise", "finetune"} & {*stages} or ("recover" in stages and not adapted):
             check_trainable(dict(model.named_parameters()))
         if "recover" in stages and config.recover.distill is not None and self.teacher is None:

@@ -22,6 +22,7 @@ from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import select_channels
 from pyprune.pipeline import prune
 from pyprune.probe.energy import stream_energy
+from pyprune.stages import wanted_text
 from tests._support.models import one_of_each, tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 
@@ -148,3 +149,9 @@ def test_an_interrupted_run_resumes_with_the_channels_it_chose(tmp_path: Path, m
     assert prune(folder, config, out=tmp_path / "again", resume=True).plan == whole.plan
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(("select", "reads"), [("energy", True), ("last", False), ("scored", False)])
+def test_text_is_drawn_only_for_a_choice_that_reads_it(select: str, reads: bool) -> None:
+    untrained = {"method": "dress", "stages": {"before": []}, "dress": {"select": select}}
+    assert bool(wanted_text(read_config(untrained))) == reads
