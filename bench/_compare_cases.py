@@ -13,22 +13,27 @@ Action = Literal[
     "cut",
     "reconstruct",
     "reconstruct-prose",
+    "reconstruct-bfloat16",
     "lora",
     "distil",
+    "both",
     "finetune-mixture",
     "distil-mixture",
+    "both-mixture",
 ]
 Arm = tuple[Action, ...]
 
-CUTS: tuple[Action, ...] = ("cut", "reconstruct", "reconstruct-prose")
+CUTS: tuple[Action, ...] = ("cut", "reconstruct", "reconstruct-prose", "reconstruct-bfloat16")
 TRAININGS: tuple[Action, ...] = (
     "finetune",
     "papers",
     "anneal",
     "lora",
     "distil",
+    "both",
     "finetune-mixture",
     "distil-mixture",
+    "both-mixture",
 )
 
 DENSE: Mapping[str, Arm] = {
@@ -41,14 +46,17 @@ CONTROLS: Mapping[str, Arm] = {
     "direct": ("cut",),
     "reconstructed": ("reconstruct",),
     "reconstructed on prose alone": ("reconstruct-prose",),
+    "reconstructed in bfloat16": ("reconstruct-bfloat16",),
     "fine-tuned, then cut": ("finetune", "cut"),
     "fine-tuned, then reconstructed": ("finetune", "reconstruct"),
     "cut, then fine-tuned": ("cut", "finetune"),
     "reconstructed, then fine-tuned": ("reconstruct", "finetune"),
     "cut, then logit KL": ("cut", "distil"),
     "reconstructed, then logit KL": ("reconstruct", "distil"),
+    "reconstructed, then text and logit KL": ("reconstruct", "both"),
     "reconstructed, then fine-tuned on the mixture": ("reconstruct", "finetune-mixture"),
     "reconstructed, then logit KL on the mixture": ("reconstruct", "distil-mixture"),
+    "reconstructed, then text and logit KL on the mixture": ("reconstruct", "both-mixture"),
 }
 """Arms of every case."""
 
@@ -98,12 +106,3 @@ CASES: Mapping[str, Case] = {
         Case("heads-ffn-50", "50 % of the parameters as heads and FFN channels (Taylor, by layer)", ""),
     )
 }
-
-
-def arm_name(label: str) -> Arm:
-    """What the arm of this label does.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {**DENSE, **CONTROLS, **REGULARISED, **RECOVERED}[label]

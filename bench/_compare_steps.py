@@ -51,6 +51,7 @@ class Steps:
 
     def _reconstruct(self, action: Action, model: PreTrainedModel) -> Json:
         """Cut, and before it solve what stays, where the action says so."""
+        from pyprune.config.cut import ReconstructConfig
         from pyprune.cut.compact import compact_
         from pyprune.cut.reconstruct import reconstruct_
 
@@ -58,7 +59,8 @@ class Steps:
         found: Json = {}
         if action != "cut":
             text = self.samples("prose" if action == "reconstruct-prose" else "mixture")
-            report = reconstruct_(model, self.plan, text)
+            options = ReconstructConfig(dtype="bfloat16" if action.endswith("bfloat16") else "float32")
+            report = reconstruct_(model, self.plan, text, options=options)
             found = {"solved": report.solved, "systems": len(report.parts), "notes": report.notes()}
         compact_(model, self.plan)
         return found
@@ -114,7 +116,8 @@ class Steps:
             papers = recovery("alpaca-lora").recover
             training = replace(self._training(), learning_rate=papers.train.learning_rate)
             return recover(model, text, replace(papers, train=training))
-        config = RecoverConfig(adapters="none", distill=DistillConfig(alpha=1.0), train=self._training())
+        alpha = 0.5 if action.startswith("both") else 1.0
+        config = RecoverConfig(adapters="none", distill=DistillConfig(alpha=alpha), train=self._training())
         teacher = copy.deepcopy(self.dense).to(DTYPES[self.settings.dtype])
         return recover(model, text, config, teacher=teacher)
 
