@@ -9,13 +9,27 @@ import typer
 
 from pyprune.cli.base import Annotate, Debug, GgufFile, JsonFile, Overwrite, add_to_record, guarded, output
 from pyprune.cli.evaluate import loaded_perplexity
+from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import warn
+
+FILE_FORMATS = ("safetensors", "gguf")
 
 
 @guarded
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Folder to create; with --format gguf, the file.")],
+    file_format: Annotated[
+        str,
+        typer.Option("--format", help="safetensors (folder for vLLM and Transformers) or gguf (file for llama.cpp)."),
+    ] = "safetensors",
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            help="Matrices in a GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. Default: f16.",
+            show_default=False,
+        ),
+    ] = None,
     target: Annotated[
         str,
         typer.Option(
@@ -31,10 +45,18 @@ def export(
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
-    """Write MODEL as a safetensors checkpoint that vLLM and Transformers load; a plan stays with it.
+    """Write MODEL as a safetensors checkpoint that vLLM and Transformers load, or as a GGUF file; a plan stays with it.
 
-    Example: pyprune export folder/ --gguf-file model.gguf --dtype bfloat16 --out dense/
+    Example: pyprune export pruned/ --format gguf --quantise q8_0 --out pruned.gguf
     """
+    if file_format not in FILE_FORMATS:
+        raise ConfigError(did_you_mean(file_format, FILE_FORMATS, "file format"))
+    if file_format == "gguf":
+        _refuse_with_gguf(target, dtype, gguf_file)
+        _export_gguf(model, out, quantise or "f16", overwrite=overwrite)
+        return
+    if quantise is not None:
+        raise ConfigError("--quantise belongs to --format gguf; weights of a safetensors folder are set by --dtype.")
     from pyprune.serving.export import export as write
 
     report = write(model, out, target=target, dtype=dtype, gguf_file=gguf_file, overwrite=overwrite)  # type: ignore[arg-type]
@@ -45,6 +67,26 @@ def export(
         print(f"Not a stock architecture: {reason}")
     for warning in report.warnings:
         warn(warning)
+
+
+def _refuse_with_gguf(target: str, dtype: str | None, gguf_file: str | None) -> None:
+    given = {"--target": target != "auto", "--dtype": dtype is not None, "--gguf-file": gguf_file is not None}
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot be combined with --format gguf: the sizes decide on llama.cpp's architecture, "
+            "--quantise sets the format of the weights, and the source is a safetensors checkpoint."
+        )
+
+
+def _export_gguf(model: str, out: Path, quantise: str, *, overwrite: bool) -> None:
+    from pyprune.serving.gguf.write import export_gguf
+
+    report = export_gguf(model, out, quantise=quantise, overwrite=overwrite)
+    size = f"{report.parameters:,} parameters, {report.bytes:,} bytes"
+    print(f"Wrote {report.path}: llama.cpp architecture {report.architecture}, {report.quantise}, {size}.")
+    for note in report.notes:
+        print(f"Note: {note}")
 
 
 @guarded

@@ -76,7 +76,7 @@ def all_families() -> dict[str, Family]:
 
 def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("base", "common"):
+        if module.name not in ("base", "common", "gguf_forms"):
             name = f"{__name__}.{module.name}"
             yield name, import_module(name).FAMILIES
 

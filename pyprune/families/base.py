@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.errors import PlanError, UnsupportedModelError
+from pyprune.families.gguf_forms import GgufForm
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ class Family:
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
             vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm_model`` has some, and makes the model.
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
+        gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported, or "".
     """
 
@@ -224,6 +226,7 @@ class Family:
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
     vllm_layer: str = ""
     vllm: str = ""
+    gguf: tuple[GgufForm, ...] | str = "pyprune has no layout for this family."
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
 
     @cached_property

@@ -5,10 +5,12 @@ None of the factors is derived from a size, so all of them keep their dense valu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses
 from pyprune.families.common import biased_target, decoder_rows, uniform_or_why
+from pyprune.families.gguf_forms import LLAMA
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -19,10 +21,20 @@ def _why_not_granite(config: PretrainedConfig, plan: PrunePlan) -> str:
     return uniform_or_why(plan)
 
 
+def _factors(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.scale": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": float(config.logits_scaling),
+    }
+
+
 FAMILIES = (
     Family(
         model_type="granite",
         classes=StockClasses.of_transformers("granite", "Granite"),
+        gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(biased_target("granite", _why_not_granite),),
     ),

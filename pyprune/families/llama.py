@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses, StockTarget
 from pyprune.families.common import biased_target, decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
+from pyprune.families.gguf_forms import DECI, LLAMA
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ FAMILIES = (
         model_type="llama",
         classes=StockClasses.of_transformers("llama", "Llama"),
         vllm_layer="pyprune.serving.vllm_model:PrunedDecoderLayer",
+        gguf=(LLAMA, DECI),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(
             biased_target("llama", _why_not_llama),
@@ -47,6 +49,7 @@ FAMILIES = (
         model_type="mistral",
         classes=StockClasses.of_transformers("mistral", "Mistral"),
         vllm_layer="pyprune.serving.vllm_model:PrunedDecoderLayer",
+        gguf=(LLAMA, DECI),
         rows=decoder_rows(),
         stock_targets=(
             StockTarget("mistral", _why_not_mistral),

@@ -73,6 +73,7 @@ FAMILIES = (
         model_type="opt",
         classes=StockClasses.of_transformers("opt", "OPT"),
         vllm="pyprune.serving.vllm_opt:PrunedOPTForCausalLM",
+        gguf="llama.cpp has no architecture for OPT.",
         rows=_ROWS,
         layers_path="model.decoder.layers",
         mlp_modules=("fc1", "fc2"),

@@ -15,6 +15,7 @@ from pyprune.families.common import (
     uniform_or_why,
     untied_or_why,
 )
+from pyprune.families.gguf_forms import ATTENTION, BLOCK, DECODER_BIASES, OUTER, GgufForm, GgufSizes, square_or_why
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -41,10 +42,32 @@ _ROWS = (
     Row("lm_head.bias", ("vocab",), "inner"),
 )
 
+
+def _why_not_phi2(config: PretrainedConfig, sizes: GgufSizes) -> str:
+    return "it has a head of its own; the model's is tied" if sizes.tied else square_or_why(config, sizes)
+
+
+_PHI2 = GgufForm(
+    "phi2",
+    {
+        **OUTER,
+        **ATTENTION,
+        "model.final_layernorm": "output_norm",
+        LAYER + "input_layernorm": BLOCK + "attn_norm",
+        LAYER + "self_attn.dense": BLOCK + "attn_output",
+        LAYER + "mlp.fc1": BLOCK + "ffn_up",
+        LAYER + "mlp.fc2": BLOCK + "ffn_down",
+    },
+    (*DECODER_BIASES, "attn_norm", "output_norm", "output"),
+    activation="gelu_new",
+    why_not=_why_not_phi2,
+)
+
 FAMILIES = (
     Family(
         model_type="phi",
         classes=StockClasses.of_transformers("phi", "Phi"),
+        gguf=(_PHI2,),
         rows=_ROWS,
         stock_targets=(StockTarget("phi", _why_not_phi),),
         norm="layer",

@@ -13,6 +13,15 @@ from pyprune.families.common import (
     output_bias_or_why,
     uniform_or_why,
 )
+from pyprune.families.gguf_forms import (
+    DECI,
+    DECODER,
+    NORMED_DECODER,
+    QKV_BIASES,
+    GgufForm,
+    GgufSizes,
+    square_or_why,
+)
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -36,11 +45,20 @@ def _why_not_qwen3(config: PretrainedConfig, plan: PrunePlan) -> str:
     return output_bias_or_why(config, "Qwen3's MLP") or uniform_or_why(plan)
 
 
+def _why_not_openelm(config: PretrainedConfig, sizes: GgufSizes) -> str:
+    if not sizes.tied:
+        return "it has no head of its own, so that the embedding must be tied"
+    if not all(all(layer) for layer in sizes.layers):
+        return "none of its sub-blocks can be skipped"
+    return ""
+
+
 FAMILIES = (
     Family(
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm_model:BiasedDecoderLayer",
+        gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, why_not=square_or_why), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
             StockTarget("qwen2", _why_not_qwen2),
@@ -51,6 +69,10 @@ FAMILIES = (
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
         vllm_layer="pyprune.serving.vllm_model:NormedDecoderLayer",
+        gguf=(
+            GgufForm("qwen3", NORMED_DECODER),
+            GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, why_not=_why_not_openelm),
+        ),
         rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),
         stock_targets=(StockTarget("qwen3", _why_not_qwen3),),
     ),

@@ -1,0 +1,238 @@
+"""Which architecture of llama.cpp holds a checkpoint, and the tensors of its file, made one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from pyprune.checkpoint.shards import TensorFiles, check_finite
+from pyprune.errors import CheckpointError, UnsupportedModelError
+from pyprune.families import Family, all_families
+from pyprune.families.gguf_forms import BLOCK, GgufForm, GgufSizes
+
+ZERO_FFN = 32
+"""Channels of the FFN of zeros that stands for a skipped MLP: llama.cpp's deci drops the residual stream of a layer
+without one. Every block format of :data:`pyprune.serving.gguf.write.FORMATS` divides it."""
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+"""Names of the two in every family that has a form."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint and the form in which it is written.
+
+    Attributes:
+        family: of the dense model.
+        config: of the checkpoint.
+        form: llama.cpp's architecture.
+        sizes: of every layer.
+        tensors: the checkpoint's tensors.
+        stored: parameter name -> its name in the checkpoint.
+    """
+
+    family: Family
+    config: PretrainedConfig
+    form: GgufForm
+    sizes: GgufSizes
+    tensors: TensorFiles
+    stored: dict[str, str]
+
+    @property
+    def head(self) -> str:
+        """Name in the file of the matrix that makes the logits."""
+        return "token_embd.weight" if self.sizes.tied else "output.weight"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor of the file.
+
+    Attributes:
+        name: in the file.
+        shape: rows first, as in torch; the file names the dimensions in the other order.
+        make: its values in float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], Array]
+
+
+def open_model(folder: Path) -> Model:
+    """Read what a checkpoint folder holds, and choose the architecture.
+
+    Raises:
+        CheckpointError: the folder is damaged, or its tensors are not those of its config.json.
+        UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message says why.
+    """
+    from pyprune.checkpoint.load import read_dense_config
+
+    config, shapes = read_dense_config(folder)
+    family = all_families()[str(config.model_type).removeprefix("pruned_")]
+    tensors = TensorFiles(folder)
+    tied = bool(config.tie_word_embeddings) and not _has_own_head(tensors)
+    if tied:
+        shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
+    stored = _stored_names(tensors, shapes, folder)
+    sizes = sizes_of(family, config, shapes, tied=tied)
+    return Model(family, config, choose_form(family, config, sizes, list(stored)), sizes, tensors, stored)
+
+
+def _stored_names(tensors: TensorFiles, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
+    """Parameter name -> name in the files; some checkpoints hold the decoder without the causal LM around it."""
+    there = set(tensors.names())
+    found = {}
+    for name, shape in shapes.items():
+        place = next((n for n in (name, name.removeprefix("model.")) if n in there), None)
+        if place is None or tensors.shape(place) != shape:
+            seen = "is missing" if place is None else f"has the shape {tensors.shape(place)}"
+            raise CheckpointError(
+                f"{name} of {folder} {seen}; by config.json it is {shape}. The checkpoint is incomplete or damaged; "
+                "fetch or write it again."
+            )
+        found[name] = place
+    return found
+
+
+def _has_own_head(tensors: TensorFiles) -> bool:
+    """Whether the files hold a head with other values than the embedding although it is said to be tied."""
+    both = {HEAD, EMBEDDING} <= set(tensors.names())
+    return both and not torch.equal(tensors.read(HEAD), tensors.read(EMBEDDING))
+
+
+def sizes_of(
+    family: Family, config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> GgufSizes:
+    """Read the sizes of every layer off the shapes of its parameters.
+
+    Args:
+        family: of the dense model.
+        config: of the checkpoint.
+        shapes: parameter name -> shape.
+        tied: whether the head is the embedding.
+    """
+    head_dim = family.sizes(config).head_dim
+    layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
+    for name, shape in shapes.items():
+        row, index = family.match(name)
+        if index is not None:
+            layers[index] |= {axis: size for axis, size in zip(row.axes, shape, strict=True) if isinstance(axis, str)}
+    widths = tuple(
+        (layer.get("heads", 0) // head_dim, layer.get("kv_heads", 0) // head_dim, layer.get("ffn", 0))
+        for layer in layers
+    )
+    return GgufSizes(config.hidden_size, head_dim, widths, tied)
+
+
+def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> GgufForm:
+    """The first form of the family that holds the model.
+
+    Args:
+        family: of the dense model.
+        config: of the checkpoint.
+        sizes: of every layer.
+        names: of all parameters.
+
+    Raises:
+        UnsupportedModelError: none does; the message has the reason of each.
+    """
+    if isinstance(family.gguf, str):
+        able = sorted(name for name, other in all_families().items() if not isinstance(other.gguf, str))
+        raise UnsupportedModelError(
+            f"A {family.model_type} model cannot be written as GGUF: {family.gguf} "
+            f"Families that can: {', '.join(able)}."
+        )
+    reasons = []
+    for form in family.gguf:
+        reason = _why_not(form, family, config, sizes, names)
+        if not reason:
+            return form
+        reasons.append(f"{form.architecture}: {reason}")
+    raise UnsupportedModelError(
+        f"No architecture of llama.cpp holds this {config.model_type} model ({'; '.join(reasons)}). "
+        "Export it as safetensors, or prune it to sizes that one of them takes."
+    )
+
+
+def _why_not(form: GgufForm, family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> str:
+    if not form.per_layer and not sizes.are_equal:
+        return "sizes differ between layers or a sub-block is skipped"
+    if getattr(config, "norm_size", None) is not None:
+        return "its LayerNorm divides by the stored hidden size, the model's by the dense one"
+    foreign = [row.pattern for row in (family.match(name)[0] for name in names) if form.name_of(row.pattern) is None]
+    if foreign:
+        return f"it has no place for {foreign[0]}"
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation != form.activation:
+        return f"its MLP uses {form.activation}, the model's {activation}"
+    return form.why_not(config, sizes)
+
+
+def planned_tensors(model: Model) -> Iterator[Planned]:
+    """Every tensor of the file but the rotary factors, in the order of the checkpoint's parameters."""
+    fused: dict[int, dict[str, Planned]] = {}
+    for name, stored in model.stored.items():
+        row, index = model.family.match(name)
+        pattern = model.form.name_of(row.pattern)
+        if pattern is None:
+            continue
+        planned = _planned(model, stored, pattern, index, norm=row.is_norm_weight or row.axes == ("head_dim",))
+        part = pattern.removeprefix(BLOCK)
+        if model.form.fused_qkv and index is not None and part in ("attn_q.weight", "attn_k.weight", "attn_v.weight"):
+            parts = fused.setdefault(index, {})
+            parts[part] = planned
+            if len(parts) == 3:
+                yield _fuse(index, [parts[f"attn_{kind}.weight"] for kind in "qkv"])
+        else:
+            yield planned
+    for index, (_, _, ffn) in enumerate(model.sizes.layers):
+        if not ffn:
+            yield from _zero_ffn(index, model.sizes.hidden)
+
+
+def _planned(model: Model, stored: str, pattern: str, index: int | None, *, norm: bool) -> Planned:
+    shape = model.tensors.shape(stored)
+    turned = model.form.adjacent_pairs and pattern.startswith((BLOCK + "attn_q.", BLOCK + "attn_k."))
+
+    def make() -> Array:
+        tensor = model.tensors.read(stored)
+        check_finite(stored, tensor, model.tensors.folder)
+        values = tensor.float()
+        if norm and model.family.unit_offset_norm:
+            values = values + 1
+        return _adjacent_pairs(values, model.sizes.head_dim).numpy() if turned else values.numpy()
+
+    return Planned(pattern if index is None else pattern.replace("{i}", str(index)), shape, make)
+
+
+def _adjacent_pairs(values: Tensor, head_dim: int) -> Tensor:
+    """Put channels j and j + head_dim / 2 of every head next to each other: [heads x head_dim, ...] in and out."""
+    rest = values.shape[1:]
+    return values.view(-1, 2, head_dim // 2, *rest).transpose(1, 2).reshape(values.shape)
+
+
+def _fuse(index: int, parts: list[Planned]) -> Planned:
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Planned(f"blk.{index}.attn_qkv.weight", shape, lambda: np.concatenate([part.make() for part in parts]))
+
+
+def _zero_ffn(index: int, hidden: int) -> Iterator[Planned]:
+    """An FFN whose output is zero."""
+    yield _constant(f"blk.{index}.ffn_norm.weight", (hidden,), 1.0)
+    yield _constant(f"blk.{index}.ffn_gate.weight", (ZERO_FFN, hidden), 0.0)
+    yield _constant(f"blk.{index}.ffn_up.weight", (ZERO_FFN, hidden), 0.0)
+    yield _constant(f"blk.{index}.ffn_down.weight", (hidden, ZERO_FFN), 0.0)
+
+
+def _constant(name: str, shape: tuple[int, ...], value: float) -> Planned:
+    return Planned(name, shape, lambda: np.full(shape, value, np.float32))

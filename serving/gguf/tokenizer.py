@@ -1,0 +1,252 @@
+"""The tokenizer of a checkpoint as llama.cpp reads it: byte-level BPE, or BPE made from a SentencePiece model.
+
+Everything is read off the fast tokenizer. What llama.cpp would split in another way is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyprune.errors import CheckpointError, shown
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""GGUF's kinds of tokens."""
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
+"""Pattern by which a tokenizer splits text -> llama.cpp's name for it."""
+IGNORES_MERGES = "llama-bpe"
+"""The one of these names under which llama.cpp takes a whole word of the vocabulary without merging."""
+
+
+@dataclass
+class Vocabulary:
+    """What the file says of the tokenizer.
+
+    Attributes:
+        model: gpt2 (byte-level BPE) or llama (SentencePiece).
+        pre: llama.cpp's name of the pre-tokenizer.
+        tokens: texts by id, one for every row of the embedding.
+        types: kinds by id.
+        merges: "left right", of byte-level BPE.
+        scores: by id, of SentencePiece; a higher one is merged first.
+        space_prefix: a space is put before the text (SentencePiece).
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    space_prefix: bool = False
+
+
+def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
+    """Add the vocabulary, the special tokens and the chat template.
+
+    Args:
+        writer: a ``gguf.GGUFWriter``.
+        tokenizer: of the checkpoint; None = it has none.
+        rows: of the embedding; ids without a token become unused ones.
+
+    Returns:
+        Notes for the user, one sentence each.
+
+    Raises:
+        CheckpointError: there is none, or llama.cpp would split text in another way; the message says why.
+    """
+    if tokenizer is None:
+        raise CheckpointError(
+            "The checkpoint has no tokenizer, and a GGUF file holds one. Put its files into the folder."
+        )
+    vocabulary = read_vocabulary(tokenizer, rows)
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.model == "llama":
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    else:
+        writer.add_token_merges(vocabulary.merges)
+    for kind in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{kind}_token_id", None)
+        if number is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    before, after = _added_ids(tokenizer)
+    writer.add_add_bos_token(before)
+    writer.add_add_eos_token(after)
+    return _add_chat_template(writer, tokenizer.chat_template)
+
+
+def _add_chat_template(writer: Any, template: Any) -> list[str]:
+    if isinstance(template, Mapping):
+        others = sorted(name for name in template if name != "default")
+        note = [f"Only the default chat template is written, not {', '.join(others)}."] if others else []
+        return note + _add_chat_template(writer, template.get("default"))
+    if template:
+        writer.add_chat_template(str(template))
+    return []
+
+
+def _added_ids(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the bos token is put before a text, and the eos token after it."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    for before in (False, True):
+        for after in (False, True):
+            if full == [tokenizer.bos_token_id] * before + plain + [tokenizer.eos_token_id] * after:
+                return before, after
+    raise CheckpointError(
+        f"The tokenizer puts other tokens around a text than bos and eos ({shown(full)} around {shown(plain)}); "
+        "llama.cpp knows only these."
+    )
+
+
+def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
+    """Read the vocabulary off a fast tokenizer.
+
+    Args:
+        tokenizer: of Transformers.
+        rows: of the embedding.
+
+    Raises:
+        CheckpointError: it is of another kind than byte-level BPE or SentencePiece BPE.
+    """
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        raise _refused("it has no tokenizer.json (it is not a fast tokenizer)")
+    data: dict[str, Any] = json.loads(core.to_str())
+    model = data["model"]
+    if model.get("type") != "BPE":
+        raise _refused(f"its model is {model.get('type')}, not BPE")
+    tokens, types = _tokens(data, rows)
+    steps = list(_steps(data.get("pre_tokenizer"), "pretokenizers"))
+    if any(step["type"] == "ByteLevel" for step in steps):
+        pre = _pre_tokenizer(data, steps)
+        merges = [" ".join(_pair(merge)) for merge in model["merges"]]
+        if not merges:
+            raise _refused("it has no merges, without which llama.cpp does not load a file")
+        return Vocabulary("gpt2", pre, tokens, types, merges=merges)
+    prefix = _space_prefix(data, steps)
+    return Vocabulary("llama", "default", tokens, types, scores=_scores(data, tokens), space_prefix=prefix)
+
+
+def _refused(reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"The tokenizer cannot be written as GGUF: {reason}. Export the checkpoint as safetensors, or write the file "
+        "with llama.cpp's own converter."
+    )
+
+
+def _tokens(data: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """Texts and kinds by id."""
+    model = data["model"]
+    vocabulary = dict(model["vocab"])
+    kinds = {}
+    for added in data.get("added_tokens", ()):
+        vocabulary.setdefault(added["content"], added["id"])
+        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    if max(vocabulary.values()) >= rows:
+        raise _refused(f"it has the id {max(vocabulary.values())}, but the embedding has {rows} rows")
+    tokens = [f"[UNUSED{i}]" for i in range(rows)]
+    types = [UNUSED] * rows
+    bytes_too = bool(model.get("byte_fallback"))
+    for text, number in vocabulary.items():
+        is_byte = bytes_too and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        tokens[number], types[number] = text, kinds.get(number, BYTE if is_byte else NORMAL)
+        if bytes_too and text == model.get("unk_token"):
+            types[number] = UNKNOWN
+    return tokens, types
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _steps(stage: Any, inner: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer, one after another."""
+    if stage is None:
+        return
+    if stage["type"] == "Sequence":
+        for step in stage[inner]:
+            yield from _steps(step, inner)
+    else:
+        yield stage
+
+
+def _pre_tokenizer(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> str:
+    """llama.cpp's name for what splits the text of a byte-level tokenizer."""
+    normaliser = [step["type"] for step in _steps(data.get("normalizer"), "normalizers")]
+    if normaliser not in ([], ["NFC"]):
+        raise _refused(f"it normalises text by {', '.join(normaliser)}")
+    *first, last = steps
+    name = None
+    if last["type"] == "ByteLevel" and not last.get("add_prefix_space") and len(first) <= 1:
+        name = _split_name(first[0] if first else None, uses_regex=last.get("use_regex", True))
+    if name is None:
+        raise _refused(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)})")
+    if bool(data["model"].get("ignore_merges")) != (name == IGNORES_MERGES):
+        raise _refused(f"ignore_merges is {bool(data['model'].get('ignore_merges'))}, which is not llama.cpp's {name}")
+    return name
+
+
+def _split_name(step: Mapping[str, Any] | None, *, uses_regex: bool) -> str | None:
+    if step is None:
+        return "gpt-2" if uses_regex else None
+    if step["type"] == "Digits":
+        return "smollm" if uses_regex and step["individual_digits"] else None
+    if step["type"] == "Split" and not uses_regex and step["behavior"] == "Isolated" and not step["invert"]:
+        return SPLITS.get(step["pattern"].get("Regex", ""))
+    return None
+
+
+def _space_prefix(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> bool:
+    """Whether a SentencePiece tokenizer puts a space before a text."""
+    if not data["model"].get("byte_fallback"):
+        raise _refused("it is neither byte-level nor does it fall back to bytes")
+    prefix = False
+    for step in _steps(data.get("normalizer"), "normalizers"):
+        replaces = step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE
+        if step["type"] == "Prepend" and step["prepend"] == SPACE:
+            prefix = True
+        elif not replaces:
+            raise _refused(f"it normalises text by {step['type']}")
+    for step in steps:
+        if step["type"] == "Metaspace" and step["replacement"] == SPACE:
+            prefix = prefix or step.get("prepend_scheme", "always") != "never"
+        elif not (step["type"] == "Split" and step["pattern"] == {"String": " "}):
+            raise _refused(f"it splits text by {step['type']}")
+    return prefix
+
+
+def _scores(data: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    """Scores that make SentencePiece merge in the order of the merges: the earlier a token is made, the higher.
+
+    llama.cpp merges any two neighbours that form a token, so that the merges must be all of these, those of one token
+    after each other.
+    """
+    order: dict[str, int] = {}
+    last = None
+    pairs = [_pair(merge) for merge in data["model"]["merges"]]
+    for left, right in pairs:
+        made = left + right
+        if made in order and made != last:
+            raise _refused(f"the merges that make {shown(made)} do not follow each other, as SentencePiece's do")
+        order.setdefault(made, len(order))
+        last = made
+    known, named = set(data["model"]["vocab"]), set(pairs)
+    whole = {added["content"] for added in data.get("added_tokens", ())}  # found in the text before anything is merged
+    for text in known - whole:
+        parts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        if any(left in known and right in known and (left, right) not in named for left, right in parts):
+            raise _refused(f"its merges do not name all ways to make {shown(text)}, as SentencePiece's do")
+    return [-float(order.get(token, len(order))) for token in tokens]

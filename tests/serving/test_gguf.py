@@ -1,0 +1,493 @@
+"""GGUF files: what a real llama.cpp computes from them, what is refused, and that they appear whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from pyprune.checkpoint.gguf import read_gguf_header
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cut.compact import compact_
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.serving.gguf import layout, write
+from pyprune.serving.gguf.tokenizer import SPLITS
+from pyprune.serving.gguf.write import FORMATS, GgufReport, export_gguf
+from tests._support.cli import refused, run
+from tests._support.models import tiny_model
+from tests._support.plans import keep_kv_groups
+from tests.serving.llama_cpp import VOCAB, LlamaCpp, byte_level_tokenizer, sentencepiece_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+Edit = Callable[[PrunePlan], PrunePlan]
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+BLOCKS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+"""Sizes that whole blocks of 32 divide."""
+
+
+def identity(plan: PrunePlan) -> PrunePlan:
+    return plan
+
+
+def unequal(plan: PrunePlan) -> PrunePlan:
+    """Other heads, KV heads and FFN widths in other layers."""
+    heads = keep_kv_groups(plan, 0, [plan.dense.num_key_value_heads - 1])
+    return keep_kv_groups(heads, 3, [0, 1], 1).with_layer(1, ffn=range(0, 40, 3)).with_layer(2, ffn=range(7))
+
+
+def no_attention(plan: PrunePlan) -> PrunePlan:
+    return plan.with_layer(1, query_heads=[], kv_heads=[]).with_layer(3, query_heads=[], kv_heads=[])
+
+
+def no_mlp(plan: PrunePlan) -> PrunePlan:
+    """Without the MLP of a layer in the middle, and of the last."""
+    return plan.with_layer(1, ffn=[]).with_layer(3, ffn=[])
+
+
+def fewer(plan: PrunePlan) -> PrunePlan:
+    """Two layers and a part of the hidden channels, alike everywhere."""
+    return plan.drop_layers([0, 2]).keep_hidden(range(4, 40))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to write.
+
+    Attributes:
+        name: of the tiny model.
+        edit: makes the plan.
+        architecture: that llama.cpp is to run.
+        tolerance: largest difference of a log probability in float32.
+        values: changes of its configuration.
+    """
+
+    name: str
+    edit: Edit
+    architecture: str
+    tolerance: float = 1e-4
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path, quantise: str = "f32", tokenizer: Any = None) -> tuple[PreTrainedModel, GgufReport]:
+        """The pruned model, and the file made of it."""
+        model = tiny_model(self.name, **{"vocab_size": VOCAB, **self.values})
+        plan = self.edit(family_for(model).plan(model.config))
+        compact_(model, plan)
+        tokenizer = byte_level_tokenizer() if tokenizer is None else tokenizer
+        save_checkpoint(model, tokenizer, folder / "model", plan=plan, provenance={})
+        return model, export_gguf(folder / "model", folder / "model.gguf", quantise=quantise)
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+BOTH_KINDS = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}
+
+# llama.cpp looks GELU up in a table of float16.
+TABLE = 5e-3
+CASES = {
+    "equal": Case("llama", identity, "llama"),
+    "cut alike": Case("llama-head-dim", fewer, "llama"),
+    "unequal": Case("llama", unequal, "deci"),
+    "no attention": Case("llama", no_attention, "deci"),
+    "no mlp": Case("llama", no_mlp, "deci"),
+    "biases": Case("llama-mha-bias", identity, "llama"),
+    "biases, unequal": Case("llama-mha-bias", lambda plan: plan.with_layer(2, ffn=range(7)), "deci"),
+    "rotary factors": Case("llama3-rope", identity, "llama"),
+    "rotary factors, unequal": Case("llama3-rope", no_mlp, "deci"),
+    "window": Case("mistral-window", unequal, "deci", values={"sliding_window": 40}),
+    "mistral": Case("mistral", identity, "llama"),
+    "qwen2, cut alike": Case("qwen2", fewer, "llama"),
+    "qwen2": Case("qwen2", identity, "qwen2"),
+    "qwen2, unequal": Case("qwen2-tied", unequal, "deci"),
+    "qwen3": Case("qwen3", identity, "qwen3"),
+    "qwen3, cut alike": Case("qwen3-tied", fewer, "qwen3"),
+    "qwen3, unequal": Case("qwen3-tied", unequal, "openelm"),
+    "qwen3, one width": Case("qwen3-tied", lambda plan: plan.with_layer(1, ffn=range(8)), "openelm"),
+    "linear positions": Case("llama", identity, "llama", values={"rope_parameters": LINEAR}),
+    "linear positions, qwen2": Case("qwen2", no_mlp, "deci", values={"rope_parameters": LINEAR}),
+    "phi": Case("phi", lambda plan: plan.drop_layers([1]), "phi2", TABLE),
+    "gemma3": Case("gemma3", identity, "gemma3", TABLE),
+    "gemma3, cut alike": Case("gemma3", lambda plan: plan.keep_hidden(range(36)), "gemma3", TABLE),
+    "gemma3, linear positions": Case("gemma3", identity, "gemma3", TABLE, {"rope_parameters": BOTH_KINDS}),
+    "gemma3, no windows": Case("gemma3", identity, "gemma3", TABLE, {"layer_types": ["full_attention"] * 4}),
+    "granite": Case("granite", lambda plan: plan.keep_hidden(range(36)), "granite"),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths, without special tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 100, (length,), generator=generator).tolist() for length in (1, 5, 17)]
+
+
+@torch.no_grad()
+def log_softmax(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Transformers' log probabilities of the next token [vocab]."""
+    return torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].double(), -1)
+
+
+@torch.no_grad()
+def largest_difference(model: PreTrainedModel, server: LlamaCpp) -> float:
+    """Largest difference of a log probability over all prompts and tokens."""
+    worst = 0.0
+    for prompt in prompts():
+        wanted, found = log_softmax(model, prompt), server.log_probabilities(prompt)
+        assert len(found) == VOCAB
+        worst = max(worst, *(abs(float(wanted[i]) - value) for i, value in found.items()))
+    return worst
+
+
+def continuation(model: PreTrainedModel, prompt: list[int], length: int, without: list[int]) -> list[int]:
+    """The most likely tokens but some that are never taken."""
+    ids = list(prompt)
+    for _ in range(length):
+        found = log_softmax(model, ids)
+        found[without] = -torch.inf
+        ids.append(int(found.argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture
+def llama_cpp() -> type[LlamaCpp]:
+    pytest.importorskip("xllamacpp")
+    return LlamaCpp
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    case = CASES[name]
+    model, report = case.write(tmp_path)
+    assert report.architecture == case.architecture
+    with llama_cpp(report.path) as server:
+        assert largest_difference(model, server) < case.tolerance
+        tokens, ends = server.greedy(prompts()[-1], 8)
+        assert tokens == continuation(model, prompts()[-1], 8, ends)
+        assert 1 <= len(ends) <= 2
+
+
+@pytest.mark.parametrize(("quantise", "tolerance"), [("f16", 0.02), ("bf16", 0.2)])
+def test_half_precision_is_as_far_off_as_its_rounding(
+    quantise: str, tolerance: float, tmp_path: Path, llama_cpp: type[LlamaCpp]
+) -> None:
+    model, report = CASES["unequal"].write(tmp_path, quantise)
+    with llama_cpp(report.path) as server:
+        assert 0 < largest_difference(model, server) < tolerance
+
+
+def relative_error(model: PreTrainedModel, server: LlamaCpp) -> float:
+    """Root mean square error of the log probabilities against their spread; about 1.4 for an unrelated model."""
+    errors, spread = [], []
+    for prompt in prompts():
+        wanted, found = log_softmax(model, prompt), server.log_probabilities(prompt)
+        errors += [(float(wanted[i]) - value) ** 2 for i, value in found.items()]
+        spread += ((wanted - wanted.mean()) ** 2).tolist()
+    return float((sum(errors) / sum(spread)) ** 0.5)
+
+
+def test_quantised_files_are_close_and_the_more_bits_the_closer(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    model, _ = Case("llama", identity, "llama", values=BLOCKS).write(tmp_path)
+    dense, as_stored = {}, {}
+    for kind in FORMATS:
+        path = tmp_path / f"{kind}.gguf"
+        export_gguf(tmp_path / "model", path, quantise=kind)
+        with llama_cpp(path) as server:
+            dense[kind] = relative_error(model, server)
+            as_stored[kind] = relative_error(load_model(tmp_path, gguf_file=path.name)[0], server)
+    # llama.cpp rounds the activations to eight bits too where the weights are in blocks.
+    assert max(as_stored.values()) < 0.06
+    assert dense["f32"] < dense["f16"] < dense["bf16"] < dense["q8_0"] < 0.06
+    assert dense["q8_0"] < min(dense["q5_0"], dense["q5_1"]) < min(dense["q4_0"], dense["q4_1"])
+    assert max(dense.values()) < 0.6
+
+
+def test_blocks_and_sizes_per_layer_go_together(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    case = Case("llama", lambda plan: no_attention(plan).with_layer(2, ffn=range(32)), "deci", values=BLOCKS)
+    model, report = case.write(tmp_path, "q8_0")
+    assert not any("f16" in note for note in report.notes)
+    with llama_cpp(report.path) as server:
+        assert relative_error(model, server) < 0.06
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_1"])
+def test_every_matrix_is_in_the_format_that_was_asked_for(kind: str, tmp_path: Path) -> None:
+    _, report = Case("llama", identity, "llama", values=BLOCKS).write(tmp_path, kind)
+    kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(report.path).tensors}
+    assert kinds["blk.0.attn_q.weight"] == kinds["token_embd.weight"] == kind
+    assert kinds["output.weight"] == "q8_0"
+    assert kinds["blk.0.attn_norm.weight"] == kinds["output_norm.weight"] == "f32"
+    assert any("output.weight" in note for note in report.notes) == (kind != "q8_0")
+
+
+def test_rows_that_are_no_whole_number_of_blocks_are_f16_and_named(tmp_path: Path) -> None:
+    _, report = Case("llama", lambda plan: plan.with_layer(1, ffn=range(40)), "deci", values=BLOCKS).write(
+        tmp_path, "q4_0"
+    )
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(report.path).tensors}
+    assert [name for name, kind in kinds.items() if kind == "F16"] == ["blk.1.ffn_down.weight"]
+    assert any("1 of " in note and "blk.1.ffn_down.weight" in note for note in report.notes)
+
+
+def values_of(report: GgufReport) -> dict[str, Any]:
+    return {name: entry.contents() for name, entry in gguf.GGUFReader(report.path).fields.items()}
+
+
+def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path) -> None:
+    _, report = CASES["window"].write(tmp_path)
+    assert values_of(report)["deci.context_length"] == 40
+    assert any("40 tokens instead of 512" in note for note in report.notes)
+
+
+def test_the_plan_is_in_the_file(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    plan = unequal(family_for(model).plan(model.config))
+    _, report = CASES["unequal"].write(tmp_path)
+    found = PrunePlan.from_dict(json.loads(values_of(report)["pyprune.plan"]))
+    assert found.layers == plan.layers
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case("opt", identity, ""), "no architecture for OPT"),
+        (Case("olmo2", identity, ""), "no layout for this family"),
+        (Case("llama", lambda plan: plan.with_layer(0, query_heads=[], kv_heads=[]), ""), "layer 0, whose attention"),
+        (Case("qwen3", unequal, ""), "embedding must be tied"),
+        (Case("qwen3-tied", no_mlp, ""), "none of its sub-blocks can be skipped"),
+        (Case("phi", unequal, ""), "phi2: sizes differ between layers"),
+        (Case("phi", lambda plan: plan.keep_hidden(range(36)), ""), "as wide as the hidden size 36"),
+        (Case("phi-tied", identity, ""), "a head of its own"),
+        (Case("phi-tied", lambda plan: plan.keep_hidden(range(36)), ""), "LayerNorm divides by"),
+        (Case("granite", no_mlp, ""), "granite: sizes differ between layers"),
+        (Case("gemma3", lambda plan: plan.drop_layers([0]), ""), "must come at equal distances"),
+        (Case("gemma3", identity, "", values={"query_pre_attn_scalar": 32}), "by the root of 16"),
+        (
+            Case("gemma3", identity, "", values={"rope_parameters": {**BOTH_KINDS, "sliding_attention": LINEAR}}),
+            "windows have plain rotary positions",
+        ),
+        (Case("llama", identity, "", values={"hidden_act": "gelu"}), "uses silu, the model's gelu"),
+        (
+            Case(
+                "llama",
+                identity,
+                "",
+                values={"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            ),
+            "type 'yarn'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_llama_cpp_cannot_hold_is_refused_with_the_reason(case: Case, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        case.write(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+def test_biases_that_compensation_added_need_an_architecture_that_has_them(tmp_path: Path) -> None:
+    names = ["model.layers.0.self_attn.o_proj.bias"]
+    sizes = layout.GgufSizes(48, 8, ((6, 2, 40),) * 4, tied=False)
+    qwen2, qwen3 = tiny_model("qwen2").config, tiny_model("qwen3").config
+    assert layout.choose_form(family_for(qwen2), qwen2, sizes, names).architecture == "deci"
+    with pytest.raises(UnsupportedModelError, match=r"qwen3: it has no place for model\.layers\.\{i\}\.self_attn"):
+        layout.choose_form(family_for(qwen3), qwen3, sizes, names)
+
+
+def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=VOCAB)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e5
+    save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=None, provenance={})
+    with pytest.raises(CheckpointError, match=r"output\.weight holds values beyond 65504.*bf16 or f32"):
+        export_gguf(tmp_path / "model", tmp_path / "x.gguf", quantise="q8_0")
+    assert export_gguf(tmp_path / "model", tmp_path / "x.gguf", quantise="bf16").quantise == "bf16"
+
+
+def test_unknown_formats_and_a_missing_package_are_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="q4_k"):
+        export_gguf(tmp_path / "none", tmp_path / "x.gguf", quantise="q4_k")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(MissingDependencyError, match=r"pyprune\[gguf\]"):
+        export_gguf(tmp_path / "none", tmp_path / "x.gguf")
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = CASES["equal"].write(tmp_path)
+    before, made = report.path.read_bytes(), []
+
+    def failing(planned: Any, formats: Any) -> Any:
+        for values in converted(planned, formats):
+            made.append(values)
+            if len(made) == 5:
+                raise OSError(28, "No space left on device")
+            yield values
+
+    converted = write._converted
+    monkeypatch.setattr(write, "_converted", failing)
+    for out, overwrite in ((report.path, True), (tmp_path / "new.gguf", False)):
+        made.clear()
+        with pytest.raises(OutputError, match="no room on the disk"):
+            export_gguf(tmp_path / "model", out, overwrite=overwrite)
+    assert len(made) == 5
+    assert report.path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.gguf"]
+
+
+def test_only_files_of_pyprune_are_replaced(tmp_path: Path) -> None:
+    _, report = CASES["equal"].write(tmp_path)
+    with pytest.raises(OutputError, match="exists already"):
+        export_gguf(tmp_path / "model", report.path)
+    assert export_gguf(tmp_path / "model", report.path, quantise="bf16", overwrite=True).bytes < report.bytes
+    (tmp_path / "other.gguf").write_bytes(b"GGUF of somebody else")
+    with pytest.raises(OutputError, match="not a GGUF file that pyprune wrote"):
+        export_gguf(tmp_path / "model", tmp_path / "other.gguf", overwrite=True)
+    with pytest.raises(OutputError, match="inside the checkpoint that is read"):
+        export_gguf(tmp_path / "model", tmp_path / "model" / "x.gguf")
+    with pytest.raises(OutputError, match="is a folder"):
+        export_gguf(tmp_path / "model", tmp_path)
+
+
+def test_our_reader_takes_the_file_and_refuses_a_part_of_it(tmp_path: Path) -> None:
+    model, report = CASES["equal"].write(tmp_path)
+    assert read_gguf_header(report.path).elements == report.parameters == sum(p.numel() for p in model.parameters())
+    again, _ = load_model(tmp_path, gguf_file="model.gguf")
+    ids = prompts()[-1]
+    assert torch.allclose(log_softmax(again, ids), log_softmax(model, ids), atol=1e-5)
+    whole = report.path.read_bytes()
+    for length in (len(whole) - 64, len(whole) // 2, 300):
+        report.path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"could not be read as GGUF|says that it has"):
+            read_gguf_header(report.path)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
+    CASES["no mlp"].write(tmp_path)
+    result = run("export", tmp_path / "model", "--format", "gguf", "--quantise", "q8_0", "--out", tmp_path / "a.gguf")
+    assert result.exit_code == 0, result.output
+    assert "llama.cpp architecture deci, q8_0" in result.output
+    assert "2 skipped MLPs are written as FFNs of 32 zero channels" in result.output
+    assert len(read_gguf_header(tmp_path / "a.gguf").tensors) > 30
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--format", "ggml"), "Unknown file format 'ggml'"),
+        (("--format", "gguf", "--quantise", "int8"), "Unknown GGUF format 'int8'"),
+        (("--format", "gguf", "--target", "stock", "--dtype", "float16"), "--target, --dtype cannot be combined"),
+        (("--quantise", "q8_0"), "belongs to --format gguf"),
+    ],
+)
+def test_options_that_do_not_go_together(options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    assert reason in " ".join(refused("export", tmp_path, "--out", tmp_path / "x", *options).split())
+
+
+# --- tokenizers ----------------------------------------------------------------------------------
+
+TEXTS = ("the thing in the garden", "  two spaces,\nand a line 2026!", "[tool]ing and </s>", "a")
+
+
+def test_byte_level_tokens_and_the_chat_template(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    tokenizer = byte_level_tokenizer(add_bos=True, chat_template=CHAT)
+    _, report = CASES["equal"].write(tmp_path, tokenizer=tokenizer)
+    assert values_of(report)["tokenizer.ggml.pre"] == "gpt-2"
+    assert values_of(report)["tokenizer.chat_template"] == CHAT
+    with llama_cpp(report.path) as server:
+        for text in TEXTS:
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+        messages = [{"role": "user", "content": "the garden"}]
+        assert server.post("/apply-template", messages=messages)["prompt"] == "the garden"
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """What splits text by a pattern, then writes bytes as characters."""
+    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [first, {**BYTES, "use_regex": False}]}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES]}
+KINDS = {"gpt-2": BYTES, "smollm": DIGITS, **{name: split(pattern) for pattern, name in SPLITS.items()}}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_is_split_as_llama_cpp_does_under_that_name(name: str, tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    tokenizer = changed(byte_level_tokenizer(), model={"ignore_merges": name == "llama-bpe"}, pre_tokenizer=KINDS[name])
+    _, report = CASES["equal"].write(tmp_path, tokenizer=tokenizer)
+    assert values_of(report)["tokenizer.ggml.pre"] == name
+    with llama_cpp(report.path) as server:
+        for text in (*TEXTS, "12345 1234", "don't DON'T!\n\n  the  12 in", "a!\nb  \n c"):
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
+
+
+def test_the_kinds_of_splitting_differ() -> None:
+    text = "1234 12345 DON'T!\n"
+    found = {
+        name: tuple(changed(byte_level_tokenizer(), pre_tokenizer=kind)(text)["input_ids"])
+        for name, kind in KINDS.items()
+    }
+    assert len(set(found.values())) == len(KINDS)
+
+
+def test_sentencepiece_tokens(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+    case = Case("llama", identity, "llama", values={"vocab_size": 300})
+    _, report = case.write(tmp_path, tokenizer=sentencepiece_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    with llama_cpp(report.path) as server:
+        for text in ("the thing in the garden", "and then the other ant ran on", "caf\u00e9 \u732b", "a"):
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+
+
+def changed(tokenizer: Any, **parts: Any) -> Any:
+    """The tokenizer with other parts of its description."""
+    from tokenizers import Tokenizer
+
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    for name, part in parts.items():
+        data[name] = {**data[name], **part} if name == "model" else part
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(data))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: sentencepiece_tokenizer(lacking=("t", "he")), "do not name all ways to make 'the'"),
+        (lambda: changed(byte_level_tokenizer(), model={"merges": []}), "no merges"),
+        (lambda: changed(byte_level_tokenizer(), model={"ignore_merges": True}), "ignore_merges is True"),
+        (lambda: changed(byte_level_tokenizer(), normalizer={"type": "Lowercase"}), "normalises text by Lowercase"),
+        (
+            lambda: changed(byte_level_tokenizer(), pre_tokenizer={"type": "Whitespace"}),
+            "neither byte-level nor",
+        ),
+    ],
+)
+def test_tokenizers_that_llama_cpp_would_read_in_another_way(
+    make: Callable[[], Any], reason: str, tmp_path: Path
+) -> None:
+    case = Case("llama", identity, "llama", values={"vocab_size": 300})
+    with pytest.raises(CheckpointError, match=reason):
+        case.write(tmp_path, tokenizer=make())
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), None, tmp_path / "model", plan=None, provenance={})
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        export_gguf(tmp_path / "model", tmp_path / "x.gguf")
