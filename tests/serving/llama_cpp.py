@@ -1,19 +1,30 @@
-"""A real llama.cpp on loopback, and tiny tokenizers that it reads."""
+"""A real llama.cpp on loopback, and tiny models and tokenizers that it reads."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cut.compact import compact_
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.serving.gguf.write import GgufReport, export_gguf
+from tests._support.models import tiny_model
 
 VOCAB = 160
 """Rows of the tiny embeddings."""
 SPACE = "\u2581"
+Edit = Callable[[PrunePlan], PrunePlan]
 
 
 class LlamaCpp:
@@ -25,7 +36,7 @@ class LlamaCpp:
     """
 
     def __init__(self, path: Path, context: int = 256) -> None:
-        import xllamacpp as llama
+        llama = pytest.importorskip("xllamacpp")
 
         asked: Any = llama.CommonParams()
         asked.model.path = str(path)
@@ -71,6 +82,45 @@ class LlamaCpp:
     def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         """Token ids of a text."""
         return list(self.post("/tokenize", content=text, add_special=add_special, parse_special=True)["tokens"])
+
+
+def identity(plan: PrunePlan) -> PrunePlan:
+    return plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to write.
+
+    Attributes:
+        name: of the tiny model.
+        edit: makes the plan.
+        architecture: that llama.cpp is to run.
+        tolerance: largest difference of a log probability in float32.
+        values: changes of its configuration.
+    """
+
+    name: str
+    edit: Edit
+    architecture: str
+    tolerance: float = 1e-4
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path, quantise: str = "f32", tokenizer: Any = None) -> tuple[PreTrainedModel, GgufReport]:
+        """The pruned model, and the file made of it."""
+        model = tiny_model(self.name, **{"vocab_size": VOCAB, **self.values})
+        plan = self.edit(family_for(model).plan(model.config))
+        compact_(model, plan)
+        tokenizer = byte_level_tokenizer() if tokenizer is None else tokenizer
+        save_checkpoint(model, tokenizer, folder / "model", plan=plan, provenance={})
+        return model, export_gguf(folder / "model", folder / "model.gguf", quantise=quantise)
+
+
+def values_of(report: GgufReport) -> dict[str, Any]:
+    """The metadata of a file."""
+    import gguf
+
+    return {name: entry.contents() for name, entry in gguf.GGUFReader(report.path).fields.items()}
 
 
 def byte_level_tokenizer(*, add_bos: bool = False, chat_template: str | None = None) -> PreTrainedTokenizerFast:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pyprune.checkpoint.gguf import read_gguf_header
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving.gguf import layout, write
-from pyprune.serving.gguf.tokenizer import SPLITS
-from pyprune.serving.gguf.write import FORMATS, GgufReport, export_gguf
+from pyprune.serving.gguf.write import FORMATS, export_gguf
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.plans import keep_kv_groups
-from tests.serving.llama_cpp import VOCAB, LlamaCpp, byte_level_tokenizer, sentencepiece_tokenizer
+from tests.serving.llama_cpp import VOCAB, Case, LlamaCpp, byte_level_tokenizer, identity, values_of
 
 gguf = pytest.importorskip("gguf")
 
-Edit = Callable[[PrunePlan], PrunePlan]
-CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 BLOCKS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 """Sizes that whole blocks of 32 divide."""
-
-
-def identity(plan: PrunePlan) -> PrunePlan:
-    return plan
 
 
 def unequal(plan: PrunePlan) -> PrunePlan:
@@ -58,34 +48,6 @@ def no_mlp(plan: PrunePlan) -> PrunePlan:
 def fewer(plan: PrunePlan) -> PrunePlan:
     """Two layers and a part of the hidden channels, alike everywhere."""
     return plan.drop_layers([0, 2]).keep_hidden(range(4, 40))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model to write.
-
-    Attributes:
-        name: of the tiny model.
-        edit: makes the plan.
-        architecture: that llama.cpp is to run.
-        tolerance: largest difference of a log probability in float32.
-        values: changes of its configuration.
-    """
-
-    name: str
-    edit: Edit
-    architecture: str
-    tolerance: float = 1e-4
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def write(self, folder: Path, quantise: str = "f32", tokenizer: Any = None) -> tuple[PreTrainedModel, GgufReport]:
-        """The pruned model, and the file made of it."""
-        model = tiny_model(self.name, **{"vocab_size": VOCAB, **self.values})
-        plan = self.edit(family_for(model).plan(model.config))
-        compact_(model, plan)
-        tokenizer = byte_level_tokenizer() if tokenizer is None else tokenizer
-        save_checkpoint(model, tokenizer, folder / "model", plan=plan, provenance={})
-        return model, export_gguf(folder / "model", folder / "model.gguf", quantise=quantise)
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -156,18 +118,12 @@ def continuation(model: PreTrainedModel, prompt: list[int], length: int, without
     return ids[len(prompt) :]
 
 
-@pytest.fixture
-def llama_cpp() -> type[LlamaCpp]:
-    pytest.importorskip("xllamacpp")
-    return LlamaCpp
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model, report = case.write(tmp_path)
     assert report.architecture == case.architecture
-    with llama_cpp(report.path) as server:
+    with LlamaCpp(report.path) as server:
         assert largest_difference(model, server) < case.tolerance
         tokens, ends = server.greedy(prompts()[-1], 8)
         assert tokens == continuation(model, prompts()[-1], 8, ends)
@@ -175,11 +131,9 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, ll
 
 
 @pytest.mark.parametrize(("quantise", "tolerance"), [("f16", 0.02), ("bf16", 0.2)])
-def test_half_precision_is_as_far_off_as_its_rounding(
-    quantise: str, tolerance: float, tmp_path: Path, llama_cpp: type[LlamaCpp]
-) -> None:
+def test_half_precision_is_as_far_off_as_its_rounding(quantise: str, tolerance: float, tmp_path: Path) -> None:
     model, report = CASES["unequal"].write(tmp_path, quantise)
-    with llama_cpp(report.path) as server:
+    with LlamaCpp(report.path) as server:
         assert 0 < largest_difference(model, server) < tolerance
 
 
@@ -193,13 +147,13 @@ def relative_error(model: PreTrainedModel, server: LlamaCpp) -> float:
     return float((sum(errors) / sum(spread)) ** 0.5)
 
 
-def test_quantised_files_are_close_and_the_more_bits_the_closer(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+def test_quantised_files_are_close_and_the_more_bits_the_closer(tmp_path: Path) -> None:
     model, _ = Case("llama", identity, "llama", values=BLOCKS).write(tmp_path)
     dense, as_stored = {}, {}
     for kind in FORMATS:
         path = tmp_path / f"{kind}.gguf"
         export_gguf(tmp_path / "model", path, quantise=kind)
-        with llama_cpp(path) as server:
+        with LlamaCpp(path) as server:
             dense[kind] = relative_error(model, server)
             as_stored[kind] = relative_error(load_model(tmp_path, gguf_file=path.name)[0], server)
     # llama.cpp rounds the activations to eight bits too where the weights are in blocks.
@@ -209,11 +163,11 @@ def test_quantised_files_are_close_and_the_more_bits_the_closer(tmp_path: Path, 
     assert max(dense.values()) < 0.6
 
 
-def test_blocks_and_sizes_per_layer_go_together(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
+def test_blocks_and_sizes_per_layer_go_together(tmp_path: Path) -> None:
     case = Case("llama", lambda plan: no_attention(plan).with_layer(2, ffn=range(32)), "deci", values=BLOCKS)
     model, report = case.write(tmp_path, "q8_0")
     assert not any("f16" in note for note in report.notes)
-    with llama_cpp(report.path) as server:
+    with LlamaCpp(report.path) as server:
         assert relative_error(model, server) < 0.06
 
 
@@ -234,10 +188,6 @@ def test_rows_that_are_no_whole_number_of_blocks_are_f16_and_named(tmp_path: Pat
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(report.path).tensors}
     assert [name for name, kind in kinds.items() if kind == "F16"] == ["blk.1.ffn_down.weight"]
     assert any("1 of " in note and "blk.1.ffn_down.weight" in note for note in report.notes)
-
-
-def values_of(report: GgufReport) -> dict[str, Any]:
-    return {name: entry.contents() for name, entry in gguf.GGUFReader(report.path).fields.items()}
 
 
 def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path) -> None:
@@ -347,6 +297,16 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["model", "model.gguf"]
 
 
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    part = tmp_path / ".model.gguf.work" / "part"
+    part.mkdir(parents=True)
+    (part.parent / ".pyprune").touch()
+    (part / "model.gguf").write_bytes(b"GGUF and no more")
+    _, report = CASES["equal"].write(tmp_path)
+    assert read_gguf_header(report.path).blocks == 4
+    assert sorted(os.listdir(tmp_path)) == ["model", "model.gguf"]
+
+
 def test_only_files_of_pyprune_are_replaced(tmp_path: Path) -> None:
     _, report = CASES["equal"].write(tmp_path)
     with pytest.raises(OutputError, match="exists already"):
@@ -397,97 +357,3 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
 )
 def test_options_that_do_not_go_together(options: tuple[str, ...], reason: str, tmp_path: Path) -> None:
     assert reason in " ".join(refused("export", tmp_path, "--out", tmp_path / "x", *options).split())
-
-
-# --- tokenizers ----------------------------------------------------------------------------------
-
-TEXTS = ("the thing in the garden", "  two spaces,\nand a line 2026!", "[tool]ing and </s>", "a")
-
-
-def test_byte_level_tokens_and_the_chat_template(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
-    tokenizer = byte_level_tokenizer(add_bos=True, chat_template=CHAT)
-    _, report = CASES["equal"].write(tmp_path, tokenizer=tokenizer)
-    assert values_of(report)["tokenizer.ggml.pre"] == "gpt-2"
-    assert values_of(report)["tokenizer.chat_template"] == CHAT
-    with llama_cpp(report.path) as server:
-        for text in TEXTS:
-            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
-        messages = [{"role": "user", "content": "the garden"}]
-        assert server.post("/apply-template", messages=messages)["prompt"] == "the garden"
-
-
-def split(pattern: str) -> dict[str, Any]:
-    """What splits text by a pattern, then writes bytes as characters."""
-    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [first, {**BYTES, "use_regex": False}]}
-
-
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES]}
-KINDS = {"gpt-2": BYTES, "smollm": DIGITS, **{name: split(pattern) for pattern, name in SPLITS.items()}}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_text_is_split_as_llama_cpp_does_under_that_name(name: str, tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
-    tokenizer = changed(byte_level_tokenizer(), model={"ignore_merges": name == "llama-bpe"}, pre_tokenizer=KINDS[name])
-    _, report = CASES["equal"].write(tmp_path, tokenizer=tokenizer)
-    assert values_of(report)["tokenizer.ggml.pre"] == name
-    with llama_cpp(report.path) as server:
-        for text in (*TEXTS, "12345 1234", "don't DON'T!\n\n  the  12 in", "a!\nb  \n c"):
-            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
-
-
-def test_the_kinds_of_splitting_differ() -> None:
-    text = "1234 12345 DON'T!\n"
-    found = {
-        name: tuple(changed(byte_level_tokenizer(), pre_tokenizer=kind)(text)["input_ids"])
-        for name, kind in KINDS.items()
-    }
-    assert len(set(found.values())) == len(KINDS)
-
-
-def test_sentencepiece_tokens(tmp_path: Path, llama_cpp: type[LlamaCpp]) -> None:
-    case = Case("llama", identity, "llama", values={"vocab_size": 300})
-    _, report = case.write(tmp_path, tokenizer=sentencepiece_tokenizer())
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    with llama_cpp(report.path) as server:
-        for text in ("the thing in the garden", "and then the other ant ran on", "caf\u00e9 \u732b", "a"):
-            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
-
-
-def changed(tokenizer: Any, **parts: Any) -> Any:
-    """The tokenizer with other parts of its description."""
-    from tokenizers import Tokenizer
-
-    data = json.loads(tokenizer.backend_tokenizer.to_str())
-    for name, part in parts.items():
-        data[name] = {**data[name], **part} if name == "model" else part
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(data))
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: sentencepiece_tokenizer(lacking=("t", "he")), "do not name all ways to make 'the'"),
-        (lambda: changed(byte_level_tokenizer(), model={"merges": []}), "no merges"),
-        (lambda: changed(byte_level_tokenizer(), model={"ignore_merges": True}), "ignore_merges is True"),
-        (lambda: changed(byte_level_tokenizer(), normalizer={"type": "Lowercase"}), "normalises text by Lowercase"),
-        (
-            lambda: changed(byte_level_tokenizer(), pre_tokenizer={"type": "Whitespace"}),
-            "neither byte-level nor",
-        ),
-    ],
-)
-def test_tokenizers_that_llama_cpp_would_read_in_another_way(
-    make: Callable[[], Any], reason: str, tmp_path: Path
-) -> None:
-    case = Case("llama", identity, "llama", values={"vocab_size": 300})
-    with pytest.raises(CheckpointError, match=reason):
-        case.write(tmp_path, tokenizer=make())
-
-
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tiny_model("llama"), None, tmp_path / "model", plan=None, provenance={})
-    with pytest.raises(CheckpointError, match="has no tokenizer"):
-        export_gguf(tmp_path / "model", tmp_path / "x.gguf")

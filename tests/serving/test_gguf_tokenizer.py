@@ -1,0 +1,120 @@
+"""Tokenizers in GGUF files: what a real llama.cpp makes of text, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.errors import CheckpointError
+from pyprune.serving.gguf.tokenizer import SPLITS
+from pyprune.serving.gguf.write import export_gguf
+from tests._support.models import tiny_model
+from tests.serving.llama_cpp import (
+    Case,
+    LlamaCpp,
+    byte_level_tokenizer,
+    identity,
+    sentencepiece_tokenizer,
+    values_of,
+)
+
+pytest.importorskip("gguf")
+
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+LLAMA = Case("llama", identity, "llama")
+TEXTS = ("the thing in the garden", "  two spaces,\nand a line 2026!", "[tool]ing and </s>", "a")
+
+
+def test_byte_level_tokens_and_the_chat_template(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(add_bos=True, chat_template=CHAT)
+    _, report = LLAMA.write(tmp_path, tokenizer=tokenizer)
+    assert values_of(report)["tokenizer.ggml.pre"] == "gpt-2"
+    assert values_of(report)["tokenizer.chat_template"] == CHAT
+    with LlamaCpp(report.path) as server:
+        for text in TEXTS:
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+        messages = [{"role": "user", "content": "the garden"}]
+        assert server.post("/apply-template", messages=messages)["prompt"] == "the garden"
+
+
+def split(pattern: str) -> dict[str, Any]:
+    """What splits text by a pattern, then writes bytes as characters."""
+    first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [first, {**BYTES, "use_regex": False}]}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES]}
+KINDS = {"gpt-2": BYTES, "smollm": DIGITS, **{name: split(pattern) for pattern, name in SPLITS.items()}}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_is_split_as_llama_cpp_does_under_that_name(name: str, tmp_path: Path) -> None:
+    tokenizer = changed(byte_level_tokenizer(), model={"ignore_merges": name == "llama-bpe"}, pre_tokenizer=KINDS[name])
+    _, report = LLAMA.write(tmp_path, tokenizer=tokenizer)
+    assert values_of(report)["tokenizer.ggml.pre"] == name
+    with LlamaCpp(report.path) as server:
+        for text in (*TEXTS, "12345 1234", "don't DON'T!\n\n  the  12 in", "a!\nb  \n c"):
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
+
+
+def test_the_kinds_of_splitting_differ() -> None:
+    text = "1234 12345 DON'T!\n"
+    found = {
+        name: tuple(changed(byte_level_tokenizer(), pre_tokenizer=kind)(text)["input_ids"])
+        for name, kind in KINDS.items()
+    }
+    assert len(set(found.values())) == len(KINDS)
+
+
+def test_sentencepiece_tokens(tmp_path: Path) -> None:
+    case = Case("llama", identity, "llama", values={"vocab_size": 300})
+    _, report = case.write(tmp_path, tokenizer=sentencepiece_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    with LlamaCpp(report.path) as server:
+        for text in ("the thing in the garden", "and then the other ant ran on", "caf\u00e9 \u732b", "a"):
+            assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+
+
+def changed(tokenizer: Any, **parts: Any) -> Any:
+    """The tokenizer with other parts of its description."""
+    from tokenizers import Tokenizer
+
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    for name, part in parts.items():
+        data[name] = {**data[name], **part} if name == "model" else part
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(data))
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: sentencepiece_tokenizer(lacking=("t", "he")), "do not name all ways to make 'the'"),
+        (lambda: changed(byte_level_tokenizer(), model={"merges": []}), "no merges"),
+        (lambda: changed(byte_level_tokenizer(), model={"ignore_merges": True}), "ignore_merges is True"),
+        (lambda: changed(byte_level_tokenizer(), normalizer={"type": "Lowercase"}), "normalises text by Lowercase"),
+        (
+            lambda: changed(byte_level_tokenizer(), pre_tokenizer={"type": "Whitespace"}),
+            "neither byte-level nor",
+        ),
+    ],
+)
+def test_tokenizers_that_llama_cpp_would_read_in_another_way(
+    make: Callable[[], Any], reason: str, tmp_path: Path
+) -> None:
+    case = Case("llama", identity, "llama", values={"vocab_size": 300})
+    with pytest.raises(CheckpointError, match=reason):
+        case.write(tmp_path, tokenizer=make())
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), None, tmp_path / "model", plan=None, provenance={})
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        export_gguf(tmp_path / "model", tmp_path / "x.gguf")
