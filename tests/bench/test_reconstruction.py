@@ -27,7 +27,7 @@ def test_every_choice_of_hidden_channels_starts_from_the_same_function() -> None
     assert not dense.config.tie_word_embeddings
     assert dense.lm_head.weight is not dense.model.embed_tokens.weight
     choices = list(_hidden_choices(dense, TEXT.ids))
-    assert [name for name, _, _ in choices] == ["energy", "pca", "pca, tokens alike"]
+    assert [name for name, _, _ in choices] == ["energy", "pca", "pca, tokens by energy"]
     with torch.no_grad():
         expected = model(TEXT.ids).logits
         for _, same, plan in choices:
@@ -44,7 +44,7 @@ def test_the_rows_of_a_case_with_an_untied_head(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Bench, "measure", lambda self, model: {"hidden": float(model.config.hidden_size)})
     rows = list(bench.rows())
     assert [row["perplexity"]["hidden"] for row in rows] == [48.0] + [36.0] * 6
-    chosen = [f"{arm}, mixture" for arm in ("energy", "pca", "pca, tokens alike")]
+    chosen = [f"{arm}, mixture" for arm in ("energy", "pca", "pca, tokens by energy")]
     arms = [f"{choice}: {how}" for how in ("cut", "reconstructed") for choice in chosen]
     assert [row["arm"] for row in rows] == ["dense", *arms]
     assert [row["solved"] > 0 for row in rows if "solved" in row] == [True] * 3

@@ -101,9 +101,10 @@ def test_the_moment_is_that_of_the_streams_between_the_layers(name: str, alike: 
         torch.testing.assert_close(found.diagonal(), stream_energy(model, SAMPLES), rtol=1e-6, atol=0)
 
 
-def test_the_first_directions_hold_more_energy_than_any_channels() -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_first_directions_hold_more_energy_than_any_channels(alike: bool) -> None:
     model = tiny_model("llama")
-    moment = stream_moment(model, SAMPLES)
+    moment = stream_moment(model, SAMPLES, alike=alike)
     rotation = principal_directions(moment)
     torch.testing.assert_close(rotation.T @ rotation, torch.eye(48, dtype=torch.float64))
     along = (rotation.T @ moment @ rotation).diagonal()
@@ -113,7 +114,7 @@ def test_the_first_directions_hold_more_energy_than_any_channels() -> None:
 
 
 def test_each_direction_has_the_sign_that_makes_its_largest_component_positive() -> None:
-    moment = stream_moment(tiny_model("llama"), SAMPLES)
+    moment = stream_moment(tiny_model("llama"), SAMPLES, alike=True)
     rotation = principal_directions(moment)
     assert (rotation.gather(0, rotation.abs().argmax(0, keepdim=True)) > 0).all()
     signs = torch.where(torch.arange(48) % 2 == 0, 1.0, -1.0).double()
@@ -229,7 +230,7 @@ def test_the_preset_reconstructs_and_then_fine_tunes() -> None:
     found = preset("pca")
     assert (found.cut.reconstruct, found.stages.before, found.stages.after) == ("least_squares", (), ("finetune",))
     assert found.data.source == "mixture"
-    assert found.options == PcaOptions(tokens="energy")
+    assert found.options == PcaOptions(tokens="alike")
 
 
 # runs with a folder

@@ -18,11 +18,11 @@ class PcaOptions(MethodOptions):
     """Options of PCA.
 
     Attributes:
-        tokens: how much each token of the calibration text counts: energy (by the squared norm of its stream, so that
-            the error of the stream is smallest) or alike (as the norms see it, which divide every token by its size).
+        tokens: how much each token of the calibration text counts: alike (as the norms see it, which divide every token
+            by its size) or energy (by the squared norm of its stream, of which a few tokens can have most).
     """
 
-    tokens: Literal["energy", "alike"] = "energy"
+    tokens: Literal["alike", "energy"] = "alike"
 
 
 def _pca() -> PruneConfig:

@@ -2,7 +2,7 @@
 
 With x_l [tokens, H] the stream that enters layer l on calibration text,
 
-    M = sum over l of  X_l^T X_l / trace(X_l^T X_l),     X_l = x_l, or each token of it divided by its norm
+    M = sum over l of  X_l^T X_l / trace(X_l^T X_l),     X_l = each token of x_l divided by its norm, or x_l itself
 
 and Q holds the eigenvectors of M, largest eigenvalue first. M is not centred: what is sliced off is set to zero, not to
 a mean. Every point between layers counts alike, as the stream grows along the model and the last layers would decide
@@ -75,7 +75,8 @@ def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: M
         ScoreError: the stream is not finite.
         UnsupportedModelError: the rotated model does not compute what it did, so that its family's table is wrong.
     """
-    moment = stream_moment(model, samples, alike=details["pca"]["tokens"] == "alike")
+    tokens = details["pca"]["tokens"]
+    moment = stream_moment(model, samples, alike=tokens == "alike")
     rotation = principal_directions(moment)
     before = _logits(model, samples)
     rotate_(model, rotation)
@@ -89,15 +90,16 @@ def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: M
     kept, total = len(plan.hidden), moment.trace()
     rotated = (rotation.T @ moment @ rotation).diagonal()[:kept].sum() / total
     plain = moment.diagonal().topk(kept).values.sum() / total
+    counted = "each token counting alike" if tokens == "alike" else "tokens counting by their energy"
     return (
         f"The stream was rotated, which moved the logits by {moved:.1g} of their size (rounding): the first {kept} "
         f"directions hold {rotated:.3%} of its energy on the calibration text, the strongest {kept} channels held "
-        f"{plain:.3%}.",
+        f"{plain:.3%} ({counted}).",
     )
 
 
 @torch.no_grad()
-def stream_moment(model: PreTrainedModel, samples: Tensor, *, alike: bool = False) -> Tensor:
+def stream_moment(model: PreTrainedModel, samples: Tensor, *, alike: bool) -> Tensor:
     """M, the second moment of the stream summed over all points between layers; see above.
 
     Products and sums are float64. Beside the model it holds the stream of all samples and a few matrices [H, H].
