@@ -10,9 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.shards import has_safetensors
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
 from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.config.train import RecoverConfig
@@ -22,7 +24,9 @@ from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
+from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
+from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import check_output
 from pyprune.runtime.progress import warn
 from pyprune.stages import was_rotated
@@ -69,6 +73,18 @@ class Dense:
         if self.model is None:
             raise ConfigError("This needs the dense model, and none was named.")
         return load_model(self.model, dtype=dtype, device=device, **self.reading)[0]
+
+    def walk(self, *, dtype: str, device: str) -> PreTrainedModel | LayerRunner:
+        """The model for one pass through its layers: of a folder with safetensors, one layer in memory at a time.
+
+        A folder with a record is loaded whole, which compares it with its checksums.
+        """
+        if self.model is None or self.gguf_file is not None or self.trust_remote_code:
+            return self.load(dtype=dtype, device=device)
+        folder = Path(self.model)
+        if has_record(folder) or not has_safetensors(folder):
+            return self.load(dtype=dtype, device=device)
+        return StoredLayers(folder, dtype=DTYPES[dtype], device=resolve_device(device))
 
 
 @dataclass
@@ -172,7 +188,8 @@ def reconstruct_checkpoint(
     Args:
         pruned: checkpoint folder of the cut model, written by pyprune.
         config: every option.
-        dense: folder or hub id of the model that it was cut from.
+        dense: folder or hub id of the model that it was cut from. Of a folder with safetensors one layer is in memory
+            at a time; from the hub or a GGUF file it is loaded whole.
         out: the folder to create.
         dense_gguf_file: a GGUF file inside the dense model's folder or repository.
         dense_revision: hub revision of the dense model.
@@ -197,7 +214,7 @@ def reconstruct_checkpoint(
         report = reconstruct_compacted_(
             work.model,
             work.plan,
-            source.load(dtype=config.dtype, device=config.device),
+            source.walk(dtype=config.dtype, device=config.device),
             work.samples,
             options=config.least_squares,
             batch_size=config.batch_size,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from pyprune import rework
+from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
@@ -129,6 +134,38 @@ def test_both_ways_to_reconstruct_give_the_same_model(dense: Path, plan: Path, t
     once, later = (load_model(tmp_path / name)[0] for name in ("once", "later"))
     for (name, a), (_, b) in zip(once.named_parameters(), later.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_of_a_dense_model_on_disk_one_layer_is_read_at_a_time(
+    dense: Path, plan: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    loaded: list[str] = []
+    held: list[int] = []
+    whole, layer = rework.load_model, StoredLayers.layer
+
+    def load(folder: Path, **options: Any) -> Any:
+        loaded.append(Path(folder).name)
+        return whole(folder, **options)
+
+    @contextmanager
+    def read(self: StoredLayers, index: int) -> Iterator[Any]:
+        with layer(self, index) as module:
+            held.append(sum(not p.is_meta for some in self.layers for p in some.parameters()))
+            yield module
+
+    monkeypatch.setattr(rework, "load_model", load)
+    monkeypatch.setattr(StoredLayers, "layer", read)
+    done = run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "streamed", *data)
+    assert done.exit_code == 0, done.output
+    assert loaded == ["plain"], "the dense model is never loaded whole"
+    assert set(held) == {9}, "the weights of one layer"
+    monkeypatch.setattr(rework, "has_safetensors", lambda _: False)
+    assert run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "whole", *data).exit_code == 0
+    assert loaded[1:] == ["plain", "dense"]
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("streamed", "whole")]
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
 
 
 def test_what_cannot_be_reconstructed_is_refused(dense: Path, text: Path, plan: Path, tmp_path: Path) -> None:

@@ -121,6 +121,11 @@ class TensorFiles:
         return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether a path is a folder with weights in safetensors."""
+    return any(os.path.isfile(folder / name) for name in (SINGLE, INDEX))
+
+
 def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
     """The weight files of a checkpoint folder that are loaded; the same weights may be there in other layouts too.
 
