@@ -5,7 +5,26 @@ The papers name neither optimizer nor number of steps nor epochs; those constant
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from pyprune.config.cut import CutConfig
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import RecoverConfig, TrainConfig
+
+
+def reconstructed(config: PruneConfig) -> PruneConfig:
+    """What is recommended around a choice of layers or hidden channels: nothing is trained before the cut.
+
+    The cut is reconstructed by least squares on a mixture of texts, then all weights are trained (constants ours).
+    """
+    return replace(
+        config,
+        data=DataConfig("mixture", samples=160, sequence_length=256),
+        stages=StageConfig(before=(), after=("finetune",)),
+        cut=CutConfig(reconstruct="least_squares"),
+        finetune=short_training(),
+    )
 
 
 def published_training(steps: int, validation_interval: int) -> TrainConfig:

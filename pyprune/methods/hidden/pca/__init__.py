@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pyprune.config.cut import CutConfig
-from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
-from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method
-from pyprune.methods.regularise._training import short_training
+from pyprune.methods.regularise._training import reconstructed
 
 
 @dataclass(frozen=True)
@@ -27,16 +25,7 @@ class PcaOptions(MethodOptions):
 
 def _pca() -> PruneConfig:
     """PCA, then a reconstruction by least squares on a mixture of texts, then fine-tuning (all constants ours)."""
-    return PruneConfig(
-        method="pca",
-        ratio=0.25,
-        ratio_of="hidden",
-        data=DataConfig("mixture", samples=160, sequence_length=256),
-        stages=StageConfig(before=(), after=("finetune",)),
-        cut=CutConfig(reconstruct="least_squares"),
-        options=PcaOptions(),
-        finetune=short_training(),
-    )
+    return reconstructed(PruneConfig(method="pca", ratio=0.25, ratio_of="hidden", options=PcaOptions()))
 
 
 METHOD = Method(

@@ -8,13 +8,12 @@ from typing import Literal
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Norm, _require, option
-from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.regularise._training import published_recovery, published_training, short_training
+from pyprune.methods.regularise._training import published_recovery, published_training, reconstructed, short_training
 
 
 @dataclass(frozen=True)
@@ -129,13 +128,7 @@ def _dress_paper_opt() -> PruneConfig:
 def _dress() -> PruneConfig:
     """DReSS's axis, recommended: channels of the least energy go, the cut is reconstructed, and all weights trained."""
     annealed = _dress_anneal()
-    return replace(
-        annealed,
-        data=DataConfig("mixture", samples=160, sequence_length=256),
-        stages=StageConfig(before=(), after=("finetune",)),
-        cut=CutConfig(reconstruct="least_squares"),
-        options=replace(own_options(annealed, DressOptions), select="energy"),
-    )
+    return reconstructed(replace(annealed, options=replace(own_options(annealed, DressOptions), select="energy")))
 
 
 def _dress_anneal() -> PruneConfig:

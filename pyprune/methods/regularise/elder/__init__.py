@@ -8,13 +8,12 @@ from typing import Literal
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
-from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import LARGEST_BATCH, TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.regularise._training import published_recovery, published_training, short_training
+from pyprune.methods.regularise._training import published_recovery, published_training, reconstructed, short_training
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,7 @@ def _elder_paper_literal() -> PruneConfig:
 
 def _elder() -> PruneConfig:
     """ELDeR, recommended: its gates choose, the cut is reconstructed on a mixture of texts, and all weights trained."""
-    return replace(
-        _elder_anneal(),
-        data=DataConfig("mixture", samples=160, sequence_length=256),
-        stages=StageConfig(before=(), after=("finetune",)),
-        cut=CutConfig(reconstruct="least_squares"),
-    )
+    return reconstructed(_elder_anneal())
 
 
 def _elder_anneal() -> PruneConfig:
