@@ -191,7 +191,7 @@ class Demo:
 
         model = copy.deepcopy(self.model)
         text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}
-        run = StageRun(model, StageText.of(text), checked(arm.config))
+        run = StageRun(model, StageText.of(text), checked(arm.config), teacher=self.teacher)
         found: dict[str, Outcome] = {}
         begin = time.monotonic()
         run.decide()
@@ -206,6 +206,13 @@ class Demo:
         seconds += time.monotonic() - begin
         found[arm.key] = self._outcome(arm, arm.label, run.finished(), model, seconds)
         return model, found
+
+    def teacher(self) -> PreTrainedModel:
+        """The dense model once more, in the dtype that is computed in."""
+        from pyprune.runtime.device import DTYPES
+
+        copied: PreTrainedModel = copy.deepcopy(self.model).to(DTYPES[self.settings.dtype])
+        return copied
 
     def _outcome(self, arm: Arm, label: str, result: PruneResult, model: PreTrainedModel, seconds: float) -> Outcome:
         from pyprune.families import count_parameters

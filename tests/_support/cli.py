@@ -32,7 +32,7 @@ def tiny_elder(checkpoint: Path, text: Path, *more: str | Path) -> list[str | Pa
 def tiny_prune(method: str, checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
     """The same for any of the papers' methods that train."""
     training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
-    sections = (f"{method}.train", "finetune")
+    sections = (f"{method}.train", "recover.train", "finetune")
     sets = {f"{section}.{name}": value for section in sections for name, value in training.items()}
     if method != "dress":
         gates = {"first_round_steps": 2, "round_steps": 1, "batch_size": 2}

@@ -100,8 +100,10 @@ def test_every_trained_arm_saw_the_same_tokens_with_the_same_options(metrics: di
         "reconstructed_ppl": 0,
         "pruned_ppl": 2,
     }
-    trainings = {json.dumps(a["config"][part]) for a in arms.values() for part in ("finetune",)} | {
-        json.dumps(a["config"]["elder"]["train"]) for a in arms.values()
+    trainings = {
+        json.dumps(options)
+        for config in (a["config"] for a in arms.values())
+        for options in (config["finetune"], config["recover"]["train"], config["elder"]["train"])
     }
     assert len(trainings) == 1
     first = {key: a["losses"][0] for key, a in arms.items() if a["losses"]}
@@ -116,7 +118,10 @@ def test_the_default_is_reconstructed_and_every_other_arm_is_not(metrics: dict[s
     assert reconstructed == {"reconstructed_ppl", "pruned_ppl"}
     assert metrics["reconstructed_ppl"] != metrics["direct_ppl"]
     default = json.loads(json.dumps(preset("elder").to_dict()))
-    assert all(arms["pruned_ppl"]["config"][part] == default[part] for part in ("stages", "cut", "method"))
+    ours = arms["pruned_ppl"]["config"]
+    assert all(ours[part] == default[part] for part in ("stages", "method"))
+    assert ours["recover"] | {"train": None} == default["recover"] | {"train": None}
+    assert ours["cut"]["reconstruct"] == default["cut"]["reconstruct"]
 
 
 def test_every_arm_lost_the_same_layers(metrics: dict[str, Any], out: Path) -> None:

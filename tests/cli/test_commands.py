@@ -24,16 +24,17 @@ def test_prune_writes_what_it_says(pruned: Path) -> None:
     record = read_pruning_json(pruned, verify_files=True)
     assert record.plan is not None
     assert len(record.plan.removed_layers) == 2
-    assert record.provenance["config"]["finetune"]["steps"] == 2
+    assert record.provenance["config"]["recover"]["train"]["steps"] == 2
     assert [p.name for p in pruned.parent.iterdir()] == [pruned.name], "nothing is left next to the output"
 
 
-def test_by_default_a_cut_is_reconstructed_and_then_fine_tuned(
+def test_by_default_a_cut_is_reconstructed_and_then_trained_on_text_and_logits(
     pruned: Path, checkpoint: Path, text: Path, tmp_path: Path
 ) -> None:
     report = read_pruning_json(pruned).provenance["report"]
     assert any(part["ridge"] for part in report["reconstruction"]["parts"])
-    assert [stage["name"] for stage in report["stages"]] == ["after-0-finetune"]
+    assert [stage["name"] for stage in report["stages"]] == ["after-0-recover"]
+    assert all(step["parts"]["kl"] > 0 for step in report["stages"][0]["history"]), "the dense model was listened to"
     folders = {"trained": pruned, "plain": tmp_path / "plain", "solved": tmp_path / "solved"}
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(read_pruning_json(pruned).plan.to_dict()))
@@ -55,7 +56,7 @@ def test_the_other_papers_methods_reconstruct_by_default_too(
     assert done.exit_code == 0, done.output
     report = read_pruning_json(tmp_path / "out").provenance["report"]
     assert any(part["ridge"] for part in report["reconstruction"]["parts"])
-    assert [stage["name"] for stage in report["stages"]] == ["after-0-finetune"]
+    assert [stage["name"] for stage in report["stages"]] == ["after-0-recover"]
 
 
 def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path, tmp_path: Path) -> None:

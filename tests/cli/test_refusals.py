@@ -166,7 +166,7 @@ def _kept_steps(work: Path) -> list[str]:
 
     Path.glob fails on a folder that is renamed while it looks; os.walk goes past it.
     """
-    walked = os.walk(work / "after-0-finetune")
+    walked = os.walk(work / "after-0-recover")
     return [name for _, _, names in walked for name in names if name.endswith(".safetensors")]
 
 
@@ -175,8 +175,8 @@ def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
     checkpoint: Path, text: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out, work = tmp_path / "out", tmp_path / ".out.work"
-    options = ["--set", "finetune.checkpoint_interval=1", "--out", out]
-    endless = tiny_elder(checkpoint, text, *options, "--set", "finetune.steps=1000000")
+    options = ["--set", "recover.train.checkpoint_interval=1", "--out", out]
+    endless = tiny_elder(checkpoint, text, *options, "--set", "recover.train.steps=1000000")
     command = [sys.executable, "-c", "from pyprune.cli.app import main; main()", *map(str, endless)]
     with _running(command) as process:
         deadline = time.monotonic() + 120

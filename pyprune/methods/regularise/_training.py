@@ -10,19 +10,21 @@ from dataclasses import replace
 from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig
-from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 
 
 def reconstructed(config: PruneConfig) -> PruneConfig:
     """What is recommended around a choice of layers or hidden channels: nothing is trained before the cut.
 
-    The cut is reconstructed by least squares on a mixture of texts, then all weights are trained (constants ours).
+    The cut is reconstructed by least squares on a mixture of texts, then all weights are trained, half on the text and
+    half on the dense model's logits (constants ours).
     """
     return replace(
         config,
         data=DataConfig("mixture", samples=160, sequence_length=256),
-        stages=StageConfig(before=(), after=("finetune",)),
+        stages=StageConfig(before=(), after=("recover",)),
         cut=CutConfig(reconstruct="least_squares"),
+        recover=RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=short_training()),
         finetune=short_training(),
     )
 

@@ -226,9 +226,9 @@ def test_refusals_and_warnings() -> None:
         prune_(broken, samples(), config())
 
 
-def test_the_preset_reconstructs_and_then_fine_tunes() -> None:
+def test_the_preset_reconstructs_and_then_trains() -> None:
     found = preset("pca")
-    assert (found.cut.reconstruct, found.stages.before, found.stages.after) == ("least_squares", (), ("finetune",))
+    assert (found.cut.reconstruct, found.stages.before, found.stages.after) == ("least_squares", (), ("recover",))
     assert found.data.source == "mixture"
     assert found.options == PcaOptions(tokens="alike")
 
@@ -247,8 +247,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str | Path]:
-    small = {"finetune.steps": 2, "finetune.batch_size": 2, "finetune.micro_batch_size": 2, "finetune.warmup_steps": 0,
-             "finetune.dtype": "float32", "hidden_multiple": 12}  # fmt: skip
+    training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
+    small = {"hidden_multiple": 12, **{f"recover.train.{name}": value for name, value in training.items()}}
     sets = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     data = ["--calibration", text, "--samples", "64", "--sequence-length", "32"]
     return ["prune", dense, "--method", "pca", "--out", out, *data, *sets, *more]
@@ -274,7 +274,7 @@ def test_the_command_writes_a_stock_checkpoint(pruned: Path, dense: Path) -> Non
     report = record.provenance["report"]
     assert report["decision"]["rotated"] is True
     assert any(part["ridge"] is not None for part in report["reconstruction"]["parts"])
-    assert [stage["name"] for stage in report["stages"]] == ["after-0-finetune"]
+    assert [stage["name"] for stage in report["stages"]] == ["after-0-recover"]
     model, _ = load_model(pruned)
     assert model.config.hidden_size == KEPT
     assert report["compact"]["stock"]

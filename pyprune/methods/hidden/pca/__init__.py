@@ -24,7 +24,7 @@ class PcaOptions(MethodOptions):
 
 
 def _pca() -> PruneConfig:
-    """PCA, then a reconstruction by least squares on a mixture of texts, then fine-tuning (all constants ours)."""
+    """PCA, then a reconstruction on a mixture of texts, then all weights are trained (all constants ours)."""
     return reconstructed(PruneConfig(method="pca", ratio=0.25, ratio_of="hidden", options=PcaOptions()))
 
 
