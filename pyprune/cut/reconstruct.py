@@ -48,6 +48,7 @@ from pyprune.families import check_plan, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import LayerRunner, Part
+from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.progress import track
 
 FORWARD_TOKENS = 2048
@@ -221,6 +222,7 @@ def _reconstruct(
     batch_size: int | None,
 ) -> ReconstructionReport:
     begin = time.monotonic()
+    warn_of_slow_dtype(options.dtype, dense.model.device)
     steps, lost = steps_of(dense.family, plan)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
     chunks: list[Chunk] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pyprune.config.cut import CutConfig
+from pyprune.config.cut import CutConfig, ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
@@ -23,7 +23,7 @@ def reconstructed(config: PruneConfig) -> PruneConfig:
         config,
         data=DataConfig("mixture", samples=160, sequence_length=256),
         stages=StageConfig(before=(), after=("recover",)),
-        cut=CutConfig(reconstruct="least_squares"),
+        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="bfloat16")),
         recover=RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=short_training()),
         finetune=short_training(),
     )
