@@ -61,12 +61,10 @@ class CutSide(ABC):
     """A cut model beside the dense one, one layer at a time.
 
     Args:
-        runner: of its layers.
-        family: of both models.
+        runner: of its layers; its family is the dense model's too.
         plan: what stays.
 
     Attributes:
-        runner: of its layers.
         walks_everything: whether the cut stream starts at the embeddings, even where it is still the dense one.
         copied_bytes: most bytes of copied weights held at a time.
     """
@@ -74,9 +72,9 @@ class CutSide(ABC):
     walks_everything = False
     copied_bytes = 0
 
-    def __init__(self, runner: LayerRunner, family: Family, plan: PrunePlan) -> None:
+    def __init__(self, runner: LayerRunner, plan: PrunePlan) -> None:
         self.runner = runner
-        self.family = family
+        self.family = runner.family
         self.plan = plan
         self.plans = {layer.index: layer for layer in plan.layers}
 
@@ -144,8 +142,7 @@ class MaskedLayers(CutSide):
     """
 
     def __init__(self, dense: LayerRunner, plan: PrunePlan) -> None:
-        super().__init__(dense, dense.family, plan)
-        self.dense = dense
+        super().__init__(dense, plan)
         device = dense.model.device
         self.kept = torch.tensor(plan.hidden, device=device) if plan.removed_hidden else None
         self.mask = torch.zeros(plan.dense.hidden_size, device=device)
@@ -169,9 +166,9 @@ class MaskedLayers(CutSide):
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """A masked copy of a dense layer; what was solved in it is written to the dense one in the end."""
-        own = self.dense.layers[index]
+        own = self.runner.layers[index]
         copied = copy.deepcopy(own)
-        mask_(cast(PreTrainedModel, _OneLayer(copied, index, self.family, self.dense.model.config)), self.plan)
+        mask_(cast(PreTrainedModel, _OneLayer(copied, index, self.family, self.runner.model.config)), self.plan)
         self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in copied.parameters()))
         yield copied
         for projection in self.changed:
@@ -180,7 +177,7 @@ class MaskedLayers(CutSide):
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The masked stream [B, T, H] behind a part."""
-        return self.dense.run(module, part, stream)
+        return self.runner.run(module, part, stream)
 
     def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
         """A module of the masked copy, of which only what stays is solved."""
@@ -224,8 +221,7 @@ class CompactedLayers(CutSide):
     walks_everything = True
 
     def __init__(self, pruned: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
-        family = pruned.family
-        super().__init__(pruned, family, plan)
+        super().__init__(pruned, plan)
         embedding = cast(nn.Embedding, pruned.model.get_input_embeddings())
         sizes = len(pruned.layers), embedding.weight.shape[1]
         if sizes != (len(plan.layers), len(plan.hidden)):
@@ -233,15 +229,14 @@ class CompactedLayers(CutSide):
                 f"The pruned model has {sizes[0]} layers of hidden size {sizes[1]}, and the plan leaves "
                 f"{len(plan.layers)} of {len(plan.hidden)}. Give the plan that it was cut with."
             )
-        self.pruned = pruned
         self.position = {layer.index: i for i, layer in enumerate(plan.layers)}
         self.kept = torch.tensor(plan.hidden, device=pruned.model.device)
-        self.gauge = bool(plan.removed_hidden) and family.gauges(config)
-        self.scale = stream_scale(family, plan, tied=bool(config.tie_word_embeddings))
+        self.gauge = bool(plan.removed_hidden) and self.family.gauges(config)
+        self.scale = stream_scale(self.family, plan, tied=bool(config.tie_word_embeddings))
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The pruned model's own embeddings."""
-        return self.pruned.embed(chunk.ids.to(self.pruned.model.device))
+        return self.runner.embed(chunk.ids.to(self.runner.model.device))
 
     def target(self, dense: Tensor) -> Tensor:
         """The kept channels of the dense stream at the pruned stream's scale: float32 [B, T, H']."""
@@ -253,11 +248,11 @@ class CompactedLayers(CutSide):
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """The pruned model's layer."""
-        yield self.pruned.layers[self.position[index]]
+        yield self.runner.layers[self.position[index]]
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The pruned stream [B, T, H'] behind a part."""
-        return self.pruned.run(module, Part(self.position[part.layer], part.blocks), stream)
+        return self.runner.run(module, Part(self.position[part.layer], part.blocks), stream)
 
     def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
         """A module of the pruned model, whole; of the dense one's outputs it has the kept ones."""
