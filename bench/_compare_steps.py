@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._compare_cases import CUTS, Action
-from bench._demo_options import Settings, elder_options
+from bench._demo_options import Settings, shared_training
 from pyprune.runtime.records import Json
 
 if TYPE_CHECKING:
@@ -84,16 +84,7 @@ class Steps:
         }
 
     def _training(self) -> TrainConfig:
-        """What all trained arms share."""
-        s = self.settings
-        return replace(
-            elder_options("elder").train,
-            dtype=s.dtype,
-            steps=s.steps,
-            batch_size=s.batch_size,
-            micro_batch_size=s.batch_size,
-            seed=self.seed,
-        )
+        return shared_training(self.settings, self.seed)
 
     def _regularise(self, action: Action, model: PreTrainedModel, text: Batch) -> Any:
         from pyprune.methods.registry import get_method, preset

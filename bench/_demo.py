@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._demo_data import TEXT, load_dense
 from bench._demo_options import Arm, Settings, choice
+from bench._quality import evaluation_texts, served_perplexities
 from pyprune.config.data import DataConfig
 from pyprune.runtime.progress import say
 
@@ -133,31 +134,24 @@ class Demo:
         """
         from bench._demo_data import write_demo_mixture
         from pyprune.data.sampling import sample_sequences
-        from pyprune.quality.perplexity import evaluation_text
 
         s = self.settings
         if self.source_text != TEXT:
             return self.samples
         mixture = write_demo_mixture(self.work / "mixture")
         wanted = mixture.data(max(s.steps * s.batch_size, 2 * len(mixture.parts)), s.sequence_length)
-        tests = {kind: str(path) for kind, path in mixture.tests.items() if kind != "prose"}
-        self.elsewhere = {kind: evaluation_text(self.tokenizer, source) for kind, source in tests.items()}
+        tests = {kind: path for kind, path in mixture.tests.items() if kind != "prose"}
+        self.elsewhere = evaluation_texts(self.tokenizer, tests, None)
         used = [self.test, *self.elsewhere.values()]
         return sample_sequences(self.tokenizer, wanted, exclude=[text.spans for text in used])
 
     def perplexity(self, model: PreTrainedModel) -> tuple[PerplexityResult, dict[str, float]]:
         """Perplexity of the weights as they are served: on the test text, and by kind on texts of other kinds."""
-        from pyprune.quality.perplexity import evaluate_perplexity
-        from pyprune.runtime.device import DTYPES
-
         s = self.settings
-        served = copy.deepcopy(model).to(DTYPES[s.dtype])
-
-        def on(text: EvaluationText, tokens: int) -> PerplexityResult:
-            return evaluate_perplexity(served, self.tokenizer, text, protocol=s.protocol, max_tokens=tokens)
-
-        others = {kind: on(text, s.elsewhere_tokens).perplexity for kind, text in self.elsewhere.items()}
-        return on(self.test, s.test_tokens), others
+        texts = {"": self.test, **self.elsewhere}
+        limits = {"": s.test_tokens, **dict.fromkeys(self.elsewhere, s.elsewhere_tokens)}
+        found = served_perplexities(model, self.tokenizer, texts, limits, s.dtype, s.protocol)
+        return found.pop(""), {kind: result.perplexity for kind, result in found.items()}
 
     def write_sample(self, model: PreTrainedModel) -> str:
         """Greedy continuation of :data:`PROMPT`."""

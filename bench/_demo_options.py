@@ -112,6 +112,18 @@ def recommended(settings: Settings) -> PruneConfig:
     return replace(preset("elder"), ratio=settings.ratio, options=replace(options, train=training))
 
 
+def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:
+    """What all trained arms share; the seed is of the order of the samples."""
+    return replace(
+        elder_options("elder").train,
+        dtype=settings.dtype,
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        micro_batch_size=settings.batch_size,
+        seed=seed,
+    )
+
+
 def choice(settings: Settings) -> PruneConfig:
     """The options of stage 1."""
     base = recommended(settings)
@@ -122,12 +134,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
     """The dense control and the ways to remove ``layers``; all train with the same options on the same tokens."""
     base = recommended(settings)
     options = own_options(base, ElderOptions)
-    training: TrainConfig = replace(
-        options.train,
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        micro_batch_size=settings.batch_size,
-    )
+    training = shared_training(settings)
     default = replace(
         base,
         options=replace(options, layers=layers, train=training),

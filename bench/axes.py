@@ -22,14 +22,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench._command import exit_status, known, seeds
 from bench._demo_data import PACKAGE, packaged_gguf
+from bench._quality import DATA
 from bench._scores_cases import CALIBRATION, PRUNING, scorers, seeds_of
 from bench._scores_run import PROTOCOLS
-from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean
+from pyprune.errors import ConfigError, DataError
 from pyprune.methods.registry import score_presets
 from pyprune.recipe import build_config
 from pyprune.report import Table, markdown_table
-from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.stats import environment_record, median
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "axes.jsonl"
-DATA = ROOT.parent / "shared" / "data"
 TEXT = "wikitext2_raw/test.txt"
 
 COMPARISONS: dict[str, tuple[str, Json]] = {
@@ -68,19 +68,14 @@ COMPARISONS: dict[str, tuple[str, Json]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; return the exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        with interruptible():
-            records = RecordFile(options.jsonl)
-            if not options.only_table:
-                Bench(options, records).run()
-            print(table(list(records.of("row").values())))
-    except PypruneError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("Interrupted. Finished rows are recorded; the same command continues.", file=sys.stderr)
-        return 130
-    return 0
+
+    def run() -> None:
+        records = RecordFile(options.jsonl)
+        if not options.only_table:
+            Bench(options, records).run()
+        print(table(list(records.of("row").values())))
+
+    return exit_status(run)
 
 
 class Bench:
@@ -242,23 +237,11 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _comparisons(text: str) -> list[str]:
-    return _known(text, list(COMPARISONS), "comparison")
+    return known(text, list(COMPARISONS), "comparison")
 
 
 def _scores(text: str) -> list[str]:
-    return _known(text, list(scorers()), "score")
-
-
-def _known(text: str, names: Sequence[str], what: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",")]
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise argparse.ArgumentTypeError(did_you_mean(unknown[0], names, what))
-    return wanted
-
-
-def _seeds(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return known(text, list(scorers()), "score")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -266,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     scores = ["taylor:param_second", "taylor:param_first"]
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
     parser.add_argument("--scores", type=_scores, default=scores, metavar="A,B", help=f"default: {','.join(scores)}")
-    parser.add_argument("--seeds", type=_seeds, default=[0, 1], metavar="A,B", help="calibration seeds (default: 0,1)")
+    parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B", help="calibration seeds (default: 0,1)")
     parser.add_argument(
         "--comparisons",
         type=_comparisons,

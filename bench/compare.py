@@ -31,12 +31,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench._command import exit_status, known, seeds
 from bench._compare_cases import CASES, DENSE, TRAININGS, Arm, Case
 from bench._compare_steps import Steps
 from bench._compare_table import table
 from bench._demo_options import Settings, choice
-from pyprune.errors import PypruneError, did_you_mean
-from pyprune.runtime.interrupts import interruptible
+from bench._quality import DATA, evaluation_texts, served_perplexities
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 
@@ -45,17 +45,9 @@ if TYPE_CHECKING:
 
     from pyprune.data.sampling import TokenSamples
     from pyprune.plan import PrunePlan
-    from pyprune.quality.perplexity import EvaluationText
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "compare.jsonl"
-DATA = ROOT.parent / "shared" / "data"
-ELSEWHERE = {
-    "wikitext-2": "wikitext2_raw/test.txt",
-    "ptb": "ptb/ptb.valid.txt",
-    "novel": "books/pride_and_prejudice.txt",
-}
-"""Text that no package carries: its column -> file of the data folder."""
 
 
 class Texts:
@@ -70,16 +62,11 @@ class Texts:
 
     def __init__(self, tokenizer: Any, work: Path, data: Path, settings: Settings) -> None:
         from bench._demo_data import write_demo_mixture
-        from pyprune.quality.perplexity import evaluation_text
 
         self.tokenizer = tokenizer
         self.settings = settings
         self.mixture = write_demo_mixture(work)
-        sources = {kind: str(path) for kind, path in self.mixture.tests.items()}
-        sources |= {name: str(data / path) for name, path in ELSEWHERE.items() if (data / path).is_file()}
-        self.tests: dict[str, EvaluationText] = {
-            name: evaluation_text(tokenizer, source) for name, source in sources.items()
-        }
+        self.tests = evaluation_texts(tokenizer, self.mixture.tests, data)
 
     def draw(self, kind: str, seed: int) -> TokenSamples:
         """As many tokens as are trained on: of the mixture, or of one kind of its texts; none is a test token."""
@@ -226,15 +213,8 @@ class Bench:
         )
 
     def _perplexity(self, model: PreTrainedModel) -> dict[str, float]:
-        from pyprune.quality.perplexity import evaluate_perplexity
-        from pyprune.runtime.device import DTYPES
-
-        served = copy.deepcopy(model).to(DTYPES[self.options.dtype])
-        limits = self._limits()
-        return {
-            name: round(evaluate_perplexity(served, self.tokenizer, text, max_tokens=limits[name]).perplexity, 3)
-            for name, text in self.texts.tests.items()
-        }
+        found = served_perplexities(model, self.tokenizer, self.texts.tests, self._limits(), dtype=self.options.dtype)
+        return {name: round(result.perplexity, 3) for name, result in found.items()}
 
     def _plan(self, case: Case) -> PrunePlan:
         """What the case removes: decided once, from the text of seed 0."""
@@ -251,8 +231,8 @@ class Bench:
         from pyprune.pipeline import make_plan
         from pyprune.recipe import build_config
 
-        prose = self.samples("prose", 0)
         if case.method == "elder":
+            prose = self.samples("prose", 0)
             ratio = int(case.name.removeprefix("layers-")) / len(self.dense.model.layers)
             config = replace(choice(self.settings), ratio=ratio + 1e-9)
             return make_plan(self.dense, prose.ids[:, : self.settings.gate_sequence_length], config)
@@ -280,27 +260,19 @@ def _removed(plan: PrunePlan) -> Json:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; return the exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        with interruptible(), tempfile.TemporaryDirectory() as work:
-            records = RecordFile(options.jsonl)
-            if not options.only_table:
+
+    def run() -> None:
+        records = RecordFile(options.jsonl)
+        if not options.only_table:
+            with tempfile.TemporaryDirectory() as work:
                 Bench(options, records, Path(work)).run()
-            print(table(list(records.of("row").values())))
-    except PypruneError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("Interrupted. Finished rows are recorded; the same command continues.", file=sys.stderr)
-        return 130
-    return 0
+        print(table(list(records.of("row").values())))
+
+    return exit_status(run)
 
 
 def _cases(text: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",")]
-    unknown = [name for name in wanted if name not in CASES]
-    if unknown:
-        raise argparse.ArgumentTypeError(did_you_mean(unknown[0], list(CASES), "case"))
-    return wanted
+    return known(text, list(CASES), "case")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -308,9 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--case", type=_cases, default=list(CASES), metavar="A,B", help=f"default: all of {', '.join(CASES)}"
     )
-    parser.add_argument(
-        "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1, 2], metavar="A,B"
-    )
+    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="A,B")
     labels = dict.fromkeys(label for case in CASES.values() for label in case.arms)
     parser.add_argument("--arm", action="append", choices=labels, metavar="LABEL", help="only this arm; repeatable")
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")

