@@ -19,7 +19,7 @@ import typer
 
 from pyprune.errors import PypruneError, shown
 from pyprune.runtime.interrupts import interruptible
-from pyprune.runtime.progress import printable, say
+from pyprune.runtime.progress import end_bars, printable, say
 
 ERROR_CODE = 2
 FAILURE_CODE = 1
@@ -50,6 +50,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _explain(error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
     """Print what stopped a command; return its exit code."""
+    end_bars()
     if interrupted or isinstance(error, KeyboardInterrupt):
         say(f"Interrupted. {_kept(options)}", "yellow")
         return INTERRUPTED_CODE

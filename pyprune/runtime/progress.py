@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -42,6 +43,13 @@ def say(text: str, style: str = "") -> None:
 def warn(text: str) -> None:
     """Print a warning on stderr."""
     say(f"Warning: {text}", "yellow")
+
+
+def end_bars() -> None:
+    """End the bars of other libraries (tqdm) that are open, or what is said next would stand on their line."""
+    tqdm = sys.modules.get("tqdm.std")
+    for bar in list(getattr(getattr(tqdm, "tqdm", None), "_instances", ())):
+        bar.close()
 
 
 @contextmanager

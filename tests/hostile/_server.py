@@ -124,6 +124,9 @@ def serve(scratch: Path) -> None:
     """Answer the requests on stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a warm-up prints must not look like an answer
+    # tqdm's own lock is shared with every child of the server: one that is killed while it holds it would stop them
+    # all. It is set here because each class of bars keeps for good the lock that it finds at its first bar.
+    tqdm.std.tqdm.set_lock(threading.RLock())
     _warm_up(json.loads(sys.stdin.readline()))
     print(json.dumps("ready"), file=answers, flush=True)
     gc.freeze()
@@ -189,8 +192,6 @@ def _be_the_child(run: Run, place: Path) -> None:
     code = 1
     try:
         os.setsid()
-        # tqdm shares its lock with every child of the server: one that is killed while it holds it would stop them all.
-        tqdm.std.tqdm.set_lock(threading.RLock())
         for number, name in enumerate((os.devnull, place / "out", place / "err")):
             flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             os.dup2(os.open(name, flags), number)
