@@ -56,6 +56,10 @@ class ScoreError(PypruneError):
     """Scores that cannot rank anything: missing, of the wrong size, or not numbers."""
 
 
+class BudgetError(PypruneError):
+    """A budget that cannot be read, contradicts itself or is beyond every plan, or a profile that does not fit it."""
+
+
 class TrainingError(PypruneError):
     """Training had to stop (for example a loss that is not finite). The last good state is kept.
 

@@ -1,0 +1,76 @@
+"""What a budget can limit, and the one interface of everything that predicts it. No torch here.
+
+Every quantity is a sum: what the model takes in any case (embedding, head, overhead) and one share for each kept
+layer, which depends on the hidden size and the layer's widths alone. That is what lets a mixed-integer programme
+choose the widths of all layers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pyprune.plan import PrunePlan
+
+Kind = Literal["parameters", "memory", "prefill", "generation"]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one kept layer; 0 query heads and 0 KV heads = the attention is skipped, 0 FFN channels = the MLP is.
+
+    Attributes:
+        query_heads: kept query heads.
+        kv_heads: kept key/value heads.
+        ffn: kept FFN channels.
+    """
+
+    query_heads: int
+    kv_heads: int
+    ffn: int
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that a model takes and a budget can limit.
+
+    Attributes:
+        kind: parameters (a count), memory (bytes of weights and key/value cache), prefill (seconds that one prompt
+            takes) or generation (seconds that a batch of short prompts takes until all its new tokens are there).
+        tokens: memory: length of each context in tokens; prefill: length of the prompt; generation: new tokens of
+            each sequence. 0 for parameters.
+        batch: memory: contexts at a time; generation: sequences at a time. 1 elsewhere.
+    """
+
+    kind: Kind
+    tokens: int = 0
+    batch: int = 1
+
+    def __str__(self) -> str:
+        """As it is written in a budget: prefill@2048, generation@64x128, memory@4x4096, parameters."""
+        if self.kind == "parameters":
+            return self.kind
+        batch = f"{self.batch}x" if self.kind == "generation" or self.batch > 1 else ""
+        return f"{self.kind}@{batch}{self.tokens}"
+
+
+class CostModel(Protocol):
+    """Predicts quantities: exactly (parameters, memory) or from what was measured on a machine (prefill, generation)."""
+
+    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+        """What a model of this hidden size takes without any layer, in the quantity's unit."""
+
+    def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
+        """What one kept layer of these widths takes, in the quantity's unit; a layer that is dropped takes nothing."""
+
+
+def predicted(model: CostModel, quantity: Quantity, plan: PrunePlan) -> float:
+    """What a plan takes: the fixed part and the sum of its layers.
+
+    Raises:
+        BudgetError: the cost model does not know the quantity.
+    """
+    hidden = len(plan.hidden)
+    return model.fixed(quantity, hidden) + sum(
+        model.layer(quantity, hidden, Widths(*layer.widths)) for layer in plan.layers
+    )
