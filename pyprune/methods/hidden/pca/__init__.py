@@ -8,7 +8,7 @@ from typing import Literal
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method
-from pyprune.methods.regularise._training import reconstructed
+from pyprune.methods.training import reconstructed
 
 
 @dataclass(frozen=True)

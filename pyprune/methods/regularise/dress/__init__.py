@@ -13,7 +13,7 @@ from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.regularise._training import published_recovery, published_training, reconstructed, short_training
+from pyprune.methods.training import published_recovery, published_training, reconstructed, short_training
 
 
 @dataclass(frozen=True)
