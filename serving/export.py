@@ -17,7 +17,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
-from pyprune.serving.plugin import ARCHITECTURES
+from pyprune.serving.plugin import architectures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +69,7 @@ def export(
     plan: PrunePlan | None = None,
     provenance: Mapping[str, Any] | None = None,
     gguf_file: str | None = None,
+    quantise: str | None = None,
 ) -> ExportReport:
     """Write a servable checkpoint folder.
 
@@ -83,25 +84,33 @@ def export(
         plan: of a model in memory (a folder brings its own).
         provenance: facts for pruning.json; added to those of a folder.
         gguf_file: name of a GGUF file inside the source, which is dequantised.
+        quantise: a key of :data:`pyprune.serving.quantise.SCHEMES`: linear layers are rounded and written in the
+            compressed-tensors format, everything else in ``dtype``. None = all weights in ``dtype``.
 
     Raises:
-        ConfigError: an unknown target or dtype, or ``target="stock"`` for a model that no stock one holds.
+        ConfigError: an unknown target, dtype or quantisation, ``target="stock"`` for a model that no stock one holds,
+            or layers whose widths the quantisation does not take.
         CheckpointError: the source cannot be read.
         OutputError: the folder exists, or it cannot be written.
+        MissingDependencyError: ``quantise`` without the package compressed-tensors.
     """
     from pyprune.checkpoint.save import save_checkpoint
+    from pyprune.families import count_parameters
     from pyprune.runtime.device import DTYPES
     from pyprune.runtime.files import check_output, claimed
+    from pyprune.serving.quantise import SCHEMES, choose_quantisation
 
     check_output(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
     if target not in TARGETS:
         raise ConfigError(did_you_mean(str(target), TARGETS, "export target"))
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
+    if quantise is not None and quantise not in SCHEMES:
+        raise ConfigError(did_you_mean(quantise, SCHEMES, "quantisation"))
     with claimed(out):
         facts = dict(provenance or {})
         if isinstance(source, str | Path):
-            model, tokenizer, plan, facts = _load(source, facts, gguf_file, dtype)
+            model, tokenizer, plan, facts = _load(source, facts, gguf_file, quantise or dtype)
         else:
             model = source
         reasons = stock_reasons(model.config, plan)
@@ -112,7 +121,12 @@ def export(
             )
         if target == "pruned" and not is_pruned(model.config):
             model = as_pruned(model)
-        save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, overwrite=overwrite, dtype=dtype)
+        rounding = choose_quantisation(model, quantise) if quantise is not None else None
+        options: dict[str, Any] = {"overwrite": overwrite, "dtype": dtype}
+        if rounding is not None:
+            facts["weights"] = rounding.summary
+            options["convert"] = rounding.apply
+        save_checkpoint(model, tokenizer, out, plan=plan, provenance=facts, **options)
     written = read_checkpoint(out, verify=False)  # its digests were taken a moment ago
     return ExportReport(
         path=Path(out),
@@ -120,7 +134,7 @@ def export(
         stock=not is_pruned(model.config),
         reasons=reasons if is_pruned(model.config) else (),
         warnings=serving_warnings(written.config),
-        parameters=written.parameters,
+        parameters=count_parameters(model),
         bytes=written.bytes,
     )
 
@@ -128,7 +142,14 @@ def export(
 def _load(
     source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
-    """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``."""
+    """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``.
+
+    Args:
+        source: folder or hub id.
+        facts: for the record, added to those of the source.
+        gguf_file: name of a GGUF file inside it.
+        wanted: dtype or quantisation of the weights that will be written; None = the source's.
+    """
     from pyprune.checkpoint.load import load_model, stored_dtype
     from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 
@@ -195,9 +216,9 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
     architecture = str((config.get("architectures") or ["unknown"])[0])
-    if architecture.startswith("Pruned") and architecture not in ARCHITECTURES:
+    if architecture.startswith("Pruned") and architecture not in architectures():
         found.append(
-            f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(ARCHITECTURES))}."
+            f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
     for name, step in (("hidden_size", 8), ("intermediate_size", 8)):
         size = config.get(name)
@@ -222,10 +243,10 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
     checkpoint = read_checkpoint(folder)
-    if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in ARCHITECTURES:
+    if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
-            f"(it serves {', '.join(sorted(ARCHITECTURES))}); load it with Transformers."
+            f"(it serves {', '.join(sorted(architectures()))}); load it with Transformers."
         )
     for warning in serving_warnings(checkpoint.config):
         warn(warning)

