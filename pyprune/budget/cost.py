@@ -1,0 +1,232 @@
+"""What a plan takes that can be counted: parameters, and bytes of weights and key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from pyprune.budget.formats import WeightFormat, weight_format
+from pyprune.budget.quantities import CostModel, Quantity, Widths, predicted
+from pyprune.errors import BudgetError, UnsupportedModelError
+from pyprune.families import Family, Row, family_for
+from pyprune.families.base import Axis
+from pyprune.plan import PrunePlan, Sizes
+from pyprune.serving.gguf.layout import ZERO_FFN
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExactCosts:
+    """Counts parameters and bytes from the family's table; a :class:`CostModel` for the kinds parameters and memory.
+
+    Parameters are those of :func:`pyprune.families.parameters_after`. Bytes are those of the exported tensors and of
+    the key/value cache at full length for every context (engines that keep only a window of some layers take less).
+    Neither counts biases of zeros that a stock architecture needs and the dense model lacks, nor the header, metadata
+    and tokenizer of a file.
+
+    Attributes:
+        family: of the dense model.
+        sizes: of the dense model.
+        weights: format of the exported weights.
+        kv_item: bytes of an element of the key/value cache.
+        outer: row and dense shape of every parameter outside the layers; a tied head is not among them.
+        inner: the same for the parameters of one layer.
+    """
+
+    family: Family
+    sizes: Sizes
+    weights: WeightFormat
+    kv_item: int
+    outer: tuple[tuple[Row, Shape], ...]
+    inner: tuple[tuple[Row, Shape], ...]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, weights: str = "bfloat16", *, kv_item: int | None = None) -> ExactCosts:
+        """Count for plans of a dense model.
+
+        Args:
+            config: of the dense model.
+            weights: a name in :data:`pyprune.budget.formats.WEIGHT_FORMATS`.
+            kv_item: bytes of an element of the key/value cache; None = what engines use for the format.
+
+        Raises:
+            ConfigError: an unknown format.
+            UnsupportedModelError: an unknown family, or layers that differ from each other in a dense model.
+        """
+        return cls.of_shapes(family_for(config), config, dense_shapes(config), weights, kv_item=kv_item)
+
+    @classmethod
+    def of_shapes(
+        cls,
+        family: Family,
+        config: PretrainedConfig,
+        shapes: Mapping[str, Shape],
+        weights: str = "bfloat16",
+        *,
+        kv_item: int | None = None,
+    ) -> ExactCosts:
+        """The same, for a model whose parameter shapes are known: name -> shape, tied parameters once.
+
+        Raises:
+            ConfigError, UnsupportedModelError: see :meth:`of`.
+        """
+        form = weight_format(weights)
+        outer: list[tuple[Row, Shape]] = []
+        layers: dict[int, list[tuple[Row, Shape]]] = {}
+        for name, shape in shapes.items():
+            row, index = family.match(name)
+            (outer if index is None else layers.setdefault(index, [])).append((row, shape))
+        found = list(layers.values())
+        if any(layer != found[0] for layer in found):
+            raise UnsupportedModelError(
+                f"The layers of this {family.model_type!r} model differ in the shapes of their parameters, so that "
+                "what a layer takes does not depend on its widths alone. Start from a dense model."
+            )
+        return cls(
+            family,
+            family.sizes(config),
+            form,
+            form.kv_item if kv_item is None else kv_item,
+            tuple(outer),
+            tuple(found[0]) if found else (),
+        )
+
+    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+        """Parameters or bytes of embedding, head and final norm, for this many channels of the residual stream.
+
+        Raises:
+            BudgetError: a quantity that is measured, not counted.
+        """
+        whole = Widths(0, 0, 0)
+        return float(self._sum(quantity, self.outer, hidden_size, whole))
+
+    def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
+        """Parameters of one layer, or bytes of its weights and of its keys and values for every context.
+
+        Raises:
+            BudgetError: a quantity that is measured, not counted.
+        """
+        blocks = {"attention": widths.query_heads, "mlp": widths.ffn, None: 1}
+        rows = [(row, shape) for row, shape in self.inner if blocks[row.block]]
+        found = self._sum(quantity, rows, hidden_size, widths)
+        if quantity.kind == "memory":
+            found += self._cache(quantity, widths)
+            if self.weights.layout == "gguf" and not widths.ffn:
+                found += self._zero_ffn(hidden_size)
+        return float(found)
+
+    def _sum(self, quantity: Quantity, rows: Iterable[tuple[Row, Shape]], hidden: int, widths: Widths) -> int:
+        shapes = [(row, self._shape(row, shape, hidden, widths)) for row, shape in rows]
+        if quantity.kind == "parameters":
+            return sum(prod(shape) for _, shape in shapes)
+        if quantity.kind == "memory":
+            return sum(self.weights.nbytes(row, shape, head=self._is_head(row)) for row, shape in shapes)
+        raise BudgetError(
+            f"{quantity} is a time, which is measured and not counted: `pyprune profile MODEL` measures what it needs."
+        )
+
+    def _shape(self, row: Row, shape: Shape, hidden: int, widths: Widths) -> Shape:
+        head_dim = self.sizes.head_dim
+        cut: dict[Axis, int] = {
+            "hidden": hidden,
+            "heads": widths.query_heads * head_dim,
+            "kv_heads": widths.kv_heads * head_dim,
+            "ffn": widths.ffn,
+        }
+        return tuple(
+            sum(cut[axis] for axis in axes) if axes[0] in cut else size
+            for axes, size in zip(row.dimensions, shape, strict=True)
+        )
+
+    def _is_head(self, row: Row) -> bool:
+        tied = all(other.role != "head" for other, _ in self.outer)
+        return row.role == ("embedding" if tied else "head") and row.axes[0] == "vocab"
+
+    def _cache(self, quantity: Quantity, widths: Widths) -> int:
+        return 2 * widths.kv_heads * self.sizes.head_dim * self.kv_item * quantity.tokens * quantity.batch
+
+    def _zero_ffn(self, hidden: int) -> int:
+        """Bytes of the FFN of zeros that stands for a skipped MLP in a GGUF file."""
+        bare = Widths(0, 0, ZERO_FFN)
+        rows = [(row, self._shape(row, shape, hidden, bare)) for row, shape in self.inner if row.block == "mlp"]
+        return sum(self.weights.nbytes(row, shape, head=False) for row, shape in rows if not row.is_bias)
+
+
+def dense_shapes(config: PretrainedConfig) -> dict[str, Shape]:
+    """Name -> shape of every parameter of a model with this configuration, tied ones once; nothing is allocated."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pyprune.families import parameter_shapes
+
+    with torch.device("meta"):
+        return parameter_shapes(AutoModelForCausalLM.from_config(config))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All quantities in one :class:`CostModel`: what is counted, and what was measured.
+
+    Attributes:
+        exact: counts parameters and memory.
+        measured: predicts prefill and generation; None = there is no profile.
+    """
+
+    exact: CostModel
+    measured: CostModel | None = None
+
+    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+        """See :class:`CostModel`.
+
+        Raises:
+            BudgetError: a time, without a profile or outside of what the profile measured.
+        """
+        return self._of(quantity).fixed(quantity, hidden_size)
+
+    def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
+        """See :class:`CostModel`.
+
+        Raises:
+            BudgetError: see :meth:`fixed`.
+        """
+        return self._of(quantity).layer(quantity, hidden_size, widths)
+
+    def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
+        """What a plan takes, in the quantity's unit.
+
+        Raises:
+            BudgetError: see :meth:`fixed`.
+        """
+        return predicted(self, quantity, plan)
+
+    def time_to_first_token(self, plan: PrunePlan, prompt_tokens: int) -> float:
+        """Seconds until a prompt of this many tokens is read and the first new token is there.
+
+        Raises:
+            BudgetError: see :meth:`fixed`.
+        """
+        return self.predicted(Quantity("prefill", prompt_tokens), plan)
+
+    def tokens_per_second(self, plan: PrunePlan, new_tokens: int, batch: int) -> float:
+        """New tokens a second of ``batch`` sequences of ``new_tokens`` each.
+
+        Raises:
+            BudgetError: see :meth:`fixed`.
+        """
+        return batch * new_tokens / self.predicted(Quantity("generation", new_tokens, batch), plan)
+
+    def _of(self, quantity: Quantity) -> CostModel:
+        if quantity.kind in ("parameters", "memory"):
+            return self.exact
+        if self.measured is None:
+            raise BudgetError(
+                f"{quantity} needs a profile of this machine. Make one with `pyprune profile MODEL`, and name it with "
+                "--profile."
+            )
+        return self.measured

@@ -1,0 +1,106 @@
+"""How many bytes a tensor takes in each format that a checkpoint can be exported in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from pyprune.errors import ConfigError, did_you_mean
+from pyprune.families import Row
+from pyprune.serving.gguf.write import FALLBACK, FINE, FORMATS
+
+Layout = Literal["plain", "channel", "packed", "gguf"]
+
+GGUF_ALIGNMENT = 32
+"""Every tensor of a GGUF file begins at a multiple of this many bytes."""
+BLOCKS = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+}
+"""(elements, bytes) of a block of every GGUF format that is written; the same as ``gguf.GGML_QUANT_SIZES``."""
+SHAPE_BYTES = 16
+"""A packed matrix keeps its shape beside it, two int64."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a checkpoint stores its weights.
+
+    Attributes:
+        name: as it is written on the command line.
+        layout: plain (every tensor in one dtype), channel (linear weights of the layers in one byte and one scale for
+            each output channel), packed (the same in 32-bit words, one scale for each group of inputs) or gguf.
+        bits: of one element of a linear weight in the layouts channel and packed.
+        item: bytes of an element of everything else, scales among it.
+        group: inputs that share a scale in the layout packed; 0 = all of a row.
+        kv_item: bytes of an element of the key/value cache that engines keep for such a checkpoint.
+    """
+
+    name: str
+    layout: Layout
+    bits: int = 0
+    item: int = 2
+    group: int = 0
+    kv_item: int = 2
+
+    def nbytes(self, row: Row, shape: tuple[int, ...], *, head: bool) -> int:
+        """Bytes of a tensor, without the header of the file.
+
+        Args:
+            row: of the family's table.
+            shape: of the tensor, rows first.
+            head: whether it makes the logits (the embedding does where the head is tied to it).
+        """
+        if self.layout == "gguf":
+            return self._gguf_bytes(shape, head=head)
+        linear = len(shape) == 2 and row.block is not None
+        if self.layout == "plain" or not linear:
+            return prod(shape) * self.item
+        rows, columns = shape
+        if self.layout == "channel":
+            return rows * (columns * self.bits // 8 + self.item)
+        words = -(-columns // (32 // self.bits))
+        groups = -(-columns // self.group) if self.group else 1
+        return rows * (4 * words + groups * self.item) + SHAPE_BYTES
+
+    def _gguf_bytes(self, shape: tuple[int, ...], *, head: bool) -> int:
+        """As :mod:`pyprune.serving.gguf.write` chooses: vectors in f32, the head at least in q8_0, odd rows in f16."""
+        kind = FINE if head and self.name.startswith(("q4", "q5")) else self.name
+        if shape[-1] % BLOCKS[kind][0]:
+            kind = FALLBACK
+        elements, nbytes = BLOCKS["f32" if len(shape) == 1 else kind]
+        return -(-(prod(shape) // elements * nbytes) // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
+
+
+WEIGHT_FORMATS = {
+    form.name: form
+    for form in (
+        WeightFormat("float32", "plain", item=4, kv_item=4),
+        WeightFormat("bfloat16", "plain"),
+        WeightFormat("float16", "plain"),
+        WeightFormat("w8a8-int8", "channel", bits=8),
+        WeightFormat("fp8", "channel", bits=8),
+        WeightFormat("w8a16", "packed", bits=8),
+        WeightFormat("w4a16", "packed", bits=4, group=128),
+        *(WeightFormat(name, "gguf") for name in FORMATS),
+    )
+}
+"""Name -> format: dtypes of a safetensors folder, its quantised forms, and the formats of GGUF files."""
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The format of this name.
+
+    Raises:
+        ConfigError: there is none; the message lists all.
+    """
+    if name not in WEIGHT_FORMATS:
+        raise ConfigError(did_you_mean(name, WEIGHT_FORMATS, "format of the weights"))
+    return WEIGHT_FORMATS[name]
