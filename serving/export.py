@@ -18,6 +18,7 @@ from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures
+from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +30,9 @@ TARGETS: tuple[ExportTarget, ...] = ("auto", "stock", "pruned")
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention accepts."""
+
+WIDTH_MULTIPLE = 8
+"""Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
 
 SERVE_KV_CACHE_GIB = "2"
 """Key-value cache of ``pyprune serve`` on a CPU unless VLLM_CPU_KVCACHE_SPACE is set; vLLM's own default is nearly
@@ -220,10 +224,13 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
-    for name, step in (("hidden_size", 8), ("intermediate_size", 8)):
-        size = config.get(name)
-        if isinstance(size, int) and size % step:
-            found.append(f"{name} is {size}, not a multiple of {step}: matrix products run slower than they could.")
+    slow = "matrix products run slower than they could."
+    if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
+        found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+    ffn = [width for _, _, width in layer_widths(config)]
+    for width, layers in off_multiples(ffn, WIDTH_MULTIPLE).items():
+        where = f"{ffn_field(config)} of {named_layers(layers)}"
+        found.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     return tuple(found)
 
 
