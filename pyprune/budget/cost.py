@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from pyprune.budget.formats import WeightFormat, weight_format
+from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.quantities import CostModel, Quantity, Widths, predicted
 from pyprune.errors import BudgetError, UnsupportedModelError
 from pyprune.families import Family, Row, family_for
@@ -179,7 +180,7 @@ class Costs:
     """
 
     exact: CostModel
-    measured: CostModel | None = None
+    measured: MeasuredCosts | None = None
 
     def fixed(self, quantity: Quantity, hidden_size: int) -> float:
         """See :class:`CostModel`.
@@ -198,11 +199,13 @@ class Costs:
         return self._of(quantity).layer(quantity, hidden_size, widths)
 
     def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
-        """What a plan takes, in the quantity's unit.
+        """What a plan takes, in the quantity's unit; times with what unequal heads cost (``MeasuredCosts.overhead``).
 
         Raises:
             BudgetError: see :meth:`fixed`.
         """
+        if quantity.kind in ("prefill", "generation") and self.measured is not None:
+            return self.measured.predicted(quantity, plan)
         return predicted(self, quantity, plan)
 
     def time_to_first_token(self, plan: PrunePlan, prompt_tokens: int) -> float:

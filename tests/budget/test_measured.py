@@ -1,0 +1,133 @@
+"""The fit of a profile: planted coefficients, what it cannot hold, workloads between measured ones, drift."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pyprune.budget.cost import Costs
+from pyprune.budget.measured import PAIRS, MeasuredCosts, relative_seconds
+from pyprune.budget.profile import DENSE, Probe, Profile
+from pyprune.budget.quantities import Quantity, Widths, predicted
+from pyprune.errors import BudgetError
+from pyprune.plan import PrunePlan
+from tests.budget._profiles import GENERATION, PLANTED, PREFILL, fake_profile, identity, planted
+
+
+def _plan() -> PrunePlan:
+    """One that no probe has: unequal layers, other widths, another hidden size."""
+    plan = identity().drop_layers([3]).keep_hidden(range(320))
+    plan = plan.with_layer(1, query_heads=range(2), kv_heads=range(1), ffn=range(900))
+    return plan.with_layer(5, query_heads=[], kv_heads=[]).with_layer(6, ffn=[])
+
+
+def _seconds(plan: PrunePlan, quantity: Quantity) -> float:
+    return planted(Probe.of("", plan), quantity)
+
+
+@pytest.mark.parametrize("quantity", [PREFILL, GENERATION], ids=str)
+def test_planted_coefficients_predict_plans_that_were_not_measured(quantity: Quantity) -> None:
+    costs = MeasuredCosts(fake_profile())
+    assert costs.predicted(quantity, _plan()) == pytest.approx(_seconds(_plan(), quantity), rel=1e-6)
+    assert costs.predicted(quantity, identity()) == pytest.approx(_seconds(identity(), quantity), rel=1e-6)
+    assert costs.fits[quantity].residual < 1e-6
+
+
+def test_the_layers_add_up_to_all_but_the_head_pairs() -> None:
+    costs = MeasuredCosts(fake_profile())
+    total = costs.predicted(PREFILL, _plan())
+    assert total - predicted(costs, PREFILL, _plan()) == pytest.approx(PLANTED[PAIRS], rel=1e-4)
+    assert costs.overhead(PREFILL, 1) == costs.overhead(PREFILL, 0) == 0
+    assert costs.overhead(PREFILL, 4) == pytest.approx(3 * PLANTED[PAIRS], rel=1e-4)
+
+
+def test_what_the_features_cannot_hold_shows_in_the_probe_left_out() -> None:
+    def curved(probe: Probe, quantity: Quantity) -> float:
+        return planted(probe, quantity) + sum((layer.ffn / 1536) ** 4 for layer in probe.layers) * 0.02
+
+    straight, bent = MeasuredCosts(fake_profile()).fits[PREFILL], MeasuredCosts(fake_profile(curved)).fits[PREFILL]
+    assert abs(straight.left_out_worst[1]) < abs(bent.left_out_worst[1]) / 2
+    assert abs(bent.left_out["half of the FFN"]) > 0.05
+    assert bent.left_out_median > straight.left_out_median
+
+
+def test_coefficients_are_never_negative() -> None:
+    def shrinking(probe: Probe, quantity: Quantity) -> float:
+        return 1.0 - 1e-9 * sum(layer.ffn for layer in probe.layers)
+
+    fit = MeasuredCosts(fake_profile(shrinking)).fits[PREFILL]
+    assert min(fit.coefficients.values()) >= 0
+
+
+def test_drift_of_the_machine_cancels() -> None:
+    slow = fake_profile()
+    drifting = replace(slow, timings=tuple(replace(t, seconds=t.seconds * (1 + t.start / 100)) for t in slow.timings))
+    (seconds, spread), (still, _) = relative_seconds(drifting, PREFILL), relative_seconds(slow, PREFILL)
+    for name in still:
+        if name != DENSE:
+            # The last turns come after the last dense one, beyond which nothing can be interpolated.
+            assert seconds[name] / seconds[DENSE] == pytest.approx(still[name] / still[DENSE], rel=0.02)
+    assert spread["half of the FFN"] < 0.05
+
+
+def test_turns_are_compared_with_the_dense_ones_of_their_group() -> None:
+    profile = fake_profile()
+    again = tuple(replace(t, group=1, start=t.start + 1000, seconds=3 * t.seconds) for t in profile.timings)
+    both = replace(profile, timings=profile.timings + again)
+    (one, _), (two, _) = relative_seconds(profile, PREFILL), relative_seconds(both, PREFILL)
+    for name in one:
+        assert two[name] / two[DENSE] == pytest.approx(one[name] / one[DENSE])
+
+
+def test_lengths_between_measured_ones_are_interpolated() -> None:
+    lengths = [Quantity("prefill", 512), Quantity("prefill", 2048)]
+    costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.tokens, lengths))
+    wanted = planted(Probe.of("", _plan()), PREFILL) * 896
+    assert costs.predicted(Quantity("prefill", 896), _plan()) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_batches_between_measured_ones_are_interpolated() -> None:
+    batches = [Quantity("generation", 128, batch) for batch in (1, 64)]
+    costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.batch, batches))
+    wanted = planted(Probe.of("", _plan()), GENERATION) * 8
+    assert costs.predicted(Quantity("generation", 128, 8), _plan()) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "quantity",
+    [Quantity("prefill", 4096), Quantity("prefill", 100), Quantity("generation", 64, 64), Quantity("generation", 128)],
+    ids=str,
+)
+def test_workloads_outside_are_refused_with_what_there_is(quantity: Quantity) -> None:
+    costs = MeasuredCosts(fake_profile())
+    with pytest.raises(BudgetError, match=r"lies outside .*(prefill@512|generation@64x128).*pyprune profile"):
+        costs.fixed(quantity, 512)
+
+
+def test_what_is_counted_is_refused() -> None:
+    with pytest.raises(BudgetError, match="memory@2048 is counted"):
+        MeasuredCosts(fake_profile()).fixed(Quantity("memory", 2048), 512)
+
+
+def _without(profile: Profile, names: set[str]) -> Profile:
+    return replace(profile, timings=tuple(t for t in profile.timings if t.probe not in names))
+
+
+def test_too_few_probes_are_refused() -> None:
+    profile = fake_profile()
+    others = {probe.name for probe in profile.probes if probe.name != DENSE}
+    with pytest.raises(BudgetError, match=r"of 1 models \(dense\)"):
+        MeasuredCosts(_without(profile, others))
+    with pytest.raises(BudgetError, match="of 0 models"):
+        MeasuredCosts(_without(profile, {DENSE}))
+
+
+def test_throughput_and_first_token_follow_from_the_times() -> None:
+    measured = MeasuredCosts(fake_profile())
+    costs = Costs(measured, measured)
+    assert costs.time_to_first_token(identity(), 512) == pytest.approx(_seconds(identity(), PREFILL))
+    assert costs.tokens_per_second(identity(), 128, 64) == pytest.approx(64 * 128 / _seconds(identity(), GENERATION))
+    pairs = costs.predicted(PREFILL, _plan()) - predicted(costs, PREFILL, _plan())
+    assert pairs == pytest.approx(measured.overhead(PREFILL, 2))
+    assert measured.layer(PREFILL, 512, Widths(0, 0, 0)) < measured.layer(PREFILL, 512, Widths(8, 4, 1536)) / 10
