@@ -51,6 +51,7 @@ class ExportReport:
         warnings: what a server will not like, one sentence each.
         parameters: stored parameters.
         bytes: size of the weight files in bytes.
+        weights: what the quantised weights are; empty where they are not.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class ExportReport:
     warnings: tuple[str, ...]
     parameters: int
     bytes: int
+    weights: str = ""
 
 
 def export(
@@ -140,6 +142,7 @@ def export(
         warnings=serving_warnings(written.config),
         parameters=count_parameters(model),
         bytes=written.bytes,
+        weights=rounding.summary if rounding is not None else "",
     )
 
 
@@ -254,6 +257,11 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
             f"(it serves {', '.join(sorted(architectures()))}); load it with Transformers."
+        )
+    if checkpoint.config.get("per_layer_config") and not checkpoint.architecture.startswith("Pruned"):
+        raise CheckpointError(
+            f"{folder} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
+            "which makes it one that the vLLM plugin serves."
         )
     for warning in serving_warnings(checkpoint.config):
         warn(warning)

@@ -35,6 +35,7 @@ from pyprune.checkpoint.plausible import (
     check_config,
     check_layers,
     check_parameters,
+    is_exported_quantisation,
     read_config,
     refuse_adapter,
     stored_elements,
@@ -51,9 +52,13 @@ from pyprune.errors import (
     shown,
 )
 from pyprune.families import all_families, parameter_shapes
+from pyprune.modeling.configuration import PrunedConfigMixin, config_with_sizes_per_layer, has_sizes_per_layer
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
 from pyprune.runtime.progress import quiet
+
+QUANTISED_PER_ELEMENT = 8
+"""Weights in a stored element of a quantised checkpoint, at most: eight of 4 bits in a word of 32."""
 
 
 def load_model(
@@ -65,6 +70,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     verify: bool = True,
+    quantised: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or a hub id.
 
@@ -76,6 +82,8 @@ def load_model(
         revision: hub revision.
         trust_remote_code: run the repository's own Python code. Off unless it is turned on.
         verify: check the SHA-256 of every file of a pyprune checkpoint first.
+        quantised: also take what ``pyprune export --quantise`` writes, for measuring: weights have the rounded values,
+            and inputs of linear layers are rounded as they come where the format asks for it.
 
     Returns:
         (model in eval mode, tokenizer or None when the folder has none).
@@ -99,15 +107,19 @@ def load_model(
     with actionable(source), quiet("transformers"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what matters of these is an error below
         if gguf_file is None:
-            _checked_config(source, options)
+            config, _ = _checked_config(source, options, quantised=quantised)
         else:
             options |= {"gguf_file": gguf_file}
-        reading = options if gguf_file is None else options | {"config": _gguf_config(source, gguf_file, options)}
+            config = _gguf_config(source, gguf_file, options)
+        given = gguf_file is not None or isinstance(config, PrunedConfigMixin)
+        reading = options | {"config": config} if given else options
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], output_loading_info=True, **reading
         )
         model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
         tokenizer = load_tokenizer(source, **options)
+    if getattr(model, "hf_quantizer", None) is not None and gguf_file is None:
+        cast(Any, model).hf_quantizer.compressor.decompress_model(model)
     _check_loaded(source, model, info)
     _tell_tying_apart(model)
     if gguf_file is not None:
@@ -145,17 +157,21 @@ def read_generation_config(folder: str | Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
 
 
-def _checked_config(source: str, options: Mapping[str, Any]) -> tuple[PretrainedConfig, Any]:
+def _checked_config(
+    source: str, options: Mapping[str, Any], *, quantised: bool = False
+) -> tuple[PretrainedConfig, Any]:
     """The configuration, compared with what pyprune knows and, of a local folder, with what its weight files hold.
 
     Returns:
         (configuration, the model on the meta device; None of a hub id, and where the checkpoint brings its own code).
     """
     local = os.path.isdir(source)
-    raw = _checked_values(source, options)
+    raw = _checked_values(source, options, quantised=quantised)
     tensors, elements = stored_elements(Path(source)) if local else (0, 0)
     if local:
         check_layers(raw.get("num_hidden_layers"), tensors, source)
+    if is_exported_quantisation(raw):
+        elements *= QUANTISED_PER_ELEMENT
     config = _config_of(source, **options)
     _check_model_type(config.model_type)
     if not local or options["trust_remote_code"]:
@@ -163,13 +179,13 @@ def _checked_config(source: str, options: Mapping[str, Any]) -> tuple[Pretrained
     return config, check_parameters(config, elements, source)
 
 
-def _checked_values(source: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked_values(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> Mapping[str, Any]:
     """config.json as plain data, of a known model type and with sizes that a model may have."""
     local = os.path.isdir(source)
     raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
     if raw.get("model_type") is not None:
         _check_model_type(raw["model_type"])
-    check_config(raw, source)
+    check_config(raw, source, quantised=quantised)
     return raw
 
 
@@ -299,6 +315,9 @@ def _check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
 
 def _config_of(source: str, **options: Any) -> Any:
     try:
+        values, _ = PretrainedConfig.get_config_dict(source, **options)
+        if has_sizes_per_layer(values):
+            return config_with_sizes_per_layer(values)
         return AutoConfig.from_pretrained(source, **options)
     except (AttributeError, TypeError) as error:
         # Only config.json is read here: this is what Transformers makes of a list where a mapping belongs.

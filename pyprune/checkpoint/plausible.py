@@ -22,6 +22,7 @@ from pyprune.runtime.files import read_json
 
 CONFIG = "config.json"
 CONFIG_BYTES = 16 << 20
+QUANTISED_BY = "compressed-tensors"
 ADAPTERS = ("adapter_config.json", "adapter_model.*")
 COUNTS = {
     "num_hidden_layers": MAX_LAYERS,
@@ -81,12 +82,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: Mapping[str, Any], source: str) -> None:
+def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = False) -> None:
     """Refuse what config.json asks for beyond every model, and what would run or need code that pyprune does not bring.
 
     Args:
         config: config.json as plain data, of a model type that pyprune knows.
         source: folder or hub id, for the message.
+        quantised: whether weights as :mod:`pyprune.serving.quantise` writes them are taken.
 
     Raises:
         CheckpointError: a size that is no whole number, zero, negative or enormous; quantised weights; attention of
@@ -100,9 +102,10 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
                 f"{most:,}. Fetch or write the checkpoint again."
             )
     for name in ("quantization_config", "compression_config"):
-        if config.get(name):
+        if config.get(name) and not (quantised and is_exported_quantisation(config)):
+            where = " here (eval, bench, serve and inspect take this one)" if is_exported_quantisation(config) else ""
             raise CheckpointError(
-                f"{source} is quantised ({CONFIG} has {name}), and quantised checkpoints are not read. Give the "
+                f"{source} is quantised ({CONFIG} has {name}), and quantised checkpoints are not read{where}. Give the "
                 "original weights, or a GGUF file with --gguf-file."
             )
     for name in ("attn_implementation", "_attn_implementation"):
@@ -111,6 +114,23 @@ def check_config(config: Mapping[str, Any], source: str) -> None:
                 f"{CONFIG} of {source} asks for attention from the hub ({name}: {shown(config[name])}), which would "
                 "run code that comes from there. Remove that entry."
             )
+
+
+def is_exported_quantisation(config: Mapping[str, Any]) -> bool:
+    """Whether config.json describes quantised weights as ``pyprune export --quantise`` writes them."""
+    facts = config.get("quantization_config")
+    if not isinstance(facts, dict) or facts.get("quant_method") != QUANTISED_BY or config.get("compression_config"):
+        return False
+    groups = facts.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        return False
+    # A target or an exception that begins with "re:" would be run as a regular expression.
+    names = [*(group.get("targets") for group in groups.values()), facts.get("ignore")]
+    return all(isinstance(known, list) and all(map(_is_plain_name, known)) for known in names)
+
+
+def _is_plain_name(name: Any) -> bool:
+    return isinstance(name, str) and not name.startswith("re:")
 
 
 def stored_elements(folder: Path) -> tuple[int, int]:

@@ -320,7 +320,7 @@ def model_card(record: PruningRecord) -> str:
 
 def _card_facts(record: PruningRecord) -> Iterator[tuple[str, Any]]:
     facts = record.provenance
-    for key in ("source", "method", "architecture", "dtype", "dense_parameters", "parameters"):
+    for key in ("source", "method", "architecture", "dtype", "weights", "dense_parameters", "parameters"):
         if key in facts:
             yield key.replace("_", " "), facts[key]
     for entry in facts.get("recoveries", ()):

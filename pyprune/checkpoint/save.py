@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ def save_checkpoint(
     provenance: Mapping[str, Any],
     overwrite: bool = False,
     dtype: str | None = None,
+    convert: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint folder: safetensors, config, tokenizer, generation config, model card, pruning.json.
 
@@ -42,6 +43,7 @@ def save_checkpoint(
         provenance: plain JSON data: method, options, source, what was measured.
         overwrite: replace an existing folder.
         dtype: float32, bfloat16 or float16 to convert the written weights to; None keeps the model's.
+        convert: is given the folder with weights and configuration, which it may change, before the record is written.
 
     Returns:
         The folder.
@@ -57,6 +59,8 @@ def save_checkpoint(
         _save_weights(model, temporary, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        if convert is not None:
+            convert(temporary)
         write_record(temporary, PruningRecord(plan, facts))
     return Path(out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +26,8 @@ def export(
     quantise: Annotated[
         str | None,
         typer.Option(
-            help="Matrices in a GGUF file: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. Default: f16.",
+            help="Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. safetensors, for "
+            "vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.",
             show_default=False,
         ),
     ] = None,
@@ -52,21 +53,42 @@ def export(
     if file_format not in FILE_FORMATS:
         raise ConfigError(did_you_mean(file_format, FILE_FORMATS, "file format"))
     if file_format == "gguf":
+        _refuse_quantise(quantise, file_format)
         _refuse_with_gguf(target, dtype, gguf_file)
         _export_gguf(model, out, quantise or "f16", overwrite=overwrite)
         return
-    if quantise is not None:
-        raise ConfigError("--quantise belongs to --format gguf; weights of a safetensors folder are set by --dtype.")
+    _refuse_quantise(quantise, file_format)
     from pyprune.serving.export import export as write
 
-    report = write(model, out, target=target, dtype=dtype, gguf_file=gguf_file, overwrite=overwrite)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"target": target, "dtype": dtype, "gguf_file": gguf_file, "overwrite": overwrite}
+    report = write(model, out, quantise=quantise, **options)
     size = f"{report.parameters:,} parameters, {report.bytes:,} bytes"
     needs = "stock, loads without pyprune" if report.stock else "loads with pyprune installed"
     print(f"Wrote {report.path}: {report.architecture} ({needs}), {size}.")
+    if report.weights:
+        print(f"Weights: {report.weights}.")
     for reason in report.reasons:
         print(f"Not a stock architecture: {reason}")
     for warning in report.warnings:
         warn(warning)
+
+
+def _refuse_quantise(quantise: str | None, file_format: str) -> None:
+    """Each file format has formats of its own for matrices."""
+    from pyprune.serving.gguf.write import FORMATS
+    from pyprune.serving.quantise import SCHEMES
+
+    names = {"gguf": list(FORMATS), "safetensors": list(SCHEMES)}
+    (other,) = (kind for kind in names if kind != file_format)
+    if quantise is None or quantise in names[file_format]:
+        return
+    if quantise in names[other]:
+        raise ConfigError(
+            f"--quantise {quantise} belongs to --format {other}; with --format {file_format} it is one of "
+            f"{', '.join(names[file_format])}."
+        )
+    kind = {"gguf": "GGUF format", "safetensors": "quantisation"}[file_format]
+    raise ConfigError(did_you_mean(quantise, names[file_format], kind))
 
 
 def _refuse_with_gguf(target: str, dtype: str | None, gguf_file: str | None) -> None:

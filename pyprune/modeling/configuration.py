@@ -143,6 +143,68 @@ PRUNED_CONFIGS: dict[str, Any] = {family.model_type: _made(family) for family in
 globals().update({cls.__name__: cls for cls in PRUNED_CONFIGS.values()})
 
 
+def has_sizes_per_layer(values: Any) -> bool:
+    """Whether config.json (plain data) names a stock architecture with sizes per layer in Transformers' notation.
+
+    Transformers reads such a configuration, but builds no model of it; the pruned architecture does.
+    """
+    return bool(values.get("per_layer_config")) and values.get("model_type") in PRUNED_CONFIGS
+
+
+def config_with_sizes_per_layer(values: Mapping[str, Any]) -> PretrainedConfig:
+    """The pruned configuration of a folder that another program wrote with ``per_layer_config`` alone.
+
+    Args:
+        values: config.json as plain data, of a model type in :data:`PRUNED_CONFIGS`. Sizes per layer may be larger than
+            the global ones, which become the largest of all layers.
+
+    Raises:
+        ValueError: a layer that does not exist, or a value per layer that the pruned architecture has only once.
+    """
+    family = all_families()[values["model_type"]]
+    stated = {name: value for name, value in values.items() if name not in ("model_type", "per_layer_config")}
+    whole = resolve(family.classes.config)(**stated)
+    layers = _own_sizes(values["per_layer_config"], whole.num_hidden_layers, _sizes_of(family))
+    for name in _sizes_of(family):
+        usual = _usual(whole, name)
+        widths = [layer.setdefault(name, usual) for layer in layers]
+        stated[name] = max(widths)
+    head_dim = stated.get("head_dim") or whole.hidden_size // _usual(whole, "num_attention_heads")
+    # The class that loads it is the pruned one, whatever the folder names.
+    stated |= {"head_dim": head_dim, "architectures": [family.pruned_model]}
+    return cast(PretrainedConfig, PRUNED_CONFIGS[family.model_type](**stated, per_layer_config=dict(enumerate(layers))))
+
+
+def _sizes_of(family: Family) -> tuple[str, ...]:
+    return ("num_attention_heads", "num_key_value_heads", family.intermediate_field)
+
+
+def _usual(config: PretrainedConfig, name: str) -> Any:
+    """A global size; where there are no KV heads of their own, every query head has one."""
+    value = getattr(config, name, None)
+    return config.num_attention_heads if value is None else value
+
+
+def _own_sizes(stated: Any, layers: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What each layer states, one entry for every layer."""
+    if not isinstance(stated, Mapping) or not all(isinstance(own, Mapping) for own in stated.values()):
+        raise ValueError("per_layer_config is not a mapping from layers to their values.")
+    found: list[dict[str, Any]] = [{} for _ in range(layers)]
+    for key, own in stated.items():
+        if not str(key).isdecimal() or int(key) >= layers:
+            raise ValueError(f"per_layer_config names layer {key!r}; there are {layers}.")
+        other = sorted(set(own) - {*names, "skip"})
+        if other:
+            raise ValueError(
+                f"per_layer_config gives layer {key} a {other[0]} of its own; read are {', '.join(names)} and skip."
+            )
+        wrong = [name for name in names if name in own and type(own[name]) is not int]
+        if wrong:
+            raise ValueError(f"per_layer_config gives layer {key} the {wrong[0]} {own[wrong[0]]!r}, no whole number.")
+        found[int(key)] = dict(own)
+    return found
+
+
 def pruned_config_class(model_type: str) -> Any:
     """The pruned configuration class of a dense model type (a key of :data:`PRUNED_CONFIGS`)."""
     return PRUNED_CONFIGS[model_type]

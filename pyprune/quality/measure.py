@@ -88,6 +88,7 @@ def evaluate(
         gguf_file=gguf_file,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        quantised=True,
     )
     if tokenizer is None:
         raise CheckpointError(f"{model_id} has no tokenizer files, which text needs; add its tokenizer.json.")

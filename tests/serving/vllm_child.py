@@ -1,6 +1,7 @@
-"""Run by test_vllm.py as a program: greedy generation by real vLLM in float32, log probabilities as JSON on stdout.
+"""Greedy generation by real vLLM, log probabilities as JSON on stdout: a program that test_vllm.py and others run.
 
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
+and perhaps "dtype" (default: float32)
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder the error instead: {folder: "Type: message"}, or null when there was none
 """
@@ -53,7 +54,7 @@ def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
 
     llm = LLM(
         model=model,
-        dtype="float32",
+        dtype=job.get("dtype", "float32"),
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=len(job["prompts"]),

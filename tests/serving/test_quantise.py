@@ -1,0 +1,264 @@
+"""Quantised export: nearest values of the scales, widths checked before anything is written, who reads the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.shards import TensorFiles
+from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
+from pyprune.families import count_parameters
+from pyprune.plan import PrunePlan
+from pyprune.quality.measure import evaluate
+from pyprune.serving import quantise
+from pyprune.serving.export import export
+from pyprune.serving.quantise import SCHEMES, choose_quantisation
+from tests._support.cli import refused, run
+from tests._support.models import tiny_batch
+from tests._support.quantised import (
+    cut_model,
+    in_32s,
+    linear_layers,
+    round_inputs_,
+    rounded,
+    rounded_float8,
+    write_pair,
+)
+from tests._support.served import per_layer
+from tests._support.tokenizer import tiny_tokenizer
+
+pytest.importorskip("compressed_tensors")
+
+PACKED = [("w8a16", torch.int32), ("w4a16", torch.int32)]
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The same model with sizes per layer, plain and in every format."""
+    out = tmp_path_factory.mktemp(request.param)
+    write_pair(out, "llama-head-dim", in_32s, request.param)
+    return request.param, out
+
+
+def test_stored_weights_are_the_nearest_values_of_their_scales(pair: tuple[str, Path]) -> None:
+    name, out = pair
+    plain, read = load_model(out / "plain")[0], load_model(out / "quantised", quantised=True)[0]
+    stored = linear_layers(read)
+    for layer, module in linear_layers(plain).items():
+        weight = module.weight.detach()
+        found = stored[layer].weight.detach()
+        if name == "w4a16":
+            _nearest_within_clipped_ranges(weight, found)
+            continue
+        expected = rounded(weight, 8)
+        if name == "fp8":
+            expected = rounded_float8(weight, weight.abs().amax(-1, keepdim=True) / 448)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def _nearest_within_clipped_ranges(weight: Tensor, found: Tensor) -> None:
+    """4 bits: at most 16 values a group, and a smaller squared error than with the range of the largest weight."""
+    groups = found.unflatten(-1, (-1, 32))
+    assert max(len(group.unique()) for group in groups.flatten(0, 1)) <= 16
+    plain_error = (weight - rounded(weight, 4, 32)).unflatten(-1, (-1, 32)).square().sum(-1)
+    error = (weight - found).unflatten(-1, (-1, 32)).square().sum(-1)
+    assert (error <= plain_error * 1.0001).all()
+    assert error.sum() < 0.95 * plain_error.sum()
+
+
+def test_embeddings_head_norms_and_record_stay(pair: tuple[str, Path]) -> None:
+    name, out = pair
+    plain, stored = TensorFiles(out / "plain"), TensorFiles(out / "quantised")
+    kept = [n for n in plain.names() if "proj" not in n]
+    assert "model.embed_tokens.weight" in kept
+    assert "model.norm.weight" in kept
+    assert all(torch.equal(plain.read(n), stored.read(n)) for n in kept)
+    records = [read_pruning_json(out / folder, verify_files=True) for folder in ("plain", "quantised")]
+    assert records[0].plan == records[1].plan
+    assert records[1].plan is not None
+    assert records[1].provenance["method"] == "by hand"
+    assert records[1].provenance["parameters"] == records[0].provenance["parameters"]
+    assert records[1].provenance["weights"].startswith(f"{name}: ")
+    assert f"| weights | {name}: " in (out / "quantised" / "README.md").read_text()
+    config = json.loads((out / "quantised" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert config["per_layer_config"]["2"]["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("w8a8-int8", torch.int8), ("fp8", torch.float8_e4m3fn), *PACKED])
+def test_a_stored_weight_has_the_type_of_its_format(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    write_pair(tmp_path, "qwen2", in_32s, name)
+    stored = TensorFiles(tmp_path / "quantised")
+    weight = "model.layers.0.mlp.up_proj.weight"
+    packed = name in ("w8a16", "w4a16")
+    assert stored.dtype(f"{weight}_packed" if packed else weight) == dtype
+    assert (weight in stored.names()) is not packed
+    assert "model.layers.0.self_attn.q_proj.bias" in stored.names()
+
+
+def test_transformers_loads_the_folder_by_itself(pair: tuple[str, Path]) -> None:
+    name, out = pair
+    loaded = AutoModelForCausalLM.from_pretrained(out / "quantised", dtype=torch.float32).eval()
+    measured = load_model(out / "quantised", quantised=True)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tiny_batch()).logits, measured(tiny_batch()).logits, rtol=0, atol=1e-6)
+        own = load_model(out / "plain")[0]
+        difference = (own(tiny_batch()).logits - measured(tiny_batch()).logits).abs().max()
+    assert difference > 1e-3, f"{name} computes what the plain weights do"
+
+
+@pytest.mark.parametrize("name", ["w8a8-int8", "fp8"])
+def test_inputs_are_rounded_when_a_loaded_model_computes(tmp_path: Path, name: str) -> None:
+    """compressed-tensors ends an int8 range at 127.5 steps and vLLM at 127: closer to each other than to unrounded."""
+    write_pair(tmp_path, "llama", in_32s, name)
+    plain, read = load_model(tmp_path / "plain")[0], load_model(tmp_path / "quantised", quantised=True)[0]
+    weights = {layer: module.weight.detach() for layer, module in linear_layers(read).items()}
+    for layer, module in linear_layers(plain).items():
+        module.weight.data = weights[layer]
+    with torch.no_grad():
+        unrounded = plain(tiny_batch()).logits
+        round_inputs_(plain, name)
+        expected, found = plain(tiny_batch()).logits, read(tiny_batch()).logits
+    effect = (expected - unrounded).square().mean().sqrt()
+    assert effect > 0
+    assert (found - unrounded).square().mean().sqrt() > 0.5 * effect
+    if name == "fp8":  # the same scale in both
+        assert (found - expected).square().mean().sqrt() < 0.5 * effect
+
+
+def test_int8_takes_any_width_and_bfloat16(tmp_path: Path) -> None:
+    model, plan = cut_model("mistral", per_layer, intermediate_size=40)
+    report = export(model, tmp_path / "out", plan=plan, dtype="bfloat16", quantise="w8a8-int8")
+    assert report.architecture == "PrunedMistralForCausalLM"
+    assert report.parameters == count_parameters(model)
+    assert report.bytes < export(model, tmp_path / "plain", plan=plan, dtype="bfloat16").bytes
+    stored = TensorFiles(tmp_path / "out")
+    weight = "model.layers.0.mlp.down_proj.weight"
+    assert (stored.dtype(weight), stored.dtype(f"{weight}_scale")) == (torch.int8, torch.bfloat16)
+    assert stored.shape(weight) == (104, 24)
+    scale = stored.read(f"{weight}_scale").float()
+    exact = model.model.layers[0].mlp.down_proj.weight.detach().to(torch.bfloat16).float()
+    # Half a step everywhere, but where the end of the range was rounded to bfloat16 with the scale.
+    assert ((stored.read(weight).float() * scale - exact).abs() <= scale * 1.01).all()
+    assert all(p.is_floating_point() and not hasattr(p, "quantization_scheme") for p in model.parameters())
+
+
+def test_the_source_model_is_left_alone(tmp_path: Path) -> None:
+    model, plan = cut_model("llama", in_32s)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    export(model, tmp_path / "out", plan=plan, quantise="w4a16")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "size", "multiple", "advice"),
+    [
+        ("fp8", "model.layers.0.mlp.gate_proj writes", 24, 16, "score.ffn_multiple=16"),
+        ("w4a16", "model.layers.0.self_attn.q_proj reads", 104, 32, "hidden_multiple=32"),
+        ("w8a16", "model.layers.0.mlp.down_proj reads", 42, 4, "score.ffn_multiple=4"),
+    ],
+)
+def test_widths_are_checked_before_anything_is_written(
+    tmp_path: Path, name: str, layer: str, size: int, multiple: int, advice: str
+) -> None:
+    def cut(plan: PrunePlan) -> PrunePlan:
+        if name == "w4a16":
+            return plan.keep_hidden(range(104))
+        return plan.with_layer(0, ffn=range(size))
+
+    model, plan = cut_model("llama-head-dim", cut)
+    with pytest.raises(ConfigError) as caught:
+        export(model, tmp_path / "out", plan=plan, quantise=name)
+    text = str(caught.value)
+    assert f"{layer} {size} channels; {name} needs a multiple of {multiple}." in text
+    assert advice in text
+    assert "w8a8-int8 takes any width" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_group_that_divides_every_width_is_taken() -> None:
+    model, _ = cut_model("llama-head-dim", lambda plan: plan, intermediate_size=256)
+    assert choose_quantisation(model, "w4a16").group == 128
+    narrow, _ = cut_model("llama-head-dim", lambda plan: plan.with_layer(1, ffn=range(64)), intermediate_size=256)
+    assert choose_quantisation(narrow, "w4a16").group == 64
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = cut_model("llama", in_32s)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(quantise, "quantised", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        export(model, tmp_path / "out", plan=plan, quantise="w8a16")
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == []
+
+
+def test_unknown_names_and_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = cut_model("llama", in_32s)
+    with pytest.raises(ConfigError, match="Did you mean 'w4a16'"):
+        export(model, tmp_path / "out", plan=plan, quantise="w4a61")
+    monkeypatch.setattr(quantise, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pyprune\[vllm\]'"):
+        export(model, tmp_path / "out", plan=plan, quantise="fp8")
+
+
+def test_the_command_writes_measures_and_shows(tmp_path: Path) -> None:
+    model, plan = cut_model("llama", in_32s)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "a", plan=plan, provenance={"method": "by hand"})
+    output = run("export", tmp_path / "a", "--quantise", "w8a8-int8", "--out", tmp_path / "q").output
+    assert "Weights: w8a8-int8: int8, a scale for each output channel" in output
+    assert "w8a8-int8: int8" in run("inspect", tmp_path / "q").output
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i} of a text about {i * i}." for i in range(300)))
+    found = [
+        evaluate(tmp_path / folder, ppl=str(tmp_path / "text.txt"), protocol="ppl-128", max_tokens=1024)
+        for folder in ("a", "q")
+    ]
+    dense, rounded_ = (result.perplexity[0].perplexity for result in found)
+    assert rounded_ != dense
+    assert rounded_ == pytest.approx(dense, rel=0.05)
+
+
+def test_a_quantised_folder_is_not_pruned_recovered_or_exported_again(tmp_path: Path) -> None:
+    write_pair(tmp_path, "llama", in_32s, "w8a8-int8")
+    folder = tmp_path / "quantised"
+    reason = "quantised checkpoints are not read here"
+    for again in (lambda: load_model(folder), lambda: export(folder, tmp_path / "again")):
+        with pytest.raises(CheckpointError, match=reason):
+            again()
+    text = tmp_path / "text.txt"
+    text.write_text("Some words. " * 200)
+    for command in (
+        ["prune", folder, "--method", "magnitude", "--ratio", "0.2", "--set", f"data.source={text}"],
+        ["recover", folder, "--set", f"data.source={text}"],
+        ["export", folder, "--format", "gguf"],
+    ):
+        out = tmp_path / "again"
+        assert "quantised" in refused(*command, "--out", out)
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("file_format", "name", "said"),
+    [
+        ("safetensors", "q8_0", "belongs to --format gguf; with --format safetensors it is one of w8a8-int8, w8a16"),
+        ("gguf", "fp8", "belongs to --format safetensors; with --format gguf it is one of f32, f16"),
+        ("safetensors", "w4a61", "Did you mean 'w4a16'?"),
+        ("gguf", "q8_O", "Did you mean 'q8_0'?"),
+    ],
+)
+def test_a_format_of_another_kind_of_file_is_refused(tmp_path: Path, file_format: str, name: str, said: str) -> None:
+    output = refused("export", tmp_path, "--format", file_format, "--quantise", name, "--out", tmp_path / "o")
+    assert said in " ".join(output.split())
