@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyprune.data.sampling import TokenSamples
     from pyprune.plan import PrunePlan
     from pyprune.quality.perplexity import EvaluationText, PerplexityResult
-    from pyprune.serving.measure import SpeedReport
+    from pyprune.serving.speed import SpeedReport
     from pyprune.stages import PruneResult
 
 PROMPT = "The old harbour of the city was built"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pyprune.errors import PypruneError
 from pyprune.report import markdown_table
-from pyprune.serving.measure import Workload, measure
+from pyprune.serving.measure import measure
+from pyprune.serving.speed import Workload
 from pyprune.serving.table import conditions, speed_table
 
 RECORDS = Path(__file__).resolve().parent / "results" / "serving.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,28 @@ from pyprune.errors import CheckpointError, shown
 
 COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 """What is read from config.json as a number; "null" stands for the architecture's own value."""
+KEYS = re.compile(r"blk\.\d+\.attn_(?:k|qkv)\.weight")
+"""Tensors of a GGUF file whose rows are the keys of a token (with ``qkv``, an upper bound)."""
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder, read from its config.json and safetensors headers only.
+    """A checkpoint folder, read from its config.json and safetensors headers only, or a GGUF file, from its header.
 
     Attributes:
-        folder: where it is.
-        config: config.json as plain data.
+        folder: where it is; the file itself for GGUF.
+        config: config.json as plain data; for GGUF the same facts under the same names.
         parameters: number of stored parameters (a tied head is counted once, also where a file repeats it).
         bytes: size of the weight files in bytes.
+        format: of most of a GGUF file's matrices, such as q8_0; None for a folder.
     """
 
     folder: Path
     config: dict[str, Any]
     parameters: int
     bytes: int
+    format: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -76,6 +81,52 @@ def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
     return Checkpoint(folder, config, sum(counts.values()), sum(f.stat().st_size for f in files))
 
 
+def is_gguf(source: str | Path) -> bool:
+    """Whether a source is named like a GGUF file, and not a folder."""
+    return Path(source).suffix == ".gguf" and not os.path.isdir(source)
+
+
+def read_gguf(path: Path) -> Checkpoint:
+    """Read what a GGUF file says about itself.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged, or holds no language model.
+        MissingDependencyError: the package gguf is not installed.
+    """
+    from pyprune.checkpoint.gguf import read_gguf_header
+
+    header = read_gguf_header(path)
+    facts = header.facts
+    architecture = str(facts.get("general.architecture"))
+    hidden = facts.get(f"{architecture}.embedding_length")
+    embedding = header.tensors.get("token_embd.weight", 0)
+    if type(hidden) is not int or hidden < 1 or embedding < hidden:
+        raise CheckpointError(
+            f"{path} does not describe a language model (architecture {shown(architecture)}: it has no embedding of "
+            "tokens)."
+        )
+    keys = [count for name, count in header.tensors.items() if KEYS.fullmatch(name)]
+    config = {
+        "architectures": [f"llama.cpp {architecture}"],
+        "vocab_size": embedding // hidden,
+        "hidden_size": hidden,
+        "num_hidden_layers": header.blocks,
+        "num_attention_heads": 1,
+        "head_dim": max(keys, default=hidden * hidden) // hidden,  # all KV heads as one: enough for the cache's size
+        "max_position_embeddings": facts.get(f"{architecture}.context_length"),
+    }
+    return Checkpoint(path, config, header.elements, path.stat().st_size, _format(facts.get("general.file_type")))
+
+
+def _format(file_type: Any) -> str:
+    from gguf import LlamaFileType
+
+    try:
+        return LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+    except ValueError:
+        return "unknown format"
+
+
 def verify_checkpoint(source: str | Path) -> None:
     """Compare a local checkpoint with its pruning.json: every file it lists, and no other that would be loaded.
 
@@ -94,6 +145,11 @@ def verify_checkpoint(source: str | Path) -> None:
 def _resolve(source: str | Path) -> Path:
     if os.path.isdir(source):
         return Path(source)
+    if is_gguf(source):
+        raise CheckpointError(
+            f"{shown(str(source))} is a GGUF file where a checkpoint folder is needed; llama.cpp runs it "
+            "(pyprune bench --engine llamacpp), and --gguf-file reads one inside a folder."
+        )
     if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download

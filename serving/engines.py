@@ -11,14 +11,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self, cast
 
 from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean
 
-EngineName = Literal["vllm", "transformers"]
+EngineName = Literal["vllm", "transformers", "llamacpp"]
+ENGINES = ("auto", "vllm", "transformers", "llamacpp")
+GGUF_FORMAT = "q8_0"
+"""Format in which llama.cpp gets a checkpoint folder: the one that most people run, nearly without loss."""
 LOAD_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 3600.0
 LOG_LINES = 15
@@ -34,16 +38,21 @@ def vllm_installed() -> bool:
 
 
 def choose_engine(engine: str) -> tuple[EngineName, str | None]:
-    """Turn ``auto``, ``vllm`` or ``transformers`` into an engine and a note on why it is not vLLM.
+    """Turn one of :data:`ENGINES` into an engine and, for ``auto``, a note on why it is not vLLM.
 
     Raises:
         ConfigError: another name.
-        MissingDependencyError: vllm was named and is not installed.
+        MissingDependencyError: the engine that was named is not installed.
     """
-    if engine not in ("auto", "vllm", "transformers"):
-        raise ConfigError(did_you_mean(engine, ("auto", "vllm", "transformers"), "engine"))
+    if engine not in ENGINES:
+        raise ConfigError(did_you_mean(engine, ENGINES, "engine"))
     if engine == "transformers":
         return "transformers", None
+    if engine == "llamacpp":
+        for package in ("xllamacpp", "gguf"):
+            if importlib.util.find_spec(package) is None:
+                raise MissingDependencyError(package, "gguf", "Measuring with --engine llamacpp")
+        return "llamacpp", None
     if vllm_installed():
         return "vllm", None
     if engine == "vllm":
@@ -71,16 +80,30 @@ class Engine:
     Use it as a context manager: leaving the block ends the child and everything that it started.
 
     Args:
-        engine: vllm or transformers.
-        options: what :class:`pyprune.serving.worker.VllmRunner` needs; ``model`` is the checkpoint folder.
+        engine: vllm, transformers or llamacpp.
+        options: what :class:`pyprune.serving.worker.VllmRunner` needs; ``model`` is the checkpoint folder. For llamacpp
+            it may be a GGUF file as well; a folder is written as one, in the format ``quantise`` (default
+            :data:`GGUF_FORMAT`), to a temporary folder that lasts as long as the engine.
+
+    Attributes:
+        device: name of the accelerator, None on the CPU.
+        build: what the engine was compiled for, where it says so (llama.cpp: its instruction sets).
+        load_seconds: from the start of the process until the model was ready.
 
     Raises:
         EngineError: the model did not load.
+        CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError: the folder cannot be written as
+            GGUF, or the GGUF file is damaged.
     """
 
     def __init__(self, engine: EngineName, options: Mapping[str, Any]) -> None:
         self.engine = engine
         self.model = str(options["model"])
+        self._files = contextlib.ExitStack()
+        if engine == "llamacpp":
+            wanted = options.get("quantise") or GGUF_FORMAT
+            options = {**options, "model": self._files.enter_context(_as_gguf(self.model, wanted))}
+        started = time.perf_counter()
         self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pyprune.serving.worker"],
@@ -95,10 +118,13 @@ class Engine:
         self._stdin = cast(IO[str], self._process.stdin)
         self._stdout = cast(IO[str], self._process.stdout)
         try:
-            self.device: str | None = self._ask(LOAD_TIMEOUT_S, op="load", engine=engine, **options)["device"]
+            loaded = self._ask(LOAD_TIMEOUT_S, op="load", engine=engine, **options)
         except BaseException:
             self.close()
             raise
+        self.device: str | None = loaded["device"]
+        self.build: str | None = loaded["build"]
+        self.load_seconds = time.perf_counter() - started
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, int]:
         """Generate greedily, ignoring the end of sentence; return (seconds, tokens generated).
@@ -120,6 +146,13 @@ class Engine:
         """Return the CPU time that the child and its living descendants have used (0 without /proc)."""
         return _group_cpu_seconds(self._process.pid)
 
+    def peak_memory_bytes(self) -> int:
+        """Return the most memory that the child and its living descendants held at a time, each by itself.
+
+        Pages that processes share are counted in each of them; 0 without /proc.
+        """
+        return _group_peak_bytes(self._process.pid)
+
     def close(self) -> None:
         """End the child and its descendants; safe to call twice."""
         if self._process.poll() is None:
@@ -133,6 +166,7 @@ class Engine:
         self._process.wait()
         self._stdout.close()
         self._log.close()
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +190,7 @@ class Engine:
             raise self._error(f"ended during {command['op']!r}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise self._error(f"failed during {command['op']!r}: {reply['error']}")
+            raise self._error(f"failed during {command['op']!r}: {reply['error'].rstrip('.')}")
         return reply
 
     def _error(self, what: str) -> EngineError:
@@ -165,14 +199,42 @@ class Engine:
         return EngineError(f"The {self.engine} engine for {self.model} {what}. Its last log lines:\n{tail}")
 
 
+@contextlib.contextmanager
+def _as_gguf(model: str, quantise: str) -> Iterator[str]:
+    """Give the GGUF file of a model: the file itself, or one that is written for as long as it is needed."""
+    from pyprune.serving.checkpoints import is_gguf, read_gguf
+    from pyprune.serving.gguf.write import export_gguf
+
+    if is_gguf(model):
+        read_gguf(Path(model))
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="pyprune-gguf-") as folder:
+        yield str(export_gguf(model, Path(folder) / "model.gguf", quantise=quantise).path)
+
+
 def _group_cpu_seconds(group: int) -> float:
-    ticks = 0
+    # Field 0 is the state; user and system time are 11 and 12.
+    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _processes(group))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _group_peak_bytes(group: int) -> int:
+    total = 0
+    for folder, _ in _processes(group):
+        with contextlib.suppress(OSError):
+            lines = (folder / "status").read_text().splitlines()
+            total += next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+    return total
+
+
+def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:
+    """Folder in /proc of every process of a group, and the fields of its ``stat`` from the state on."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "stat").read_text()
         except OSError:
             continue
-        fields = text.rpartition(")")[2].split()  # the command name may hold spaces; fields count from state
+        fields = text.rpartition(")")[2].split()  # the command name may hold spaces
         if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            yield folder, fields

@@ -6,203 +6,36 @@ tokens each, in tokens/s) and prompt processing (one long prompt, one new token,
 
 from __future__ import annotations
 
-import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
-from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
-from pyprune.serving.engines import Engine, EngineName, choose_engine
-from pyprune.serving.stats import environment_record, mad, median
+from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
+from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, choose_engine
+from pyprune.serving.speed import (
+    COLUMNS,
+    SHORT_PROMPT_TOKENS,
+    Column,
+    MeasuredModel,
+    Sample,
+    SpeedReport,
+    Workload,
+)
+from pyprune.serving.stats import environment_record, median
 
-Column = Literal["generation", "prompt"]
-COLUMNS: tuple[Column, ...] = ("generation", "prompt")
-SHORT_PROMPT_TOKENS = 16
-"""Prompts of the generation column have 1 to this many random tokens."""
+DTYPE = Workload.dtype
 SETTLE_S = 1.5
 """vLLM's workers poll for one second after their last request; the next engine's turn starts after that."""
 IDLE_SHARE = 0.05
 """Share of a turn's wall time in CPU time of the waiting engines above which the report warns."""
-FIRST_TOKEN_ID = 3
-"""Ids below this are special tokens in most vocabularies."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is timed.
-
-    Attributes:
-        batch_size: prompts in one generation request.
-        new_tokens: tokens generated for each of them.
-        prompt_tokens: length in tokens of the prompt-processing prompt.
-        repeats: timed turns of each model and column, after one warm-up turn.
-        dtype: of weights and activations.
-        seed: of the random prompts; both models get the same ones, every repeat another set.
-    """
-
-    batch_size: int = 64
-    new_tokens: int = 128
-    prompt_tokens: int = 2048
-    repeats: int = 3
-    dtype: str = "bfloat16"
-    seed: int = 0
-
-    def validate(self) -> None:
-        """Raise :class:`ConfigError` with every invalid option."""
-        found = [
-            f"{name} is {getattr(self, name)}; it must be at least 1."
-            for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")
-            if getattr(self, name) < 1
-        ]
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            found.append(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
-        if found:
-            raise ConfigError(found)
-
-    @property
-    def max_length(self) -> int:
-        """The longest sequence in tokens that the workload makes."""
-        return max(self.prompt_tokens + 1, SHORT_PROMPT_TOKENS + self.new_tokens)
-
-    def new_tokens_of(self, column: Column) -> int:
-        """Return how many tokens a turn of ``column`` generates for each prompt."""
-        return self.new_tokens if column == "generation" else 1
-
-    def prompts(self, column: Column, repeat: int, vocab_size: int) -> list[list[int]]:
-        """Return the token ids of one turn: the same for every model, others for every repeat.
-
-        Args:
-            column: generation (``batch_size`` prompts of 1 to 16 tokens) or prompt (one long prompt).
-            repeat: number of the turn; -1 is the warm-up.
-            vocab_size: ids are below it.
-        """
-        source = random.Random(f"{self.seed}/{column}/{repeat}")
-        first = min(FIRST_TOKEN_ID, vocab_size - 1)
-        lengths = (
-            [source.randint(1, SHORT_PROMPT_TOKENS) for _ in range(self.batch_size)]
-            if column == "generation"
-            else [self.prompt_tokens]
-        )
-        return [[source.randrange(first, vocab_size) for _ in range(length)] for length in lengths]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One timed turn.
-
-    Attributes:
-        model: its name in the report.
-        column: generation or prompt.
-        repeat: counted from 0.
-        order: position among all turns of the run, counted from 0 (shows the interleaving).
-        seconds: wall time of the request, engine start and tokenizer excluded.
-        tokens: tokens generated (generation) or read (prompt).
-        idle_cpu_seconds: CPU time that the waiting engines used meanwhile; should be near 0.
-    """
-
-    model: str
-    column: Column
-    repeat: int
-    order: int
-    seconds: float
-    tokens: int
-    idle_cpu_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of this turn."""
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """A model of the report: its checkpoint, stored parameters and bytes of weights."""
-
-    path: str
-    architecture: str
-    parameters: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Median and median absolute deviation, in the unit of the samples, and their number."""
-
-    median: float
-    mad: float
-    count: int
-
-
-@dataclass(frozen=True)
-class SpeedReport:
-    """Every sample of a run and the summaries the table needs. The first model is the baseline.
-
-    Attributes:
-        engine: vllm or transformers.
-        note: why the engine is not the best one, or what to distrust; None when there is nothing to say.
-        workload: what was timed.
-        models: name -> sizes, in the order given.
-        samples: in the order taken.
-        environment: commit, device, ISA flags, versions, time.
-    """
-
-    engine: str
-    note: str | None
-    workload: Workload
-    models: dict[str, MeasuredModel]
-    samples: tuple[Sample, ...]
-    environment: dict[str, Any]
-
-    @property
-    def baseline(self) -> str:
-        """Name of the model that the others are compared with."""
-        return next(iter(self.models))
-
-    def tokens_per_second(self, model: str) -> Summary:
-        """Generation throughput in tokens/s."""
-        return _summary([s.tokens_per_second for s in self._of(model, "generation")])
-
-    def latency_ms(self, model: str) -> Summary:
-        """Latency of processing one prompt, in ms."""
-        return _summary([1000 * s.seconds for s in self._of(model, "prompt")])
-
-    def throughput_increase(self, model: str) -> float:
-        """The papers' TI: median generation throughput over the baseline's."""
-        return self.tokens_per_second(model).median / self.tokens_per_second(self.baseline).median
-
-    def speedup(self, model: str) -> float:
-        """The papers' Speedup: the baseline's median prompt latency over the model's."""
-        return self.latency_ms(self.baseline).median / self.latency_ms(model).median
-
-    def pruning_ratio(self, model: str) -> float:
-        """Share of the baseline's parameters that was removed, in [0, 1)."""
-        return 1 - self.models[model].parameters / self.models[self.baseline].parameters
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data: everything, with the summaries and the samples."""
-        return {
-            **asdict(self),
-            "summary": {
-                name: {
-                    "tokens_per_second": asdict(self.tokens_per_second(name)),
-                    "latency_ms": asdict(self.latency_ms(name)),
-                    "throughput_increase": self.throughput_increase(name),
-                    "speedup": self.speedup(name),
-                    "pruning_ratio": self.pruning_ratio(name),
-                }
-                for name in self.models
-            },
-        }
-
-    def _of(self, model: str, column: Column) -> list[Sample]:
-        return [s for s in self.samples if s.model == model and s.column == column]
 
 
 def measure(
@@ -213,7 +46,8 @@ def measure(
     new_tokens: int = 128,
     prompt_tokens: int = 2048,
     repeats: int = 3,
-    dtype: str = "bfloat16",
+    dtype: str = DTYPE,
+    quantise: str | None = None,
     seed: int = 0,
     jsonl: Path | None = None,
 ) -> SpeedReport:
@@ -224,20 +58,23 @@ def measure(
     for every model. After one warm-up turn of each column, every sample is kept.
 
     Args:
-        models: name -> checkpoint folder or hub id; the first is the baseline.
-        engine: auto (vLLM if installed, else Transformers), vllm or transformers.
+        models: name -> checkpoint folder or hub id, with llamacpp also a GGUF file; the first is the baseline.
+        engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
         batch_size: prompts in a generation request.
         new_tokens: tokens generated for each.
         prompt_tokens: length of the prompt-processing prompt, in tokens.
         repeats: timed turns of each model and column.
-        dtype: bfloat16, float16 or float32.
+        dtype: bfloat16, float16 or float32; not with llamacpp.
+        quantise: with llamacpp, the GGUF format in which folders are written for the run, to a temporary folder; None =
+            q8_0. A GGUF file is taken as it is.
         seed: of the prompts.
         jsonl: file to which every sample is appended at once, with the environment.
 
     Raises:
         ConfigError: an invalid option, no model, or a workload longer than a model's context.
-        CheckpointError: a folder that is no checkpoint.
-        MissingDependencyError: ``engine="vllm"`` without vLLM.
+        CheckpointError: a folder that is no checkpoint, or a damaged GGUF file.
+        UnsupportedModelError: llama.cpp has no architecture for a model.
+        MissingDependencyError: the engine that was named is not installed.
         EngineError: an engine failed; its last log lines are in the message.
     """
     workload = Workload(batch_size, new_tokens, prompt_tokens, repeats, dtype, seed)
@@ -247,19 +84,55 @@ def measure(
     chosen, note = choose_engine(engine)
     if note:
         say(note, "yellow")
-    checkpoints = {name: read_checkpoint(source) for name, source in models.items()}
-    _check_lengths(checkpoints, workload)
-    run = _Run(chosen, workload, checkpoints, jsonl)
-    run.take()
-    return run.report(note)
+    _check_format(chosen, dtype, quantise)
+    with TemporaryDirectory(prefix="pyprune-bench-") as folder:
+        given = {
+            name: _open(chosen, source, Path(folder) / f"{number}.gguf", quantise or GGUF_FORMAT)
+            for number, (name, source) in enumerate(models.items())
+        }
+        _check_lengths(given, workload)
+        run = _Run(chosen, workload, given, jsonl)
+        run.take()
+        return run.report(note)
 
 
-def _check_lengths(checkpoints: Mapping[str, Checkpoint], workload: Workload) -> None:
+@dataclass(frozen=True)
+class _Given:
+    """A model to measure: what was named, and what the engine loads."""
+
+    source: Path
+    checkpoint: Checkpoint
+
+
+def _check_format(engine: EngineName, dtype: str, quantise: str | None) -> None:
+    if engine == "llamacpp" and dtype != DTYPE:
+        raise ConfigError(f"dtype is {dtype}, but llama.cpp takes formats of GGUF files; set quantise instead.")
+    if engine != "llamacpp" and quantise is not None:
+        raise ConfigError(f"quantise is {quantise}, which belongs to the engine llamacpp; for {engine} set dtype.")
+
+
+def _open(engine: EngineName, source: str | Path, out: Path, quantise: str) -> _Given:
+    """Read a model's sizes; for llama.cpp, write a folder as the GGUF file ``out`` first."""
+    if engine != "llamacpp":
+        found = read_checkpoint(source)
+        return _Given(found.folder, found)
+    if is_gguf(source):
+        return _Given(Path(source), read_gguf(Path(source)))
+    from pyprune.serving.gguf.write import export_gguf
+
+    found = read_checkpoint(source)
+    say(f"{source}: writing {quantise} for llama.cpp")
+    for note in export_gguf(source, out, quantise=quantise).notes:
+        say(note)
+    return _Given(found.folder, replace(read_gguf(out), parameters=found.parameters))
+
+
+def _check_lengths(given: Mapping[str, _Given], workload: Workload) -> None:
     found = [
         f"{name} reads at most {limit} tokens, the workload needs {workload.max_length}; lower prompt_tokens "
         f"({workload.prompt_tokens}) or new_tokens ({workload.new_tokens})."
-        for name, checkpoint in checkpoints.items()
-        if (limit := checkpoint.max_length) is not None and limit < workload.max_length
+        for name, model in given.items()
+        if (limit := model.checkpoint.max_length) is not None and limit < workload.max_length
     ]
     if found:
         raise ConfigError(found)
@@ -268,14 +141,14 @@ def _check_lengths(checkpoints: Mapping[str, Checkpoint], workload: Workload) ->
 class _Run:
     """State of one measurement: the engines, the samples so far and where they are written."""
 
-    def __init__(
-        self, engine: EngineName, workload: Workload, checkpoints: dict[str, Checkpoint], jsonl: Path | None
-    ) -> None:
+    def __init__(self, engine: EngineName, workload: Workload, models: dict[str, _Given], jsonl: Path | None) -> None:
         self.engine = engine
         self.workload = workload
-        self.checkpoints = checkpoints
+        self.models = models
         self.jsonl = jsonl
-        self.vocab_size = min(c.vocab_size for c in checkpoints.values())
+        self.vocab_size = min(model.checkpoint.vocab_size for model in models.values())
+        self.load_seconds: dict[str, list[float]] = {name: [] for name in models}
+        self.memory: dict[str, int] = {}
         self.samples: list[Sample] = []
         self.environment = environment_record()
         self.id = uuid.uuid4().hex[:12]
@@ -284,7 +157,7 @@ class _Run:
         """Take every sample, column by column, repeat by repeat, model by model."""
         with ExitStack() as stack:
             pool = stack.enter_context(_Pool(self))
-            turns = [(c, r, m) for c in COLUMNS for r in range(self.workload.repeats) for m in self.checkpoints]
+            turns = [(c, r, m) for c in COLUMNS for r in range(self.workload.repeats) for m in self.models]
             for column, repeat, name in track(turns, f"timing with {self.engine}"):
                 self._record(self._turn(pool, column, repeat, name))
 
@@ -294,6 +167,7 @@ class _Run:
             before = sum(other.cpu_seconds() for other in others)
             seconds, tokens = engine.generate(prompts, self.workload.new_tokens_of(column))
             idle = sum(other.cpu_seconds() for other in others) - before
+            self.memory[name] = max(self.memory.get(name, 0), engine.peak_memory_bytes())
         if column == "prompt":
             tokens = self.workload.prompt_tokens
         return Sample(name, column, repeat, len(self.samples), seconds, tokens, idle)
@@ -314,8 +188,12 @@ class _Run:
         append_jsonl(self.jsonl, [record])
 
     def _measured(self, name: str) -> dict[str, Any]:
-        c = self.checkpoints[name]
-        return asdict(MeasuredModel(str(c.folder), c.architecture, c.parameters, c.bytes))
+        model = self.models[name]
+        c, loads = model.checkpoint, self.load_seconds[name]
+        sizes = (c.architecture, c.parameters, c.bytes, c.format or self.workload.dtype)
+        return asdict(
+            MeasuredModel(str(model.source), *sizes, median(loads) if loads else None, self.memory.get(name) or None)
+        )
 
     def report(self, note: str | None) -> SpeedReport:
         """Return the report, with a warning when a waiting engine was not idle."""
@@ -323,7 +201,7 @@ class _Run:
         if busy > IDLE_SHARE:
             warning = f"Waiting engines used up to {busy:.0%} of a CPU while another was timed; distrust these figures."
             note = f"{note} {warning}" if note else warning
-        models = {name: MeasuredModel(**self._measured(name)) for name in self.checkpoints}
+        models = {name: MeasuredModel(**self._measured(name)) for name in self.models}
         return SpeedReport(self.engine, note, self.workload, models, tuple(self.samples), self.environment)
 
 
@@ -333,12 +211,12 @@ class _Pool:
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._engines: dict[str, Engine] = {}
-        self._resident = len(run.checkpoints) == 1 or _fits(run)
+        self._resident = len(run.models) == 1 or _fits(run)
 
     def __enter__(self) -> _Pool:
         if self._resident:
             try:
-                for name in track(list(self._run.checkpoints), "loading engines"):
+                for name in track(list(self._run.models), "loading engines"):
                     self._engines[name] = self._start(name)
             except BaseException:
                 self.__exit__()
@@ -367,7 +245,8 @@ class _Pool:
 
     def _start(self, name: str) -> Engine:
         workload = self._run.workload
-        engine = Engine(self._run.engine, _options(self._run.checkpoints[name], workload))
+        engine = Engine(self._run.engine, _options(self._run.models[name].checkpoint, workload))
+        self._run.load_seconds[name].append(engine.load_seconds)
         try:
             for column in COLUMNS:
                 prompts = workload.prompts(column, -1, self._run.vocab_size)
@@ -377,6 +256,8 @@ class _Pool:
             raise
         if engine.device:
             self._run.environment["device"] = engine.device
+        if engine.build:
+            self._run.environment["engine_build"] = engine.build
         return engine
 
 
@@ -416,13 +297,14 @@ def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
     return max(64 * 2**20, int(1.25 * needed * KV_BLOCK_TOKENS * token_bytes))
 
 
-PROCESS_BYTES = 3 * 2**30
-"""What an engine's processes take in addition to weights and cache (measured for vLLM on the CPU, rounded up)."""
+PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29}
+"""What an engine's processes take in addition to weights and cache (measured on the CPU, rounded up)."""
 
 
 def _fits(run: _Run) -> bool:
-    need = sum(PROCESS_BYTES + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in run.checkpoints.values())
-    return need < _available_bytes()
+    found = [model.checkpoint for model in run.models.values()]
+    process = PROCESS_BYTES[run.engine]
+    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < _available_bytes()
 
 
 def _available_bytes() -> int:
@@ -432,7 +314,3 @@ def _available_bytes() -> int:
     except OSError:
         return 2**62
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 2**62)
-
-
-def _summary(values: Sequence[float]) -> Summary:
-    return Summary(median(values), mad(values), len(values))

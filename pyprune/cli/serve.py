@@ -131,20 +131,33 @@ def serve(
 
 @guarded
 def bench(
-    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Pruned checkpoint folder.")],
+    pruned: Annotated[
+        str, typer.Argument(metavar="PRUNED", help="Pruned checkpoint folder; with llamacpp also a GGUF file.")
+    ],
     against: Annotated[
-        str, typer.Option(metavar="DENSE", help="Checkpoint folder or hub id to compare with (the baseline).")
+        str,
+        typer.Option(
+            metavar="DENSE", help="Checkpoint folder or hub id (llamacpp: or GGUF file) to compare with, the baseline."
+        ),
     ],
     engine: Annotated[
-        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm or transformers.")
+        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
     ] = "auto",
     batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Length in tokens of the one prompt (prompt processing).")] = 2048,
     repeats: Annotated[int, typer.Option(help="Timed turns of each model and column, after a warm-up.")] = 3,
     dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations.")
+        str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations; not with llamacpp.")
     ] = "bfloat16",
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            help="Format in which llamacpp gets a folder: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. "
+            "Default: q8_0.",
+            show_default=False,
+        ),
+    ] = None,
     ppl: Annotated[
         str | None,
         typer.Option(metavar="SOURCE", help="Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file."),
@@ -190,6 +203,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         repeats=repeats,
         dtype=dtype,
+        quantise=quantise,
         seed=seed,
         jsonl=jsonl,
     )

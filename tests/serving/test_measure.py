@@ -15,7 +15,8 @@ from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine
-from pyprune.serving.measure import SpeedReport, measure
+from pyprune.serving.measure import measure
+from pyprune.serving.speed import SpeedReport
 from tests._support.models import tiny_model
 
 SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}

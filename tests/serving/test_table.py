@@ -8,16 +8,8 @@ import pytest
 
 from pyprune.errors import ConfigError
 from pyprune.report import markdown_table
-from pyprune.serving.measure import (
-    COLUMNS,
-    SHORT_PROMPT_TOKENS,
-    MeasuredModel,
-    Sample,
-    SpeedReport,
-    Workload,
-    kv_cache_bytes,
-    measure,
-)
+from pyprune.serving.measure import kv_cache_bytes, measure
+from pyprune.serving.speed import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, Sample, SpeedReport, Workload
 from pyprune.serving.stats import environment_record, mad, median
 from pyprune.serving.table import conditions, speed_table
 
