@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from pyprune.budget.choices import LayerScores, Space, UnitScores
 from pyprune.budget.quantities import Widths
@@ -218,13 +219,15 @@ class _Judge:
     Attributes:
         ids: int64 [B, T].
         stream: the dense stream [B, T, H] where the walk stands.
-        dense: log-probabilities of the dense model at the judged positions, float32 [B, P, V].
-        losses: its cross-entropy there, float32 [B, P].
+        dense: probabilities of the dense model at the judged positions, float32 [B, P, V].
+        against_itself: its cross-entropy against its own distribution there (the entropy), float32 [B, P].
+        losses: its cross-entropy against the text there, float32 [B, P].
     """
 
     ids: Tensor
     stream: Tensor
     dense: Tensor
+    against_itself: Tensor
     losses: Tensor
 
 
@@ -265,6 +268,7 @@ class _Trials:
         size = micro_batch_for(len(batch), length)
         parts = list(chunks_of(batch.inputs, batch.real, kinds, options.judged, size))
         judged = [ids for ids, _, _, judges in parts if judges]
+        judged = list(torch.cat(judged).split(size)) if judged else []
         rows = [(ids, kind) for ids, _, kind, judges in parts if not judges]
         if not judged:
             raise DataError(
@@ -273,6 +277,7 @@ class _Trials:
         self.solved_on = Batch.of(torch.cat([ids for ids, _ in rows]))
         self.solved_kinds = [kind for ids, kind in rows for _ in ids]
         self.fit: list[Chunk] = []
+        self.targets: dict[tuple[Part, ...], list[tuple[Tensor, Tensor | None]]] = {}
         with still(model), self.runner.computing(options.dtype):
             self.judges = [self._judge(ids.to(model.device)) for ids in judged]
         self.positions = sum(judge.losses.numel() for judge in self.judges)
@@ -305,14 +310,15 @@ class _Trials:
                 reconstruct_(self.model, plan, self.solved_on, kinds=self.solved_kinds, options=options)
             mask_(self.model, plan)
             with still(self.model), self.runner.computing(self.options.dtype):
-                behind = [self._behind(self.runner.embed(judge.ids), 0) for judge in self.judges]
+                behind = [self._behind(self.runner.embed(judge.ids)) for judge in self.judges]
                 kl, cross_entropy = self._loss(behind)
         return BlockLoss(None, self.space.dense_widths, size, kl, cross_entropy)
 
     def _judge(self, ids: Tensor) -> _Judge:
         stream = self.runner.embed(ids)
-        dense = self._log_probabilities(self._behind(stream, 0), ids)
-        return _Judge(ids, stream, dense, self._cross_entropy(dense, ids))
+        logits = self._logits(self._behind(stream), ids)
+        dense = logits.softmax(-1)
+        return _Judge(ids, stream, dense, *self._cross_entropies(logits, dense, ids))
 
     def _begin(self) -> None:
         """Put all streams in front of the first layer."""
@@ -332,6 +338,7 @@ class _Trials:
             judge.stream = self.runner.embed(judge.ids)
 
     def _advance(self, part: Part) -> None:
+        self.targets.clear()
         layer = self.runner.layers[part.layer]
         for chunk in self.fit if self.options.reconstruct else ():
             chunk.dense = self.runner.run(layer, part, chunk.dense)
@@ -355,13 +362,20 @@ class _Trials:
             streams = [side.run(layer, steps[first].part, judge.stream) for judge in self.judges]
         return self._loss([self._through(steps[first + 1 :], stream) for stream in streams])
 
-    def _solve(self, side: MaskedLayers, step: Step, lost: Sequence[Part], layer: torch.nn.Module) -> None:
+    def _solve(self, side: MaskedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
         """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
         chunks = [replace(chunk) for chunk in self.fit]
-        walk = Walk(self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False)
+        walk = _Solving(
+            self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
+        )
         walk.begin()
-        walk.advance_dense(lost)
-        walk.advance_to_target(step)
+        key = (*lost, step.part, *step.absorbs)
+        if key not in self.targets:
+            walk.advance_dense(lost)
+            walk.advance_to_target(step)
+            self.targets[key] = [(chunk.dense, chunk.divisor) for chunk in chunks]
+        for chunk, target in zip(chunks, self.targets[key], strict=True):
+            chunk.dense, chunk.divisor = target
         walk.solve_writers(step, layer)
 
     def _through(self, steps: Sequence[Step], stream: Tensor) -> Tensor:
@@ -372,8 +386,9 @@ class _Trials:
             stream = self.runner.run(self.runner.layers[index], part, stream)
         return stream
 
-    def _behind(self, stream: Tensor, first: int) -> Tensor:
-        for index in range(first, len(self.runner.layers)):
+    def _behind(self, stream: Tensor) -> Tensor:
+        """A stream [B, T, H] of the embeddings behind all layers."""
+        for index in range(len(self.runner.layers)):
             stream = self.runner.run(self.runner.layers[index], Part(index, BLOCKS), stream)
         return stream
 
@@ -381,13 +396,14 @@ class _Trials:
         """Mean KL and mean difference of the cross-entropy, of streams [B, T, H] behind the last layer."""
         divergence = difference = 0.0
         for judge, stream in zip(self.judges, streams, strict=True):
-            own = self._log_probabilities(stream, judge.ids)
-            difference += float((self._cross_entropy(own, judge.ids) - judge.losses).double().sum())
-            divergence += float((judge.dense.exp() * (judge.dense - own)).sum(-1).double().sum())
+            logits = self._logits(stream, judge.ids)
+            against_dense, losses = self._cross_entropies(logits, judge.dense, judge.ids)
+            divergence += float((against_dense - judge.against_itself).double().sum())
+            difference += float((losses - judge.losses).double().sum())
         return max(0.0, divergence / self.positions), difference / self.positions
 
-    def _log_probabilities(self, stream: Tensor, ids: Tensor) -> Tensor:
-        """Of the next token at the judged positions, float32 [B, P, V], of a stream [B, T, H]."""
+    def _logits(self, stream: Tensor, ids: Tensor) -> Tensor:
+        """Of the next token at the judged positions, float32 [B, P, V], of a stream [B, T, H] behind the layers."""
         at = self.at.to(stream.device)
         chosen = stream.index_select(1, at)
 
@@ -396,9 +412,22 @@ class _Trials:
 
         with replaced_forwards(dict.fromkeys(self.runner.layers, given)):
             logits = self.model(input_ids=ids.index_select(1, at), use_cache=False).logits
-        return cast(Tensor, logits).float().log_softmax(-1)
+        return cast(Tensor, logits).float()
 
-    def _cross_entropy(self, log_probabilities: Tensor, ids: Tensor) -> Tensor:
-        """Negative log-likelihood of the token behind each judged position, float32 [B, P]."""
+    def _cross_entropies(self, logits: Tensor, probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logits [B, P, V] against probabilities and against the text, float32 [B, P] each.
+
+        With p the probabilities, -sum p log softmax(z) = logsumexp(z) - p z, which needs no other tensor of that shape.
+        """
+        whole = logits.logsumexp(-1)
+        expected = (probabilities.unsqueeze(-2) @ logits.unsqueeze(-1)).flatten(-3)
         targets = ids.index_select(1, self.at.to(ids.device) + 1)
-        return -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return whole - expected, whole - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+class _Solving(Walk):
+    """A walk that ends with one step, so that nobody reads the cut stream behind it."""
+
+    @override
+    def advance_cut(self, step: Step, layer: nn.Module) -> float:
+        return 0.0

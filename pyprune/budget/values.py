@@ -9,9 +9,9 @@ layer that goes as a whole has a measurement of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -22,9 +22,8 @@ from pyprune.config.base import LARGEST_WEIGHT, Config, _require, option
 from pyprune.errors import BudgetError
 
 Value = Literal["kl", "cross_entropy"]
-T = TypeVar("T", int, tuple[int, int])
 _TIE = 1e-9
-"""Of all units: what a unit counts for beside its score, so that more removed units are always more."""
+"""What a share of the units counts for beside that of the scores, so that more removed units are always more."""
 
 
 @dataclass(frozen=True)
@@ -186,68 +185,55 @@ def _of(entry: BlockLoss, value: Value) -> float:
 def _choices(
     index: int, layer: LayerSpace, scores: LayerScores, measured: Mapping[Widths, float]
 ) -> tuple[Choice, ...]:
+    """Every choice of a layer with its loss."""
     dense = layer.widths[0]
-    attention = {(w.query_heads, w.kv_heads): x for w, x in measured.items() if w.ffn == dense.ffn}
-    mlp = {w.ffn: x for w, x in measured.items() if (w.query_heads, w.kv_heads) == layer.heads[0]}
-    units = len(scores.query_heads)
-    heads = _losses(
-        index,
-        "attention",
-        {pair: scores.attention_removed(*pair) for pair in layer.heads},
-        {pair: 1 - pair[0] / units + _TIE * (1 - pair[1] / len(scores.kv_groups)) for pair in layer.heads},
-        attention,
-        (0, 0),
-    )
-    ffn = _losses(
-        index,
-        "MLP",
-        {width: scores.ffn_removed(width) for width in layer.ffn},
-        {width: 1 - width / dense.ffn for width in layer.ffn},
-        mlp,
-        0,
-    )
+    heads = {Widths(*pair, dense.ffn): scores.attention_removed(*pair) for pair in layer.heads}
+    ffn = {Widths(dense.query_heads, dense.kv_heads, width): scores.ffn_removed(width) for width in layer.ffn}
+    found = {
+        **_losses(heads, measured, f"the attention of layer {index}", lambda w: w.query_heads + _TIE * w.kv_heads),
+        **_losses(ffn, measured, f"the MLP of layer {index}", lambda w: w.ffn),
+    }
     if layer.drop and DROPPED not in measured:
-        raise BudgetError(f"The loss of layer {index} as a whole was not measured; measure the losses again.")
-    return tuple(
-        Choice(w, measured[DROPPED] if w == DROPPED else heads[w.query_heads, w.kv_heads] + ffn[w.ffn])
-        for w in layer.widths
-    )
+        raise _unmeasured(f"layer {index} as a whole")
+
+    def loss(widths: Widths) -> float:
+        if widths == DROPPED:
+            return measured[DROPPED]
+        attention = Widths(widths.query_heads, widths.kv_heads, dense.ffn)
+        return found[attention] + found[Widths(dense.query_heads, dense.kv_heads, widths.ffn)]
+
+    return tuple(Choice(widths, loss(widths)) for widths in layer.widths)
 
 
 def _losses(
-    index: int,
-    block: str,
-    removed: Mapping[T, float],
-    share: Mapping[T, float],
-    measured: Mapping[T, float],
-    skipped: T,
-) -> dict[T, float]:
-    """The loss of every width of a block.
+    removed: Mapping[Widths, float], measured: Mapping[Widths, float], what: str, units: Callable[[Widths], float]
+) -> dict[Widths, float]:
+    """The loss of every width of a block; that of a skipped one is the measured one, whatever the others are.
 
     Args:
-        index: of the layer.
-        block: its name, for messages.
-        removed: width -> sum of the scores of what goes.
-        share: width -> share of the units that go.
+        removed: widths, the dense ones first -> sum of the scores of what goes.
         measured: loss of the anchors.
-        skipped: the width of a skipped block, whose loss is the measured one whatever the others are.
+        what: the block, for messages.
+        units: how many units stay at a width; 0 = the block is skipped.
     """
     dense = next(iter(removed))
     whole = max(removed.values()) or 1.0
-    at = {width: removed[width] / whole + _TIE * share[width] for width in removed}
-    open_widths = [width for width in removed if width not in (dense, skipped)]
-    anchors = sorted((width for width in open_widths if width in measured), key=at.__getitem__)
-    risen = monotone([measured[width] for width in anchors])
-    if skipped in removed and skipped not in measured:
-        raise BudgetError(f"The loss of layer {index} without its {block} was not measured; measure the losses again.")
-    points = [(0.0, 0.0), *zip([at[width] for width in anchors], risen, strict=True)]
-    if open_widths and len(points) == 1 and skipped not in measured:
-        raise BudgetError(f"No loss of the {block} of layer {index} was measured; measure the losses again.")
-    if skipped in removed and (len(points) == 1 or points[-1][0] < max(at[w] for w in open_widths or [dense])):
-        points.append((at[skipped], max(points[-1][1], measured[skipped])))
+    at = {w: score / whole + _TIE * (1 - units(w) / units(dense)) for w, score in removed.items()}
+    skipped = [w for w in removed if not units(w)]
+    between = [w for w in removed if w != dense and units(w)]
+    anchors = sorted((w for w in between if w in measured), key=lambda w: at[w])
+    if any(w not in measured for w in skipped) or (between and not anchors and not skipped):
+        raise _unmeasured(what)
+    risen = monotone([measured[w] for w in anchors])
+    points = [(0.0, 0.0), *zip([at[w] for w in anchors], risen, strict=True)]
+    points += [(at[w], max(points[-1][1], measured[w])) for w in skipped if at[w] > points[-1][0]]
     xs, ys = np.array(points).T
-    found = {width: float(np.interp(at[width], xs, ys)) for width in open_widths}
-    return {dense: 0.0, **found, **({skipped: measured[skipped]} if skipped in removed else {})}
+    found = {w: float(np.interp(at[w], xs, ys)) for w in between}
+    return {dense: 0.0, **found, **{w: measured[w] for w in skipped}}
+
+
+def _unmeasured(what: str) -> BudgetError:
+    return BudgetError(f"The loss of {what} was not measured for these choices; measure the losses again.")
 
 
 def monotone(values: Sequence[float]) -> list[float]:
