@@ -40,10 +40,13 @@ def cut_model(name: str, cut: Callable[[PrunePlan], PrunePlan], **sizes: Any) ->
     return model, plan
 
 
-def write_pair(out: Path, name: str, cut: Callable[[PrunePlan], PrunePlan], quantise: str, **sizes: Any) -> None:
+def write_pair(
+    out: Path, name: str, cut: Callable[[PrunePlan], PrunePlan], quantise: str, dtype: str | None = None
+) -> None:
     """Export the same cut model plain (``out/plain``) and quantised (``out/quantised``)."""
-    model, plan = cut_model(name, cut, **sizes)
+    model, plan = cut_model(name, cut)
     given: dict[str, Any] = {"plan": plan, "tokenizer": tiny_tokenizer(), "provenance": {"method": "by hand"}}
+    given["dtype"] = dtype
     export(model, out / "plain", **given)
     export(model, out / "quantised", quantise=quantise, **given)
 
@@ -65,6 +68,14 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer but the head, by name."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+def with_weights_of(plain: PreTrainedModel, quantised: PreTrainedModel) -> PreTrainedModel:
+    """The plain model with the rounded weights of the other: nothing of compressed-tensors is in it."""
+    found = linear_layers(quantised)
+    for name, module in linear_layers(plain).items():
+        module.weight.data = found[name].weight.detach().to(module.weight.dtype)
+    return plain
 
 
 def round_inputs_(model: nn.Module, quantise: str) -> None:

@@ -31,6 +31,7 @@ from tests._support.quantised import (
     round_inputs_,
     rounded,
     rounded_float8,
+    with_weights_of,
     write_pair,
 )
 from tests._support.served import per_layer
@@ -122,9 +123,7 @@ def test_inputs_are_rounded_when_a_loaded_model_computes(tmp_path: Path, name: s
     """compressed-tensors ends an int8 range at 127.5 steps and vLLM at 127: closer to each other than to unrounded."""
     write_pair(tmp_path, "llama", in_32s, name)
     plain, read = load_model(tmp_path / "plain")[0], load_model(tmp_path / "quantised", quantised=True)[0]
-    weights = {layer: module.weight.detach() for layer, module in linear_layers(read).items()}
-    for layer, module in linear_layers(plain).items():
-        module.weight.data = weights[layer]
+    with_weights_of(plain, read)
     with torch.no_grad():
         unrounded = plain(tiny_batch()).logits
         round_inputs_(plain, name)
