@@ -92,6 +92,30 @@ class LineChart:
 
 
 @dataclass(frozen=True)
+class PointChart:
+    """Points in a plane, each with its name; those of a front are joined.
+
+    Attributes:
+        title: what is shown.
+        x_label: label of the horizontal axis, with the unit and which direction is better.
+        y_label: the same of the vertical axis.
+        points: label -> (x, y).
+        front: labels of the points that no other beats in both, joined by a line.
+        reference: label of the point in another colour (the dense model); None = none.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    points: Mapping[str, tuple[float, float]]
+    front: Sequence[str] = ()
+    reference: str | None = None
+
+
+Chart = BarChart | LineChart | PointChart
+
+
+@dataclass(frozen=True)
 class Report:
     """What a report says.
 
@@ -107,7 +131,7 @@ class Report:
     title: str
     summary: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    charts: tuple[BarChart | LineChart, ...] = ()
+    charts: tuple[Chart, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -284,7 +308,7 @@ INK, SOFT, ACCENT, PLAIN = "#1d2430", "#5d6778", "#1f6fb2", "#b6c1cf"
 LINE_COLOURS = ("#1f6fb2", "#d1701f", "#3a8f4d", "#8a5ab5", "#5d6778", "#b23a48")
 
 
-def chart_svg(chart: BarChart | LineChart) -> str:
+def chart_svg(chart: Chart) -> str:
     """Return a chart as one ``<svg>`` element whose text is drawn as paths (it needs no font).
 
     Raises:
@@ -294,6 +318,8 @@ def chart_svg(chart: BarChart | LineChart) -> str:
     axes = figure.add_subplot()
     if isinstance(chart, BarChart):
         _draw_bars(axes, chart)
+    elif isinstance(chart, PointChart):
+        _draw_points(axes, chart)
     else:
         _draw_lines(axes, chart)
     axes.set_title(chart.title, loc="left", fontsize=11, color=INK, pad=12)
@@ -358,3 +384,16 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
     axes.grid(axis="y", color="#e8ecf2", linewidth=0.8)
     if chart.lines:
         axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_points(axes: Any, chart: PointChart) -> None:
+    for label, (x, y) in chart.points.items():
+        colour = SOFT if label == chart.reference else ACCENT if label in chart.front else PLAIN
+        axes.plot([x], [y], marker="o", linestyle="", color=colour, markersize=6)
+        axes.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
+    joined = sorted(chart.points[label] for label in chart.front)
+    axes.plot([x for x, _ in joined], [y for _, y in joined], color=ACCENT, linewidth=1, zorder=0)
+    axes.set_xlabel(chart.x_label, fontsize=9, color=SOFT)
+    axes.set_ylabel(chart.y_label, fontsize=9, color=SOFT)
+    axes.grid(color="#e8ecf2", linewidth=0.8)
+    axes.margins(x=0.12, y=0.12)

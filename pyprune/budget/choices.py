@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import fsum
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from typing_extensions import override
 
@@ -22,6 +22,9 @@ from pyprune.config.base import LARGEST_INDEX, Config, _require, option
 from pyprune.errors import BudgetError, ConfigError
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 from pyprune.runtime.records import digest
+
+if TYPE_CHECKING:
+    from pyprune.budget.sizes import SizeRules
 
 T = TypeVar("T")
 Skip = Literal["attention", "mlp", "layer"]
@@ -39,6 +42,7 @@ class ChoiceOptions(Config):
         head_counts: most different numbers of KV groups a layer may keep, beside skipped attention; evenly spaced
             where the model has more.
         kv_heads_multiple: numbers of KV groups are multiples of it (tensor parallelism).
+        query_heads_multiple: the same for query heads.
         query_heads: also take query heads out of the kept groups, as many of each.
         skips: what may be skipped: attention or mlp of a kept layer, or a whole layer.
         keep_first: layers at the beginning of the model that stay whole.
@@ -50,11 +54,21 @@ class ChoiceOptions(Config):
     ffn_multiple: int = option(64, at_least=1, at_most=LARGEST_INDEX)
     head_counts: int = option(8, at_least=1, at_most=256)
     kv_heads_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
+    query_heads_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
     query_heads: bool = False
     skips: tuple[Skip, ...] = ("attention", "mlp", "layer")
     keep_first: int = option(0, at_least=0, at_most=LARGEST_INDEX)
     keep_last: int = option(0, at_least=0, at_most=LARGEST_INDEX)
     hidden: tuple[int, ...] = option((), at_least=1, at_most=LARGEST_INDEX)
+
+    def with_rules(self, rules: SizeRules) -> Self:
+        """The same with the multiples of widths that run well where the model is going."""
+        return replace(
+            self,
+            ffn_multiple=rules.ffn_multiple,
+            kv_heads_multiple=rules.kv_heads_multiple,
+            query_heads_multiple=rules.query_heads_multiple,
+        )
 
     @override
     def problems(self) -> list[str]:
@@ -158,7 +172,8 @@ def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
     legal = [n for n in range(total, 0, -1) if n % options.kv_heads_multiple == 0 or n == total]
     counts = spaced(legal, options.head_counts)
     per_group = range(group, 0, -1) if options.query_heads else (group,)
-    pairs = sorted(((n * each, n) for n in counts for each in per_group), reverse=True)
+    every = sorted(((n * each, n) for n in counts for each in per_group), reverse=True)
+    pairs = [pair for pair in every if pair == every[0] or pair[0] % options.query_heads_multiple == 0]
     return (*pairs, (0, 0)) if "attention" in options.skips else tuple(pairs)
 
 

@@ -146,6 +146,15 @@ class Limit:
         rounded = (math.floor(value / step) if self._means.direction == ">=" else math.ceil(value / step)) * step
         return str(Limit(self.measure, self.quantity, float(f"{rounded:.4g}"), self.unit))
 
+    def absolute(self, dense: float) -> Limit:
+        """The same bound as an amount of the quantity; itself where it depends on no dense model.
+
+        Args:
+            dense: what the dense model takes.
+        """
+        unit = {"parameters": "", "memory": "B"}.get(self.quantity.kind, "s")
+        return Limit(self.quantity.kind, self.quantity, self.bound(dense), unit) if self.is_relative else self
+
     @property
     def _means(self) -> Measure:
         return MEASURES[self.measure]
@@ -193,6 +202,19 @@ class Budget:
     def quantities(self) -> tuple[Quantity, ...]:
         """What is limited, in the order of the limits."""
         return tuple(limit.quantity for limit in self.limits)
+
+    @property
+    def timed(self) -> tuple[Quantity, ...]:
+        """What of it takes time, and so depends on a machine."""
+        return tuple(quantity for quantity in self.quantities if quantity.kind in ("prefill", "generation"))
+
+    def absolute(self, dense: Mapping[Quantity, float]) -> Budget:
+        """The same with every limit that depends on the dense model as a number of its own.
+
+        Args:
+            dense: what the dense model takes, measured or predicted.
+        """
+        return Budget(tuple(limit.absolute(dense[limit.quantity]) for limit in self.limits))
 
     def dense(self, costs: CostModel, identity: PrunePlan) -> dict[Quantity, float]:
         """What the dense model takes of everything that is limited.

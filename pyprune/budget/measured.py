@@ -9,7 +9,7 @@ relative errors over the probes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -195,7 +195,7 @@ def fit(profile: Profile, quantity: Quantity) -> Fit:
     Raises:
         BudgetError: fewer than three probes have it, or the dense model has not.
     """
-    seconds, spread = relative_seconds(profile, quantity)
+    seconds, spread = relative_seconds(profile.timings, quantity)
     names = list(seconds)
     if DENSE not in names or len(names) < 3:
         raise BudgetError(
@@ -228,7 +228,7 @@ def _solve(rows: Any, times: Any) -> Any:
     return solution / scale
 
 
-def relative_seconds(profile: Profile, quantity: Quantity) -> tuple[dict[str, float], dict[str, float]]:
+def relative_seconds(timings: Iterable[Timing], quantity: Quantity) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of every probe for one workload, freed of the machine's drift, and the spread of what they come from.
 
     Every turn is divided by what the dense model would have taken at that moment, interpolated between its turns in
@@ -237,7 +237,7 @@ def relative_seconds(profile: Profile, quantity: Quantity) -> tuple[dict[str, fl
     Returns:
         (probe -> seconds, probe -> median absolute deviation of the ratios over their median).
     """
-    own = [t for t in profile.timings if t.quantity == quantity]
+    own = [t for t in timings if t.quantity == quantity]
     dense = [t for t in own if t.probe == DENSE]
     ratios: dict[str, list[float]] = defaultdict(list)
     for timing in own:

@@ -129,11 +129,8 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The name it is stored under unless another is given: model type, sizes, engine and dtype."""
-        d = self.dense
-        heads = f"{d.num_attention_heads}q{d.num_key_value_heads}kv"
-        sizes = f"{d.num_layers}x{d.hidden_size}-{heads}-{d.intermediate_size}"
-        return f"{self.model_type}-{sizes}-{self.engine}-{self.dtype}"
+        """The name it is stored under unless another is given."""
+        return profile_name(self.model_type, self.dense, self.engine, self.dtype)
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
@@ -271,6 +268,13 @@ class Profile:
     def probe(self, name: str) -> Probe:
         """The probe of this name."""
         return next(probe for probe in self.probes if probe.name == name)
+
+
+def profile_name(model_type: str, dense: Sizes, engine: str, dtype: str) -> str:
+    """Model type, sizes, engine and dtype, as the default name of a profile."""
+    heads = f"{dense.num_attention_heads}q{dense.num_key_value_heads}kv"
+    sizes = f"{dense.num_layers}x{dense.hidden_size}-{heads}-{dense.intermediate_size}"
+    return f"{model_type}-{sizes}-{engine}-{dtype}"
 
 
 def _widths(widths: Widths) -> list[int]:

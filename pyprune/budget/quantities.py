@@ -55,7 +55,7 @@ class Quantity:
 
 
 class CostModel(Protocol):
-    """Predicts quantities: exactly (parameters, memory) or from what was measured on a machine (prefill, generation)."""
+    """Predicts quantities: exactly (parameters, memory), or from what was measured on a machine (times)."""
 
     def fixed(self, quantity: Quantity, hidden_size: int) -> float:
         """What a model of this hidden size takes without any layer, in the quantity's unit."""

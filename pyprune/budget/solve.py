@@ -15,7 +15,10 @@ many). What is measured afterwards decides.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -296,13 +299,14 @@ class _Programme:
         constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(csr_array(limits), -np.inf, np.array(most))]
         if heads is not None:
             constraints += heads
-        result = milp(
-            np.concatenate([objective, np.zeros(len(pairs))]),
-            integrality=np.ones(width),
-            bounds=Bounds(0, 1),
-            constraints=constraints,
-            options={"mip_rel_gap": self.options.gap, "node_limit": self.options.nodes},
-        )
+        with _silent_stdout():
+            result = milp(
+                np.concatenate([objective, np.zeros(len(pairs))]),
+                integrality=np.ones(width),
+                bounds=Bounds(0, 1),
+                constraints=constraints,
+                options={"mip_rel_gap": self.options.gap, "node_limit": self.options.nodes},
+            )
         if result.x is None and result.status != _INFEASIBLE:
             raise BudgetError(
                 f"The solver stopped without a solution ({result.message}). Raise nodes (now {self.options.nodes:,}), "
@@ -342,6 +346,24 @@ class _Programme:
         loss = float(sum(choice.loss for choice in chosen)) + self.search.hidden[self.hidden]
         widths = tuple(choice.widths for choice in chosen)
         return Solution(self.hidden, widths, loss, self._amounts(chosen), variant)
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Discard what is written to the descriptor of stdout: HiGHS leaves lines of its own there, told to be quiet or not.
+
+    Where a command prints JSON they would be part of it.
+    """
+    sys.stdout.flush()
+    own = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+        os.close(nowhere)
 
 
 def _of(columns: Sequence[tuple[int, Choice]], index: int) -> list[Choice]:

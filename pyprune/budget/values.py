@@ -43,7 +43,7 @@ class ValueOptions(Config):
             processor has it, and rounds: losses below about 1e-3 nats are noise then.
     """
 
-    judged: float = option(0.5, above=0, below=1)
+    judged: float = option(1 / 3, above=0, below=1)
     stride: int = option(4, at_least=1, at_most=4096)
     ffn_anchors: tuple[float, ...] = option((0.75, 0.5, 0.25), above=0, below=1)
     head_anchors: int = option(4, at_least=1, at_most=256)

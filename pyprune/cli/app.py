@@ -9,7 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from pyprune.cli.evaluate import evaluate
+from pyprune.cli.fit import fit
 from pyprune.cli.inspect import env, inspect, methods
+from pyprune.cli.profile import predict, profile
 from pyprune.cli.prune import prune
 from pyprune.cli.rework import reconstruct, recover
 from pyprune.cli.serve import bench, export, serve
@@ -44,6 +46,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "prune": prune,
+    "fit": fit,
     "recover": recover,
     "reconstruct": reconstruct,
     "eval": evaluate,
@@ -51,6 +54,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "serve": serve,
     "bench": bench,
+    "profile": profile,
+    "predict": predict,
     "inspect": inspect,
     "methods": methods,
     "env": env,

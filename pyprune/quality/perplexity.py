@@ -121,7 +121,7 @@ def evaluate_perplexity(
     Raises:
         ConfigError, DataError, EvaluationError: see :func:`perplexity` and :func:`evaluation_text`.
     """
-    _window(protocol, window)
+    window_size(protocol, window)
     text = (
         source if isinstance(source, EvaluationText) else evaluation_text(tokenizer, source, split=split, field=field)
     )
@@ -170,11 +170,11 @@ def perplexity(
             vocabulary.
         EvaluationError: a loss that is not finite (the message names the window).
     """
-    size = _window(protocol, window)
+    size = window_size(protocol, window)
     step = batch_size if batch_size is not None else max(1, _FORWARD_TOKENS // size)
     if step < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
-    windows = _cut(token_ids, size, max_tokens, max_windows, source)
+    windows = cut_windows(token_ids, size, max_tokens, max_windows, source)
     _check_model(model, windows, size)
     losses: list[Tensor] = []
     with evaluating(model), torch.no_grad():
@@ -184,11 +184,23 @@ def perplexity(
             losses.append(_window_losses(model, batch))
             _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
     per_token = torch.cat(losses)
-    mean = per_token.mean(dim=1).mean() if protocol == "ppl-2048" else per_token.sum() / per_token.numel()
-    return PerplexityResult(float(mean.exp()), len(windows), windows.numel(), protocol, size, source, sha256)
+    return PerplexityResult(
+        averaged(per_token, protocol), len(windows), windows.numel(), protocol, size, source, sha256
+    )
 
 
-def _window(protocol: str, window: int | None) -> int:
+def averaged(losses: Tensor, protocol: str) -> float:
+    """Return the perplexity of losses, float64 [windows, T - 1], as a protocol averages them."""
+    mean = losses.mean(dim=1).mean() if protocol == "ppl-2048" else losses.sum() / losses.numel()
+    return float(mean.exp())
+
+
+def window_size(protocol: str, window: int | None = None) -> int:
+    """Return the tokens of a protocol's window, unless another number is given.
+
+    Raises:
+        ConfigError: an unknown protocol, or a window of fewer than 2 tokens.
+    """
     if protocol not in WINDOWS:
         raise ConfigError(did_you_mean(protocol, WINDOWS, "perplexity protocol"))
     if window is not None and window < 2:
@@ -196,10 +208,15 @@ def _window(protocol: str, window: int | None) -> int:
     return window or WINDOWS[protocol]
 
 
-def _cut(
+def cut_windows(
     token_ids: Tensor | Sequence[int], size: int, max_tokens: int | None, max_windows: int | None, source: str
 ) -> Tensor:
-    """Return the windows, int64 [windows, size]."""
+    """Cut a token stream into windows, int64 [windows, size], and drop the tail; the options of :func:`perplexity`.
+
+    Raises:
+        ConfigError: ``max_tokens`` is below 1.
+        DataError: less text than one window.
+    """
     ids = torch.as_tensor(token_ids, dtype=torch.int64).reshape(-1)
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")

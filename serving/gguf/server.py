@@ -111,3 +111,12 @@ class LlamaServer:
                 f"llama.cpp made {sorted(set(made))} tokens for a prompt where {new_tokens} were asked."
             )
         return [list(answer["tokens"]) for answer in sorted(answers, key=lambda answer: answer["index"])]
+
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text, by the tokenizer in the file; names of special tokens in it are text.
+
+        Args:
+            text: any.
+            add_special: with the tokens that the tokenizer puts around a text.
+        """
+        return list(self.post("/tokenize", content=text, add_special=add_special, parse_special=False)["tokens"])

@@ -63,7 +63,7 @@ def test_coefficients_are_never_negative() -> None:
 def test_drift_of_the_machine_cancels() -> None:
     slow = fake_profile()
     drifting = replace(slow, timings=tuple(replace(t, seconds=t.seconds * (1 + t.start / 100)) for t in slow.timings))
-    (seconds, spread), (still, _) = relative_seconds(drifting, PREFILL), relative_seconds(slow, PREFILL)
+    (seconds, spread), (still, _) = relative_seconds(drifting.timings, PREFILL), relative_seconds(slow.timings, PREFILL)
     for name in still:
         if name != DENSE:
             # The last turns come after the last dense one, beyond which nothing can be interpolated.
@@ -75,7 +75,7 @@ def test_turns_are_compared_with_the_dense_ones_of_their_group() -> None:
     profile = fake_profile()
     again = tuple(replace(t, group=1, start=t.start + 1000, seconds=3 * t.seconds) for t in profile.timings)
     both = replace(profile, timings=profile.timings + again)
-    (one, _), (two, _) = relative_seconds(profile, PREFILL), relative_seconds(both, PREFILL)
+    (one, _), (two, _) = relative_seconds(profile.timings, PREFILL), relative_seconds(both.timings, PREFILL)
     for name in one:
         assert two[name] / two[DENSE] == pytest.approx(one[name] / one[DENSE])
 

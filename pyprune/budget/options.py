@@ -1,0 +1,99 @@
+"""What `pyprune fit` can be told. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from typing_extensions import override
+
+from pyprune.budget.choices import ChoiceOptions
+from pyprune.budget.solve import SolveOptions
+from pyprune.budget.values import Value, ValueOptions
+from pyprune.config.base import LARGEST_SEED, Config, _require, option
+from pyprune.config.cut import ReconstructConfig
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig
+
+
+@dataclass(frozen=True)
+class FitOptions(Config):
+    """How a model is found for a budget.
+
+    Attributes:
+        data: text for scores, losses of single blocks and reconstruction; the same source gives what is trained on
+            after the cut.
+        score_samples: of ``data``, for the scores that order the units.
+        value_samples: of ``data``, for the losses of single blocks.
+        judge_samples: sequences beside ``data`` on which reconstructed candidates are compared.
+        choices: what layers may become; its ``ffn_multiple`` and ``kv_heads_multiple`` give way to what runs well for
+            ``weights`` and the profile, unless ``keep_multiples`` is on.
+        keep_multiples: take the multiples of ``choices`` as they are.
+        values: how losses of single blocks are measured.
+        value: which of the measured losses is added up.
+        solve: the search.
+        reconstruct: how candidates are reconstructed.
+        rounds: most searches for one budget: each further one knows what the candidates before it took when measured.
+        slack: share of a limit by which a measured time may exceed it; machines are noisy.
+        repeats: timed turns of each model.
+        dtype: of the weights while working.
+        device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
+        seed: of what is drawn.
+    """
+
+    data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=144, sequence_length=256))
+    score_samples: int = option(36, at_least=1, at_most=100_000)
+    value_samples: int = option(48, at_least=3, at_most=100_000)
+    judge_samples: int = option(48, at_least=1, at_most=100_000)
+    choices: ChoiceOptions = field(default_factory=ChoiceOptions)
+    keep_multiples: bool = False
+    values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="bfloat16"))
+    value: Value = "kl"
+    solve: SolveOptions = field(default_factory=SolveOptions)
+    reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="bfloat16"))
+    rounds: int = option(3, at_least=1, at_most=20)
+    slack: float = option(0.01, at_least=0, at_most=0.5)
+    repeats: int = option(3, at_least=1, at_most=1000)
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        most = max(self.score_samples, self.value_samples)
+        _require(
+            self.data.samples >= most,
+            f"data.samples is {self.data.samples}; score_samples and value_samples need {most} of them.",
+            found,
+        )
+        _require(
+            self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery; set 'stream'.",
+            found,
+        )
+        return found
+
+    @property
+    def judged(self) -> DataConfig:
+        """The text on which candidates are compared."""
+        return replace(self.data, samples=self.judge_samples)
+
+
+def winner_config(options: FitOptions, plan: str, *, recover: bool) -> PruneConfig:
+    """The run that writes the winner: its plan, reconstructed, then all weights trained as the methods' defaults do.
+
+    Args:
+        options: of the search.
+        plan: path of the saved plan.
+        recover: False leaves out the training.
+    """
+    from pyprune.methods.training import reconstructed
+
+    recommended = reconstructed(PruneConfig(method="none", plan=plan, seed=options.seed, device=options.device))
+    samples = max(options.data.samples, recommended.data.samples if recover else 0)
+    return replace(
+        recommended,
+        data=replace(options.data, samples=samples),
+        cut=replace(recommended.cut, least_squares=options.reconstruct),
+        stages=recommended.stages if recover else replace(recommended.stages, after=()),
+    )

@@ -1,0 +1,232 @@
+"""The models that a profile measures: the dense sizes, and each kind of cut by itself, with random weights.
+
+How long a layer takes depends on its shapes and on no value of a weight, so that no checkpoint has to be read or cut:
+every probe is made from the dense model's configuration and the plan's target architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyprune.budget.profile import DENSE
+from pyprune.errors import CheckpointError, UnsupportedModelError
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan, kv_head_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FFN_STEP = 64
+"""Probes have FFN widths in multiples of it where the model is wide enough, so that they fit the rules for sizes."""
+HIDDEN_STEP = 16
+
+Model = tuple[Path, Mapping[str, Any]]
+"""A written probe: its checkpoint folder or GGUF file, and its config.json as plain data."""
+
+
+def probe_plans(dense: PrunePlan) -> dict[str, PrunePlan]:
+    """Name -> plan of every probe, the dense model first and the most telling ones next.
+
+    A cut that a model is too small for is left out (KV groups of a model with one, every second layer of one layer).
+
+    Args:
+        dense: the plan that removes nothing.
+    """
+    sizes = dense.dense
+    every_second = range(1, sizes.num_layers, 2)
+    plans = {
+        DENSE: dense,
+        "half of the layers": dense.drop_layers(every_second),
+        "half of the FFN": _with_ffn(dense, 1 / 2),
+        "no attention in every second layer": _without(dense, every_second, query_heads=(), kv_heads=()),
+        "no MLP in every second layer": _without(dense, every_second, ffn=()),
+        "three quarters of the hidden size": _with_hidden(dense, 3 / 4),
+        "a third of the KV groups": _with_groups(dense, 1 / 3),
+        "unequal layers": _unequal(dense),
+        "a quarter of the FFN": _with_ffn(dense, 1 / 4),
+        "half of the hidden size": _with_hidden(dense, 1 / 2),
+        "fewer query heads in each group": _with_queries(dense, 2 / 3),
+        "two thirds of the KV groups": _with_groups(dense, 2 / 3),
+        "three quarters of the FFN": _with_ffn(dense, 3 / 4),
+    }
+    seen: set[tuple[object, ...]] = set()
+    found = {}
+    for name, plan in plans.items():
+        shape = (len(plan.hidden), *(layer.widths for layer in plan.layers))
+        if shape not in seen:
+            found[name] = plan
+        seen.add(shape)
+    return found
+
+
+def _without(plan: PrunePlan, layers: Iterable[int], **nothing: tuple[int, ...]) -> PrunePlan:
+    for index in layers:
+        plan = plan.with_layer(index, **nothing)
+    return plan
+
+
+def _in_steps(share: float, whole: int, step: int) -> int:
+    """A share of a size as a multiple of ``step``, where there is room for one between nothing and all of it."""
+    if whole < 2 * step:
+        return max(1, round(share * whole))
+    return min(max(step, round(share * whole / step) * step), whole)
+
+
+def _with_ffn(plan: PrunePlan, share: float) -> PrunePlan:
+    width = range(_in_steps(share, plan.dense.intermediate_size, FFN_STEP))
+    for index in plan.kept_layers:
+        plan = plan.with_layer(index, ffn=width)
+    return plan
+
+
+def _with_hidden(plan: PrunePlan, share: float) -> PrunePlan:
+    return plan.keep_hidden(range(_in_steps(share, plan.dense.hidden_size, HIDDEN_STEP)))
+
+
+def _with_groups(plan: PrunePlan, share: float) -> PrunePlan:
+    kept = max(1, round(share * plan.dense.num_key_value_heads))
+    for index in plan.kept_layers:
+        plan = _keep_groups(plan, index, kept)
+    return plan
+
+
+def _keep_groups(plan: PrunePlan, index: int, kept: int) -> PrunePlan:
+    dense = plan.dense
+    heads = [q for q in range(dense.num_attention_heads) if kv_head_of(q, dense) < kept]
+    return plan.with_layer(index, query_heads=heads, kv_heads=range(kept))
+
+
+def _with_queries(plan: PrunePlan, share: float) -> PrunePlan:
+    """The same number of query heads fewer in every KV group."""
+    dense = plan.dense
+    kept = max(1, round(share * dense.group_size))
+    heads = [q for q in range(dense.num_attention_heads) if q % dense.group_size < kept]
+    for index in plan.kept_layers:
+        plan = plan.with_layer(index, query_heads=heads)
+    return plan
+
+
+def _unequal(plan: PrunePlan) -> PrunePlan:
+    """Three kinds of layers in turn, with three pairs of query and KV heads where there are as many KV groups."""
+    dense = plan.dense
+    groups = [
+        dense.num_key_value_heads,
+        max(1, dense.num_key_value_heads * 2 // 3),
+        max(1, round(dense.num_key_value_heads / 3)),
+    ]
+    for index in plan.kept_layers:
+        kind = index % 3
+        plan = _keep_groups(plan, index, groups[kind])
+        width = _in_steps((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, FFN_STEP)
+        plan = plan.with_layer(index, ffn=range(width))
+    return plan
+
+
+def dense_config(source: str | Path) -> PretrainedConfig:
+    """The configuration of a dense model; its weights are not read and need not be there.
+
+    Args:
+        source: a folder with config.json, or a hub id.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        UnsupportedModelError: a family that pyprune does not know, or a model that was cut to unequal sizes.
+    """
+    from transformers import AutoConfig
+
+    import pyprune.modeling  # noqa: F401  (registers the pruned architectures, so that they are refused by name)
+    from pyprune.checkpoint.damage import actionable
+    from pyprune.checkpoint.plausible import read_config
+
+    text = str(source)
+    if os.path.isdir(text):
+        read_config(Path(text))
+    elif text.count("/") != 1 or text.startswith((".", "/", "~")):
+        raise CheckpointError(f"{text!r} is neither a folder nor a hub id of the form owner/name.")
+    with actionable(text):
+        config: PretrainedConfig = AutoConfig.from_pretrained(text)
+    family_for(config)
+    return config
+
+
+def write_probe(config: PretrainedConfig, plan: PrunePlan, folder: Path, dtype: str, tokenizer: Any = None) -> Path:
+    """Write a checkpoint of the plan's sizes with random weights, in a stock architecture where one fits.
+
+    Args:
+        config: of the dense model.
+        plan: what stays of it.
+        folder: to create.
+        dtype: of the weights: float32, bfloat16 or float16.
+        tokenizer: to write beside them, for formats that need one.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pyprune.checkpoint.save import save_checkpoint
+    from pyprune.cut.target import choose_target
+    from pyprune.runtime.device import DTYPES
+
+    target = choose_target(family_for(config), config, plan)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(target.config, dtype=DTYPES[dtype])
+    return save_checkpoint(model, tokenizer, folder, plan=plan, provenance={"weights": "random"})
+
+
+def why_not_served(config: PretrainedConfig, plan: PrunePlan, engine: str) -> str:
+    """Why an engine cannot run a plan; empty when nothing is known against it.
+
+    Args:
+        config: of the dense model.
+        plan: what stays of it.
+        engine: vllm, transformers or llamacpp (which is asked by writing the file).
+    """
+    from pyprune.cut.target import choose_target
+
+    family = family_for(config)
+    if engine != "vllm" or family.served_by or choose_target(family, config, plan).stock:
+        return ""
+    return f"the vLLM plugin serves no sizes per layer for {family.model_type}"
+
+
+def write_served(
+    config: PretrainedConfig, plan: PrunePlan, folder: Path, engine: str, dtype: str, tokenizer: Any = None
+) -> Model:
+    """Write a probe in the form that an engine reads.
+
+    Args:
+        config: of the dense model.
+        plan: what stays of it.
+        folder: to create; all of the probe is inside.
+        engine: vllm, transformers or llamacpp.
+        dtype: of the weights; for llamacpp a format of GGUF files.
+        tokenizer: which llamacpp needs.
+
+    Returns:
+        (checkpoint folder or GGUF file, its config.json as plain data).
+
+    Raises:
+        UnsupportedModelError: the engine has no place for these sizes.
+        OutputError: the folder cannot be written.
+    """
+    if engine != "llamacpp":
+        reason = why_not_served(config, plan, engine)
+        if reason:
+            raise UnsupportedModelError(reason)
+        write_probe(config, plan, folder, dtype)
+        return folder, json.loads((folder / "config.json").read_text())
+    from pyprune.serving.gguf.write import export_gguf
+
+    checkpoint = write_probe(config, plan, folder / "checkpoint", "float32", tokenizer)
+    values = json.loads((checkpoint / "config.json").read_text())
+    file = export_gguf(checkpoint, folder / "model.gguf", quantise=dtype).path
+    shutil.rmtree(checkpoint)
+    return file, values

@@ -1,0 +1,148 @@
+"""Engines of several models that stay loaded side by side and are timed in turns around the dense one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pyprune.budget.probes import Model
+from pyprune.budget.profile import Timing
+from pyprune.budget.quantities import Quantity
+from pyprune.serving.engines import Engine, EngineName
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, SHORT_PROMPT_TOKENS, Workload, kv_cache_bytes
+
+WARM_TOKENS = 8
+"""New tokens of a warm-up generation: enough for every kernel to have run once with these shapes."""
+MEMORY_SHARE = 0.8
+"""Share of the free memory that engines may take."""
+
+
+class EngineGroup:
+    """Engines of several models that are loaded together, warmed up, and timed in turns around the first one.
+
+    Args:
+        engine: vllm, transformers or llamacpp.
+        dtype: of weights and activations, or GGUF format.
+        quantities: the workloads.
+        vocab_size: token ids of prompts are below it.
+        seed: of the prompts; every model gets the same ones, every repeat others.
+    """
+
+    def __init__(
+        self, engine: EngineName, dtype: str, quantities: Sequence[Quantity], vocab_size: int, seed: int = 0
+    ) -> None:
+        self.engine, self.dtype, self.quantities = engine, dtype, list(quantities)
+        self.vocab_size, self.seed = vocab_size, seed
+        self.engines: dict[str, Engine] = {}
+        self.device: str | None = None
+        self.began = time.perf_counter()
+
+    def load(self, models: Mapping[str, Model]) -> None:
+        """Start the engines of (folder or file, config.json as plain data), two at a time, and warm them up."""
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            loads = {name: pool.submit(self._start, *model) for name, model in models.items()}
+            failure = None
+            for name, load in loads.items():
+                try:
+                    self.engines[name] = load.result()
+                except Exception as error:  # the others that have started are closed by the caller
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        for name in models:
+            self._warm(self.engines[name])
+            self.device = self.engines[name].device or self.device
+
+    def turn(self, name: str, quantity: Quantity, repeat: int, group: int) -> Timing:
+        """Time one request of a model."""
+        if self.engine == "vllm" and len(self.engines) > 1:
+            time.sleep(SETTLE_S)
+        start = time.perf_counter() - self.began
+        seconds, _ = self.engines[name].generate(self._prompts(quantity, repeat), _new_tokens(quantity))
+        return Timing(name, quantity, group, start, seconds)
+
+    def round(self, names: Sequence[str], repeats: int, group: int) -> Iterator[Timing]:
+        """Every workload and repeat of the models, the first of ``names`` also at the end of each workload."""
+        for quantity in self.quantities:
+            for repeat in range(repeats):
+                for name in names:
+                    yield self.turn(name, quantity, repeat, group)
+            if len(names) > 1:
+                yield self.turn(names[0], quantity, repeats, group)
+
+    def close(self, names: Sequence[str] | None = None) -> None:
+        """End engines; None = all."""
+        for name in list(self.engines) if names is None else names:
+            if name in self.engines:
+                self.engines.pop(name).close()
+
+    def __enter__(self) -> EngineGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, model: Path, config: Mapping[str, Any]) -> Engine:
+        longest = max(longest_sequence(q) for q in self.quantities)
+        batch = max(q.batch for q in self.quantities)
+        options = {
+            "model": str(model),
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "max_length": longest,
+            "max_sequences": batch,
+            "max_batched_tokens": max(longest, batch * SHORT_PROMPT_TOKENS),
+            "kv_cache_bytes": cache_bytes(config, self.quantities, self.dtype),
+        }
+        return Engine(self.engine, options)
+
+    def _warm(self, engine: Engine) -> None:
+        for quantity in self.quantities:
+            engine.generate(self._prompts(quantity, -1), min(WARM_TOKENS, _new_tokens(quantity)))
+
+    def _prompts(self, quantity: Quantity, repeat: int) -> list[list[int]]:
+        if quantity.kind == "prefill":
+            return Workload(prompt_tokens=quantity.tokens, seed=self.seed).prompts("prompt", repeat, self.vocab_size)
+        return Workload(batch_size=quantity.batch, seed=self.seed).prompts("generation", repeat, self.vocab_size)
+
+
+def _new_tokens(quantity: Quantity) -> int:
+    return quantity.tokens if quantity.kind == "generation" else 1
+
+
+def cache_bytes(config: Mapping[str, Any], quantities: Sequence[Quantity], dtype: str) -> int:
+    """Bytes of key/value cache that hold the largest of the workloads."""
+    width = "float32" if dtype == "float32" else "bfloat16"
+    needs = [
+        Workload(prompt_tokens=q.tokens, batch_size=1, new_tokens=1, dtype=width)
+        if q.kind == "prefill"
+        else Workload(prompt_tokens=1, batch_size=q.batch, new_tokens=q.tokens, dtype=width)
+        for q in quantities
+    ]
+    return max(kv_cache_bytes(config, need) for need in needs)
+
+
+def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
+    """How many engines of a model's size fit into the free memory at once, at least 1.
+
+    Args:
+        engine: vllm, transformers or llamacpp.
+        weight_bytes: of the weights.
+        cache: bytes of key/value cache.
+    """
+    import torch
+
+    from pyprune.serving.measure import _available_bytes
+
+    if torch.cuda.is_available():
+        return 1  # an engine takes its share of the card whether it needs it or not
+    need = PROCESS_BYTES[engine] + 2 * weight_bytes + cache
+    return max(1, int(MEMORY_SHARE * _available_bytes() // need))
+
+
+def longest_sequence(quantity: Quantity) -> int:
+    """Tokens of the longest sequence that a workload makes."""
+    return quantity.tokens + (1 if quantity.kind == "prefill" else SHORT_PROMPT_TOKENS)

@@ -1,0 +1,171 @@
+"""fit: from a budget to a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyprune.cli.base import Debug, GgufFile, JsonFile, Overwrite, RemoteCode, Revision, guarded, output
+from pyprune.cli.profile import Mismatch
+from pyprune.runtime.progress import say
+
+if TYPE_CHECKING:
+    from pyprune.budget.limits import Budget
+    from pyprune.budget.options import FitOptions
+    from pyprune.budget.profile import Profile
+
+
+@guarded
+def fit(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            metavar="LIMIT[,LIMIT]",
+            help="What the model may take: parameters=100M, memory@4096=120MB, prefill@2048<=900ms, "
+            "tokens_per_second@64x128>=800, time_to_first_token@512<=200ms, speedup>=1.3, throughput_increase>=1.2, or "
+            "a share of the dense model (memory=60%). Several limits hold together; with --sweep each --budget is one "
+            "point.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create: the checkpoint, or the sweep's report.")],
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="What this machine takes (pyprune profile). Default: the one of this model and --weights; it is "
+            "measured first where there is none.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="Of the default profile: auto (vLLM if installed), vllm, transformers or llamacpp."),
+    ] = "auto",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="How the model will be exported, which memory and widths depend on: bfloat16, float16, float32, "
+            "w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, else bfloat16.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Text, as in pyprune prune. Default: mixture."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 144.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. solve.solutions=3."),
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Write a table and charts of what each --budget allows, and its plans.")
+    ] = False,
+    no_recover: Annotated[
+        bool, typer.Option("--no-recover", help="Write the winner reconstructed, without training it.")
+    ] = False,
+    no_timing: Annotated[
+        bool,
+        typer.Option("--no-timing", help="Trust the predicted times; do not run the winner beside the dense model."),
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for scores, losses and candidates. Default: DIR.fit beside --out."),
+    ] = None,
+    allow_mismatch: Mismatch = False,
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
+    overwrite: Overwrite = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Find the best model that keeps a budget, and write it: layers, heads and FFN widths are chosen together.
+
+    Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
+    """
+    from pyprune.budget.limits import Budget
+
+    budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
+    options = _options(calibration, samples, sequence_length, set_ or ())
+    source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
+    from pyprune.runtime.files import check_output
+
+    check_output(out, overwrite=overwrite, reads=[model, options.data.source])
+    wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch)
+    shared: dict[str, Any] = {
+        "options": options,
+        "weights": weights or (wanted.dtype if wanted else "bfloat16"),
+        "profile": wanted,
+        "allow_mismatch": allow_mismatch,
+        "cache": cache,
+        "timed": not no_timing,
+        "overwrite": overwrite,
+        **source,
+    }
+    if sweep:
+        _sweep(model, budgets, out, shared, json_file)
+    else:
+        _fit(model, budgets[0], out, shared, json_file, recover=not no_recover)
+
+
+def _options(source: str | None, samples: int | None, length: int | None, settings: Any) -> FitOptions:
+    """The defaults, changed by what was given on the command line."""
+    from pyprune.budget.options import FitOptions
+    from pyprune.recipe import merge, nested, parse_setting
+
+    given = {"data.source": source, "data.samples": samples, "data.sequence_length": length}
+    data: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is not None:
+            data = merge(data, nested(name, value))
+    for setting in settings:
+        data = merge(data, parse_setting(setting))
+    options = FitOptions.from_dict(merge(FitOptions().to_dict(), data))
+    options.validate()
+    return options
+
+
+def _profile(
+    model: str, budgets: list[Budget], named: str | None, engine: str, weights: str | None, *, allow: bool
+) -> Profile | None:
+    """The profile that was named; without one, and where times are limited, this model's own, measured if need be."""
+    from pyprune.budget.profile import Profile
+
+    if named is not None:
+        found = Profile.load(named)
+        found.check(allow=allow)
+        return found
+    quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
+    if not quantities:
+        return None
+    from pyprune.fitting.timed import profile_of
+
+    return profile_of(model, engine=engine, dtype=weights, quantities=quantities)
+
+
+def _fit(
+    model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, *, recover: bool
+) -> None:
+    from pyprune.fitting.flow import fit as find
+    from pyprune.fitting.report import attempts_table, limits_table
+
+    found = find(model, budget, out=out, recover=recover, **shared)
+    tables = (attempts_table(found), limits_table(found))
+    next_step = f"Wrote {out}. Next: pyprune eval {out} --ppl wikitext2"
+    output(found.to_dict(), json_file, *tables, next_step)
+
+
+def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None) -> None:
+    from pyprune.fitting.flow import sweep as find
+    from pyprune.fitting.report import sweep_table
+
+    points = find(model, budgets, out=out, **shared)
+    data = {"points": [point.to_dict() for point in points]}
+    output(data, json_file, sweep_table(points), f"Wrote {out}: report.html, report.md and a plan for each budget.")
+    say(f"To write one of them: pyprune prune {model} --plan {out}/plan-1.json --out pruned/", "dim")

@@ -1,0 +1,298 @@
+"""profile and predict: what models cost on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output
+from pyprune.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from pyprune.budget.measured import MeasuredCosts
+    from pyprune.budget.profile import Profile
+    from pyprune.plan import PrunePlan
+    from pyprune.report import Cell, Table
+
+LARGEST = 10_000_000
+Mismatch = Annotated[
+    bool,
+    typer.Option("--allow-mismatch", help="Use a profile of another machine or version in spite of that; it is said."),
+]
+
+
+@guarded
+def profile(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder with config.json or hub id of the dense model.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write. Default: kept by name in the user's cache folder."),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
+    ] = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16, float16 or float32; with llamacpp a format of GGUF files. Default: bfloat16, q8_0.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (an accelerator if there is one), cpu or cuda.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed turns of each probe and workload, after a warm-up.")] = 3,
+    prefill: Annotated[str, typer.Option(metavar="N,N", help="Prompt lengths in tokens.")] = "512,2048",
+    generation: Annotated[
+        str, typer.Option(metavar="BxN,BxN", help="Sequences at a time x new tokens of each.")
+    ] = "64x128,1x128",
+    probes: Annotated[
+        int | None, typer.Option(help="Most probes beside the dense model. Default: all, about a dozen.")
+    ] = None,
+    resident: Annotated[
+        int | None,
+        typer.Option(help="Engines loaded at once, the dense model's among them. Default: what the memory holds."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure what models of MODEL's family and sizes cost on this machine: attention, FFN, layers, hidden size.
+
+    About a dozen small checkpoints with random weights are timed in turns with the dense model (speed depends on shapes
+    alone) and deleted. `pyprune predict` and `pyprune fit` read the file.
+
+    Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
+    """
+    from pyprune.budget.measured import MeasuredCosts
+    from pyprune.budget.profile import stored_as
+    from pyprune.budget.timing import ProfileOptions, take_profile
+    from pyprune.runtime.figures import check_figures
+
+    options = ProfileOptions(
+        engine=engine,
+        dtype=dtype,
+        device=device,
+        repeats=repeats,
+        prefill=tuple(_lengths(prefill)),
+        generation=tuple(_batches(generation)),
+        probes=probes,
+        seed=seed,
+        resident=resident,
+    )
+    if out is not None:
+        check_figures(out, model)
+    taken = take_profile(model, options)
+    path = taken.save(stored_as(taken.name) if out is None else out)
+    costs = MeasuredCosts(taken)
+    where = f"Stored as {taken.name} ({path})." if out is None else f"Wrote {path}."
+    notes = [f"Note: {note}." for note in taken.notes]
+    output({"profile": str(path), "name": taken.name, **summary(costs)}, json_file, fit_table(costs), *notes, where)
+
+
+@guarded
+def predict(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN", help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's."
+        ),
+    ],
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="Profile of the dense model: its name, or the path of its file.")
+    ],
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="Formats of the weights to count memory for: float32, bfloat16, float16, w8a8-int8, w8a16, w4a16, "
+            "fp8, or a GGUF format. Default: the profile's dtype.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[str, typer.Option(metavar="N or BxN", help="Contexts of the key/value cache.")] = "2048",
+    allow_mismatch: Mismatch = False,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Predict what a plan or checkpoint takes: prefill, time to first token, tokens/s, weights and key/value cache.
+
+    Example: pyprune predict pruned/ --profile profile.json --weights bfloat16,q8_0
+    """
+    from pyprune.budget.measured import MeasuredCosts
+    from pyprune.budget.profile import Profile
+
+    batch, tokens = _batch(context) if "x" in context else (1, *_lengths(context))[:2]
+    known = Profile.load(profile)
+    plan = plan_of(target, known)
+    known.check(plan, allow=allow_mismatch)
+    formats = comma_separated(weights) if weights else (known.dtype,)
+    rows = _predictions(plan, MeasuredCosts(known), _config(known), formats, (batch, tokens))
+    data = {"plan": plan.to_dict(), "profile": known.name, "predicted": dict(rows)}
+    output(data, json_file, _prediction_table(plan, rows))
+
+
+def _lengths(text: str) -> list[int]:
+    """The lengths in "512,2048"."""
+    return [_count(part, text) for part in comma_separated(text)]
+
+
+def _batches(text: str) -> list[tuple[int, int]]:
+    """The (sequences, tokens) in "64x128,1x128"."""
+    return [_batch(part) for part in comma_separated(text)]
+
+
+def _batch(text: str) -> tuple[int, int]:
+    batch, sign, tokens = text.partition("x")
+    if not sign:
+        raise ConfigError(f"{shown(text)} is not of the form BxN (sequences at a time x tokens of each), like 64x128.")
+    return _count(batch, text), _count(tokens, text)
+
+
+def _count(part: str, text: str) -> int:
+    if not (part.isascii() and part.isdecimal() and len(part) < 9 and 1 <= int(part) <= LARGEST):
+        raise ConfigError(f"{shown(part)} in {shown(text)} is not a whole number from 1 to {LARGEST:,}.")
+    return int(part)
+
+
+def summary(costs: MeasuredCosts) -> dict[str, Any]:
+    """How well the profile's fit holds, and the multiples that its products suggest, as plain data."""
+    from dataclasses import asdict
+
+    from pyprune.budget.sizes import SizeRules, column_times
+
+    fits = {
+        str(quantity): {
+            "dense_seconds": fit.seconds["dense"],
+            "residual": fit.residual,
+            "left_out_median": fit.left_out_median,
+            "left_out_worst": fit.left_out_worst,
+            "left_out": fit.left_out,
+            "seconds": fit.seconds,
+            "spread": fit.spread,
+            "coefficients": fit.coefficients,
+        }
+        for quantity, fit in costs.fits.items()
+    }
+    times = {str(multiple): seconds for multiple, seconds in column_times(costs.profile.products).items()}
+    return {"fits": fits, "sizes": asdict(SizeRules.learnt(costs.profile)), "seconds_per_column": times}
+
+
+def fit_table(costs: MeasuredCosts) -> Table:
+    """One row for each workload: the dense model's time, and how well left-out probes are predicted."""
+    from pyprune.budget.sizes import SizeRules
+    from pyprune.report import Table
+
+    rows: list[tuple[Cell, ...]] = []
+    for quantity, fit in costs.fits.items():
+        worst, error = fit.left_out_worst
+        rows.append(
+            (
+                str(quantity),
+                fit.seconds["dense"],
+                len(fit.seconds),
+                f"{max(fit.spread.values()):.1%}",
+                f"{fit.residual:.1%}",
+                f"{fit.left_out_median:.1%}",
+                f"{error:+.1%} ({worst})",
+            )
+        )
+    profile = costs.profile
+    rules = SizeRules.learnt(profile)
+    columns = ("workload", "dense (s)", "models", "largest spread", "fit", "left out: median", "left out: worst")
+    note = f"{profile.machine['device']}, {profile.engine}, {profile.dtype}. Good FFN widths: {rules.ffn_multiple}s."
+    return Table(f"Profile {profile.name}", columns, tuple(rows), note)
+
+
+def plan_of(target: str, profile: Profile) -> PrunePlan:
+    """The plan in a file or checkpoint; a folder without a record is taken for the dense model.
+
+    Args:
+        target: a plan's JSON file or a checkpoint folder.
+        profile: whose dense model a folder without a record must be.
+
+    Raises:
+        PlanError, CheckpointError: it cannot be read.
+    """
+    import os
+
+    from pyprune.budget.probes import dense_config
+    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.errors import PlanError
+    from pyprune.families import family_for
+    from pyprune.plan import PrunePlan
+    from pyprune.runtime.files import read_bounded
+
+    if os.path.isfile(target):
+        try:
+            return PrunePlan.from_json(read_bounded(target))
+        except (OSError, ValueError) as error:
+            raise PlanError(f"The plan {target} cannot be read: {error}.") from error
+    if has_record(target):
+        found = read_pruning_json(target).plan
+        if found is not None:
+            return found
+    config = dense_config(target)
+    return family_for(config).plan(config)
+
+
+def _config(profile: Profile) -> PretrainedConfig:
+    """The dense model's configuration, as the profile keeps it."""
+    from transformers import AutoConfig
+
+    values = {name: value for name, value in profile.config.items() if name != "model_type"}
+    return AutoConfig.for_model(profile.model_type, **values)
+
+
+def _predictions(
+    plan: PrunePlan,
+    measured: MeasuredCosts,
+    config: PretrainedConfig,
+    formats: tuple[str, ...],
+    context: tuple[int, int],
+) -> list[tuple[str, dict[str, float]]]:
+    """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
+    from pyprune.budget.cost import Costs, ExactCosts
+    from pyprune.budget.quantities import Quantity
+    from pyprune.plan import PrunePlan
+
+    dense = PrunePlan.identity(plan.model_type, plan.dense)
+    rows: list[tuple[str, dict[str, float]]] = []
+    for quantity in measured.fits:
+        both = {"dense": measured.predicted(quantity, dense), "plan": measured.predicted(quantity, plan)}
+        if quantity.kind == "prefill":
+            rows.append((f"{quantity}, time to first token (ms)", {k: 1000 * v for k, v in both.items()}))
+        else:
+            tokens = quantity.batch * quantity.tokens
+            rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
+    costs = {name: Costs(ExactCosts.of(config, name), measured) for name in formats}
+    counted = Quantity("parameters")
+    first = next(iter(costs.values()))
+    rows.append(("parameters", {"dense": first.predicted(counted, dense), "plan": first.predicted(counted, plan)}))
+    batch, tokens = context
+    for name, each in costs.items():
+        empty, full = Quantity("memory", 0), Quantity("memory", tokens, batch)
+        rows.append((f"weights in {name} (MB)", _megabytes(each, empty, dense, plan)))
+        rows.append((f"weights in {name} + {full} (MB)", _megabytes(each, full, dense, plan)))
+    return rows
+
+
+def _megabytes(costs: Any, quantity: Any, dense: PrunePlan, plan: PrunePlan) -> dict[str, float]:
+    return {"dense": costs.predicted(quantity, dense) / 1e6, "plan": costs.predicted(quantity, plan) / 1e6}
+
+
+def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]]) -> Table:
+    from pyprune.report import Table
+
+    cells: list[tuple[Cell, ...]] = [
+        (name, *(_cell(name, row[who]) for who in ("dense", "plan")), f"{row['plan'] / row['dense']:.2f}x")
+        for name, row in rows
+    ]
+    return Table("Predicted", ("", "dense", "plan", "plan / dense"), tuple(cells), plan.summary())
+
+
+def _cell(name: str, value: float) -> Cell:
+    return int(value) if name == "parameters" else float(value)

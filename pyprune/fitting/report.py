@@ -1,0 +1,131 @@
+"""Tables and charts of what was found for one budget, and for several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pyprune.budget.attempts import Attempt
+from pyprune.budget.limits import Limit
+from pyprune.budget.quantities import Quantity
+from pyprune.fitting.search import Fitted
+from pyprune.report import Cell, PointChart, Report, Table
+
+UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " (ms)"), "generation": (1.0, " (s)")}
+"""Kind of a quantity -> how much one of its unit in tables is, and how the unit is written."""
+
+
+def limits_table(found: Fitted) -> Table:
+    """Every limit: what was asked, what was predicted and what was measured, the dense model beside it."""
+    columns = ("limit", "dense", "predicted", "measured", "predicted / measured - 1")
+    return Table("Budget", columns, tuple(_limit_row(found, limit) for limit in found.budget.limits))
+
+
+def _limit_row(found: Fitted, limit: Limit) -> tuple[Cell, ...]:
+    dense = found.dense[limit.quantity]
+    predicted = found.winner.solution.predicted[limit.quantity]
+    row = (str(limit), limit.written(dense, dense), limit.written(predicted, dense))
+    measured = found.winner.measured.get(limit.quantity)
+    if measured is None:
+        return (*row, None if limit.quantity in found.budget.timed else "counted", None)
+    return (*row, limit.written(measured, dense), f"{predicted / measured - 1:+.1%}")
+
+
+def attempts_table(found: Fitted) -> Table:
+    """Every candidate that was tried, the best first: perplexity before training, and what it takes."""
+    quantities, kinds = found.budget.quantities, found.dense_perplexities
+    amounts = [in_unit(quantity, found.dense[quantity]) for quantity in quantities]
+    rows: list[tuple[Cell, ...]] = [("dense", "", mean_perplexity(kinds), *kinds.values(), *amounts)]
+    rows += [_attempt_row(attempt, quantities) for attempt in found.attempts]
+    return Table(
+        "Candidates",
+        ("candidate", "search", "mean", *kinds, *map(heading, quantities)),
+        tuple(rows),
+        note="Perplexity of the reconstructed candidates before any training, on windows that nothing was fitted to; "
+        "mean = geometric mean over the kinds of text.",
+        highlight=1 + found.attempts.index(found.winner),
+    )
+
+
+def _attempt_row(attempt: Attempt, quantities: Iterable[Quantity]) -> tuple[Cell, ...]:
+    amounts = [in_unit(quantity, attempt.amounts[quantity]) for quantity in quantities]
+    variant = attempt.solution.variant
+    return (attempt.plan.summary(), variant, attempt.perplexity, *attempt.perplexities.values(), *amounts)
+
+
+def mean_perplexity(perplexities: Mapping[str, float]) -> float:
+    """Geometric mean over the kinds of text."""
+    return math.exp(sum(map(math.log, perplexities.values())) / len(perplexities))
+
+
+def heading(quantity: Quantity) -> str:
+    """A quantity as the heading of a column, with its unit."""
+    return f"{quantity}{UNITS[quantity.kind][1]}"
+
+
+def in_unit(quantity: Quantity, amount: float) -> Cell:
+    """An amount in the unit of its column."""
+    return int(amount) if quantity.kind == "parameters" else amount / UNITS[quantity.kind][0]
+
+
+def sweep_table(points: Sequence[Fitted]) -> Table:
+    """One row a budget: the winner's perplexity and what it takes; what no other point beats is marked."""
+    quantities, front = _quantities(points), pareto(points)
+    dense = {quantity: amount for point in points for quantity, amount in point.dense.items()}
+    mean = mean_perplexity(points[0].dense_perplexities)
+    rows: list[tuple[Cell, ...]] = [("dense", "", "", mean, *(in_unit(q, dense[q]) for q in quantities))]
+    for point in points:
+        own = point.winner.amounts
+        amounts = [in_unit(quantity, own[quantity]) for quantity in quantities]
+        best = "yes" if point in front else "no"
+        rows.append((str(point.budget), point.winner.plan.summary(), best, point.winner.perplexity, *amounts))
+    return Table(
+        "Quality against cost",
+        ("budget", "plan", "on the front", "perplexity", *map(heading, quantities)),
+        tuple(rows),
+        note="Perplexity after reconstruction and before any training, mean over the kinds of text. Times that a "
+        "budget limits were measured, the others are predicted.",
+    )
+
+
+def pareto(points: Sequence[Fitted]) -> list[Fitted]:
+    """The points that no other one beats: at most as much loss, at most as much of everything, and less of one."""
+    quantities = _quantities(points)
+
+    def figures(point: Fitted) -> tuple[float, ...]:
+        return (point.winner.loss, *(point.winner.amounts[quantity] for quantity in quantities))
+
+    def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+    return [point for point in points if not any(beats(figures(other), figures(point)) for other in points)]
+
+
+def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
+    """The table of a sweep and, for each limited quantity, a chart of perplexity against what the models take."""
+    return Report(
+        f"{model}: what budgets allow",
+        tables=(sweep_table(points),),
+        charts=tuple(_chart(points, quantity) for quantity in _quantities(points)),
+        conditions={name: str(value) for name, value in conditions.items()},
+    )
+
+
+def _chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
+    scale = UNITS[quantity.kind][0]
+    places = {str(p.budget): (p.winner.amounts[quantity] / scale, p.winner.perplexity) for p in points}
+    dense = (points[0].dense[quantity] / scale, mean_perplexity(points[0].dense_perplexities))
+    return PointChart(
+        f"Perplexity against {quantity}",
+        f"{heading(quantity)}, less is better",
+        "perplexity before training, lower is better",
+        {"dense": dense, **places},
+        front=[str(point.budget) for point in pareto(points)],
+        reference="dense",
+    )
+
+
+def _quantities(points: Sequence[Fitted]) -> tuple[Quantity, ...]:
+    """What is known of every point: all that any of the budgets limits."""
+    return tuple(dict.fromkeys(quantity for point in points for quantity in point.dense))

@@ -1,0 +1,360 @@
+"""One dense model, any number of budgets: scores, block losses and judged candidates are measured once and kept.
+
+A search solves for the widths of all layers, tries the best few solutions for real (cut, reconstructed, judged on text
+that nothing was fitted to) and, where times are limited, runs the best one beside the dense model; what it took
+corrects the predictions of the next search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pyprune.budget.attempts import Attempt, Corrected, Tries
+from pyprune.budget.choices import Search, Space, UnitScores
+from pyprune.budget.cost import Costs, ExactCosts
+from pyprune.budget.limits import Budget
+from pyprune.budget.measured import MeasuredCosts
+from pyprune.budget.options import FitOptions
+from pyprune.budget.profile import DENSE, Profile
+from pyprune.budget.quantities import Quantity, predicted
+from pyprune.budget.sizes import SizeRules
+from pyprune.budget.solve import Solution, plan_of, solve
+from pyprune.budget.trials import measure_losses, score_units
+from pyprune.budget.values import search_of
+from pyprune.checkpoint.load import load_model, weights_version
+from pyprune.data.sampling import TokenSamples, split_disjoint
+from pyprune.data.sources import check_sources
+from pyprune.data.stream import check_sequence_length
+from pyprune.data.tokens import Batch
+from pyprune.errors import BudgetError, ConfigError
+from pyprune.families import family_for
+from pyprune.fitting.timed import time_plans
+from pyprune.plan import PrunePlan
+from pyprune.runtime.progress import say
+from pyprune.runtime.records import RecordFile, digest
+from pyprune.stages import PruneResult
+
+CANDIDATE = "candidate"
+_ROUNDING = 1e-9
+"""Share by which a sum of predictions may miss the bound that it was solved for."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What came out for one budget.
+
+    Attributes:
+        budget: what was asked.
+        winner: the best candidate that keeps it.
+        attempts: every candidate that was tried, the best first; those that broke a limit when timed are among them.
+        dense: what the dense model takes of everything that is limited or was asked for: counted, predicted, or
+            measured where it was timed.
+        dense_perplexities: of the dense model on the judged text, by kind.
+        searches: how often the programme was solved.
+        out: the written checkpoint; None = nothing was written.
+        result: of the run that wrote it.
+    """
+
+    budget: Budget
+    winner: Attempt
+    attempts: tuple[Attempt, ...]
+    dense: Mapping[Quantity, float]
+    dense_perplexities: Mapping[str, float]
+    searches: int
+    out: Path | None = None
+    result: PruneResult | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "budget": str(self.budget),
+            "winner": self.winner.to_dict(),
+            "attempts": [attempt.to_dict() for attempt in self.attempts],
+            "dense": {str(quantity): amount for quantity, amount in self.dense.items()},
+            "dense_perplexities": dict(self.dense_perplexities),
+            "searches": self.searches,
+            "out": str(self.out) if self.out else None,
+        }
+
+
+@dataclass
+class Fitting:
+    """A dense model and everything that is measured of it once, whatever the budgets are.
+
+    Attributes:
+        model_id: folder or hub id.
+        model: dense, loaded; comes back as it was.
+        tokenizer: of the model.
+        options: of the search.
+        weights: format that memory is counted in, and that engines run: a dtype, or a quantised or GGUF format.
+        profile: of this machine; None = no limit on times can be kept.
+        cache: folder for what is measured.
+        version: what tells the weights from others.
+    """
+
+    model_id: str
+    model: PreTrainedModel
+    tokenizer: Any
+    options: FitOptions
+    weights: str
+    profile: Profile | None
+    cache: Path
+    version: str
+
+    @classmethod
+    def of(
+        cls,
+        model_id: str | Path,
+        *,
+        cache: Path,
+        options: FitOptions = FitOptions(),  # noqa: B008 - frozen
+        weights: str = "bfloat16",
+        profile: Profile | None = None,
+        allow_mismatch: bool = False,
+        **reading: Any,
+    ) -> Fitting:
+        """Load the model.
+
+        Args:
+            model_id: folder or hub id of a dense model.
+            cache: folder for what is measured; made when needed.
+            options: of the search.
+            weights: a name in :data:`pyprune.budget.formats.WEIGHT_FORMATS`.
+            profile: see :class:`Fitting`; it must be of this model's sizes.
+            allow_mismatch: use it in spite of other conditions, with a warning.
+            reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
+
+        Raises:
+            ConfigError: invalid options.
+            BudgetError: the profile is of other sizes.
+            CheckpointError, UnsupportedModelError: the model cannot be loaded.
+        """
+        options.validate()
+        check_sources([options.data.source])
+        version = weights_version(model_id, **reading)
+        model, tokenizer = load_model(model_id, dtype=options.dtype, device=options.device, **reading)
+        if tokenizer is None:
+            raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
+        found = cls(str(model_id), model, tokenizer, options, weights, profile, cache, version)
+        if profile is not None:
+            profile.check(found.identity, allow=allow_mismatch)
+        return found
+
+    @cached_property
+    def identity(self) -> PrunePlan:
+        """The plan that removes nothing."""
+        return family_for(self.model).plan(self.model.config)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Counts parameters and bytes, and predicts times where there is a profile."""
+        measured = MeasuredCosts(self.profile) if self.profile is not None else None
+        return Costs(ExactCosts.of(self.model.config, self.weights), measured)
+
+    @cached_property
+    def rules(self) -> SizeRules:
+        """Widths that run well: learnt from the profile where it ran these weights, else the format's defaults."""
+        if self.profile is not None and self.profile.dtype == self.weights:
+            return SizeRules.learnt(self.profile)
+        return SizeRules.of(self.weights)
+
+    @cached_property
+    def text(self) -> dict[str, TokenSamples]:
+        """The text: "data" for everything that is fitted, and "judged", which shares nothing with it."""
+        options = self.options
+        check_sequence_length(self.model.config, options.data.sequence_length)
+        return split_disjoint(self.tokenizer, {"judged": options.judged, "data": options.data})
+
+    @cached_property
+    def scores(self) -> UnitScores:
+        """What every unit is worth, from the cache where it was scored before."""
+        o = self.options
+        samples = _some(self.text["data"], o.score_samples)
+        key = digest([self.version, samples.digest(), bool(o.choices.hidden), "scores"])
+        records = RecordFile(self.cache / "scores.jsonl", program="pyprune fit", option="--cache")
+        known = records.of("scores").get(key)
+        if known is None:
+            say("Scoring heads and FFN channels.")
+            found = score_units(self.model, samples.ids, hidden=bool(o.choices.hidden))
+            known = records.add({"kind": "scores", "key": key, "scores": found.to_dict()})
+        return UnitScores.from_dict(known["scores"], self.identity.dense)
+
+    @cached_property
+    def search(self) -> Search:
+        """The choices of every layer with their losses, measured or taken from the cache."""
+        o = self.options
+        choices = o.choices
+        if not o.keep_multiples:
+            choices = replace(
+                choices, ffn_multiple=self.rules.ffn_multiple, kv_heads_multiple=self.rules.kv_heads_multiple
+            )
+        space = Space.of(self.identity, choices)
+        losses = measure_losses(
+            self.model,
+            space,
+            self.scores,
+            _some(self.text["data"], o.value_samples),
+            o.values,
+            path=self.cache / "block-losses.jsonl",
+            model_id=self.version,
+        )
+        if losses.reused:
+            say(f"{losses.reused} of {len(losses.entries)} losses of single blocks were measured before.")
+        return search_of(losses, self.scores, space, o.value)
+
+    @cached_property
+    def tries(self) -> Tries:
+        """What reconstructs and judges candidates."""
+        return Tries(
+            self.model,
+            self.text["data"],
+            self.text["judged"],
+            self.options.reconstruct,
+            path=self.cache / "attempts.jsonl",
+            identity={"model": self.version},
+        )
+
+    @cached_property
+    def dense_perplexities(self) -> dict[str, float]:
+        """Of the dense model on the judged text, by kind."""
+        return self.tries.judge(self.identity)[0]
+
+    def solutions(self, budget: Budget, factors: Mapping[Quantity, float] | None = None) -> tuple[Solution, ...]:
+        """The best solutions of a budget, the smallest predicted loss first.
+
+        Args:
+            budget: limits.
+            factors: by what the predictions of times were wrong before: measured over predicted.
+
+        Raises:
+            BudgetError: nothing keeps it, or it limits times and there is no profile.
+        """
+        solving = replace(self.options.solve, head_pairs=self.options.solve.head_pairs or self.rules.max_head_pairs)
+        return solve(self.search, budget, Corrected(self.costs, factors or {}), solving)
+
+    def tried(self, solution: Solution, quantities: Iterable[Quantity]) -> Attempt:
+        """Cut and reconstruct a solution and judge it, and predict these quantities."""
+        plan = plan_of(solution, self.search, self.scores)
+        perplexities, parameters = self.tries.judge(plan)
+        amounts = {quantity: self.costs.predicted(quantity, plan) for quantity in quantities}
+        return Attempt(replace(solution, predicted=amounts), plan, parameters, perplexities)
+
+    def fit(self, budget: Budget, *, timed: bool = True, also: Iterable[Quantity] = ()) -> Fitted:
+        """Find the best model that keeps a budget.
+
+        Args:
+            budget: limits.
+            timed: run the winner where times are limited, and search again where it breaks a limit; False trusts the
+                predictions.
+            also: quantities that are not limited but told of every candidate.
+
+        Raises:
+            BudgetError: nothing keeps the budget, or nothing that was timed did.
+        """
+        quantities = dict.fromkeys([*budget.quantities, *also])
+        state = _State(budget, {q: self.costs.predicted(q, self.identity) for q in quantities})
+        profile = self.profile if timed and budget.timed else None
+        for _ in range(self.options.rounds):
+            best = self._round(state)
+            if profile is None:
+                return self._fitted(state, best)
+            best = state.keep(self._timed(best, budget.timed, profile))
+            broken = budget.broken(best.amounts, state.dense, self.options.slack)
+            if not broken:
+                return self._fitted(state, best)
+            state.learn(best)
+            names = ", ".join(map(str, broken))
+            say(f"Measured, the best candidate breaks {names}; searching again with what it took.")
+        raise BudgetError(
+            f"None of the best candidates of {state.searches} searches kept {budget} when it was timed; the last one "
+            f"took {state.taken(best)}. The machine may be busy, or the profile old: measure it again, or raise rounds "
+            "or slack."
+        )
+
+    def _round(self, state: _State) -> Attempt:
+        """Search once, try what was found, and give the best candidate so far."""
+        state.searches += 1
+        for solution in self.solutions(state.asked, state.factors):
+            attempt = state.keep(self.tried(solution, state.dense))
+            say(f"{attempt.plan.summary()}: perplexity {attempt.perplexity:.2f} before training.")
+        return self._best(state)
+
+    def _timed(self, attempt: Attempt, quantities: Sequence[Quantity], profile: Profile) -> Attempt:
+        """Run a candidate beside the dense model."""
+        say(f"Timing the best candidate beside the dense model with {profile.engine}.")
+        plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
+        seconds = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
+        return replace(attempt, measured=seconds[CANDIDATE], dense=seconds[DENSE])
+
+    def _best(self, state: _State) -> Attempt:
+        """The candidate of the smallest loss among those that keep the budget by what is known now."""
+        costs = Corrected(self.costs, state.factors)
+        dense = state.asked.dense(costs, self.identity)
+
+        def keeps(attempt: Attempt) -> bool:
+            amounts = {q: predicted(costs, q, attempt.plan) for q in state.asked.quantities}
+            return not state.asked.broken(amounts, dense, _ROUNDING)
+
+        return min(filter(keeps, state.attempts.values()), key=lambda attempt: attempt.loss)
+
+    def _fitted(self, state: _State, winner: Attempt) -> Fitted:
+        order = tuple(sorted(state.attempts.values(), key=lambda attempt: attempt.loss))
+        return Fitted(state.budget, winner, order, dict(state.dense), self.dense_perplexities, state.searches)
+
+
+@dataclass
+class _State:
+    """What the searches for one budget have found.
+
+    Attributes:
+        budget: as it was asked.
+        dense: what the dense model takes of what is limited: predicted, then measured.
+        asked: the budget of the next search; without relative limits once the dense model was timed.
+        factors: measured over predicted times, the largest of the timed candidates.
+        attempts: by the digest of the plan.
+        searches: how often was solved.
+    """
+
+    budget: Budget
+    dense: dict[Quantity, float]
+    asked: Budget = field(init=False)
+    factors: dict[Quantity, float] = field(default_factory=dict)
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    searches: int = 0
+
+    def __post_init__(self) -> None:
+        self.asked = self.budget
+
+    def keep(self, attempt: Attempt) -> Attempt:
+        """Remember a candidate; one with measured times takes the place of the same one without."""
+        key = digest(attempt.plan.to_dict())
+        if attempt.measured or key not in self.attempts:
+            self.attempts[key] = attempt
+        self.dense |= attempt.dense
+        return self.attempts[key]
+
+    def taken(self, attempt: Attempt) -> str:
+        """What a candidate takes of everything that is limited, in the units of the limits."""
+        limits = self.budget.limits
+        return ", ".join(x.written(attempt.amounts[x.quantity], self.dense[x.quantity]) for x in limits)
+
+    def learn(self, attempt: Attempt) -> None:
+        """Correct the predictions by a timed candidate; a larger correction of an earlier one stays."""
+        for quantity, seconds in attempt.measured.items():
+            found = seconds / attempt.solution.predicted[quantity]
+            self.factors[quantity] = max(found, self.factors.get(quantity, found))
+        self.asked = self.budget.absolute(self.dense)
+
+
+def _some(samples: TokenSamples, count: int) -> Batch:
+    """So many of the sequences, evenly spread over them, and so over their kinds."""
+    by_kind = torch.cat(list(samples.rows_by_kind().values()))
+    rows = torch.linspace(0, len(samples) - 1, min(count, len(samples))).round().long()
+    return samples[by_kind[rows]]

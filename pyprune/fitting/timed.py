@@ -1,0 +1,133 @@
+"""Candidates run beside the dense model, in the engine and format of a profile."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pyprune.budget.measured import MeasuredCosts
+from pyprune.budget.probes import dense_config, write_probe
+from pyprune.budget.profile import Profile, profile_name, stored_as
+from pyprune.budget.quantities import Quantity
+from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
+from pyprune.budget.turns import EngineGroup, longest_sequence
+from pyprune.errors import BudgetError
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.runtime.progress import say, warn
+from pyprune.serving.engines import choose_engine
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def time_plans(
+    profile: Profile,
+    config: PretrainedConfig,
+    plans: Mapping[str, PrunePlan],
+    quantities: Sequence[Quantity],
+    repeats: int,
+    tokenizer: Any,
+) -> dict[str, dict[Quantity, float]]:
+    """Median seconds of every plan and workload, turn by turn in engines that stay loaded side by side.
+
+    How long a model takes depends on its shapes alone, so that random weights are run.
+
+    Args:
+        profile: whose engine and dtype run them.
+        config: of the dense model.
+        plans: name -> plan, the dense model first.
+        quantities: workloads.
+        repeats: timed turns of each, after a warm-up.
+        tokenizer: of the model; a GGUF file needs one.
+
+    Raises:
+        EngineError: an engine failed; its last log lines are in the message.
+        UnsupportedModelError: the engine cannot hold a plan.
+    """
+    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as work:
+        models = {name: _written(profile, config, plan, Path(work) / name, tokenizer) for name, plan in plans.items()}
+        vocab_size = next(iter(plans.values())).dense.vocab_size
+        with EngineGroup(profile.engine, profile.dtype, quantities, vocab_size) as group:
+            group.load(models)
+            turns = list(group.round(list(models), repeats, 0))
+    return {
+        name: {q: median(t.seconds for t in turns if t.probe == name and t.quantity == q) for q in quantities}
+        for name in models
+    }
+
+
+def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities: Sequence[Quantity]) -> Profile:
+    """The stored profile of a model, engine and dtype; measured and stored where there is none that holds here.
+
+    Args:
+        model: folder or hub id of the dense model.
+        engine: auto, vllm, transformers or llamacpp.
+        dtype: of the weights; None = the engine's default.
+        quantities: workloads that it must know.
+
+    Raises:
+        ConfigError: a dtype that the engine does not run.
+        PypruneError: what stops a measurement.
+    """
+    chosen, _ = choose_engine(engine)
+    known = _stored(model, chosen, dtype or default_dtype(chosen))
+    if known is not None and all(_knows(known, quantity) for quantity in quantities):
+        say(f"Using the profile {known.name}.")
+        return known
+    usual = ProfileOptions(engine=chosen, dtype=dtype)
+    limit = getattr(dense_config(model), "max_position_embeddings", None)
+    fits = [q for q in usual.quantities if limit is None or longest_sequence(q) <= limit]
+    wanted = dict.fromkeys([*(known.quantities if known else fits), *quantities])
+    say("There is no profile for this budget: measuring what models of this family and size take here (once).")
+    options = replace(
+        usual,
+        prefill=tuple(q.tokens for q in wanted if q.kind == "prefill"),
+        generation=tuple((q.batch, q.tokens) for q in wanted if q.kind == "generation"),
+    )
+    found = take_profile(model, options)
+    say(f"Kept as {found.save(stored_as(found.name))}.")
+    return found
+
+
+def _stored(model: str | Path, engine: str, dtype: str) -> Profile | None:
+    """The profile of the default name, if there is one and it holds on this machine."""
+    config = dense_config(model)
+    plan = family_for(config).plan(config)
+    path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
+    if not path.is_file():
+        return None
+    try:
+        found = Profile.load(path)
+        found.check(plan)
+    except BudgetError as error:
+        warn(f"{error} It is measured again.")
+        return None
+    return found
+
+
+def _knows(profile: Profile, quantity: Quantity) -> bool:
+    try:
+        MeasuredCosts(profile).fixed(quantity, profile.dense.hidden_size)
+    except BudgetError:
+        return False
+    return True
+
+
+def _written(
+    profile: Profile, config: PretrainedConfig, plan: PrunePlan, folder: Path, tokenizer: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Write a plan as the engine runs it; (folder or GGUF file, config.json)."""
+    gguf = profile.engine == "llamacpp"
+    write_probe(config, plan, folder, "float32" if gguf else profile.dtype, tokenizer if gguf else None)
+    facts: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not gguf:
+        return folder, facts
+    from pyprune.serving.gguf.write import export_gguf
+
+    return export_gguf(folder, folder.with_suffix(".gguf"), quantise=profile.dtype).path, facts

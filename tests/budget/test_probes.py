@@ -1,0 +1,310 @@
+"""Probes: each kind of cut by itself, in legal sizes, runnable; and a whole profile of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyprune.budget import timing, turns
+from pyprune.budget.cost import ExactCosts
+from pyprune.budget.measured import MeasuredCosts
+from pyprune.budget.probes import dense_config, probe_plans, why_not_served, write_served
+from pyprune.budget.profile import DENSE, Profile
+from pyprune.budget.quantities import Quantity, predicted
+from pyprune.budget.sizes import MULTIPLES, SizeRules, slow_sizes
+from pyprune.budget.timing import ProfileOptions, take_profile, time_products
+from pyprune.checkpoint.load import load_model
+from pyprune.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    MissingDependencyError,
+    UnsupportedModelError,
+)  # fmt: skip
+from pyprune.families import count_parameters, family_for
+from pyprune.plan import PrunePlan, Sizes
+from tests._support.cli import refused, run
+from tests._support.models import tiny_batch, tiny_model
+
+SMOLLM2 = PrunePlan.identity("llama", Sizes(30, 576, 9, 3, 64, 1536, 49152))
+QUICK = {"engine": "transformers", "dtype": "float32", "prefill": (8, 16), "generation": ((2, 3),), "repeats": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration without weights: they are not needed."""
+    folder = tmp_path_factory.mktemp("dense")
+    tiny_model("llama-head-dim").config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def taken(source: Path) -> Profile:
+    return take_profile(source, ProfileOptions(**QUICK, probes=3))  # type: ignore[arg-type]
+
+
+def test_each_kind_of_cut_has_a_probe_of_its_own() -> None:
+    plans = probe_plans(SMOLLM2)
+    assert next(iter(plans)) == DENSE
+    assert len(plans) == 13
+    assert len({(len(p.hidden), *(layer.widths for layer in p.layers)) for p in plans.values()}) == len(plans)
+    unequal = plans.pop("unequal layers")
+    assert len({layer.widths for layer in unequal.layers}) == 3
+    for name, plan in plans.items():
+        plan.validate()
+        alone = [
+            len(plan.layers) < 30,
+            len(plan.hidden) < 576,
+            any(layer.widths[:2] != (9, 3) for layer in plan.layers),
+            any(layer.widths[2] != 1536 for layer in plan.layers),
+        ]
+        assert sum(alone) == (name != DENSE), name
+        assert slow_sizes(plan, SizeRules(hidden_multiple=16)) == []
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 48, 6, 6, 8, 40, 64), Sizes(2, 48, 4, 1, 8, 3, 64)])
+def test_small_models_have_fewer_probes_and_none_is_the_dense_model_again(sizes: Sizes) -> None:
+    plans = probe_plans(PrunePlan.identity("llama", sizes))
+    assert 4 <= len(plans) < 13
+    assert sum(plan.is_identity for plan in plans.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["llama-head-dim", "qwen3", "opt", "gemma3", "phi"])
+def test_probes_are_models_of_the_sizes_that_are_recorded(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    config = model.config
+    costs = ExactCosts.of(config)
+    plans = probe_plans(family_for(config).plan(config))
+    for label in ("unequal layers", "three quarters of the hidden size", "no MLP in every second layer"):
+        folder, values = write_served(config, plans[label], tmp_path / label, "transformers", "float32")
+        probe, _ = load_model(folder)
+        assert count_parameters(probe) == predicted(costs, Quantity("parameters"), plans[label])
+        assert values["num_hidden_layers"] == len(plans[label].layers)
+        with torch.no_grad():
+            assert torch.isfinite(probe(tiny_batch()).logits).all()
+
+
+def test_the_random_state_is_left_alone(source: Path, tmp_path: Path) -> None:
+    config = dense_config(source)
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    write_served(config, family_for(config).plan(config), tmp_path / "p", "transformers", "float32")
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_what_vllm_cannot_serve_is_left_out() -> None:
+    config = tiny_model("phi").config
+    plans = probe_plans(family_for(config).plan(config))
+    assert "serves no sizes per layer for phi" in why_not_served(config, plans["unequal layers"], "vllm")
+    assert why_not_served(config, plans["half of the layers"], "vllm") == ""
+    assert why_not_served(config, plans["unequal layers"], "transformers") == ""
+    llama = tiny_model("llama").config
+    assert why_not_served(llama, probe_plans(family_for(llama).plan(llama))["unequal layers"], "vllm") == ""
+
+
+def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:
+    names = [probe.name for probe in taken.probes]
+    assert names[0] == DENSE
+    assert len(names) == 4
+    for quantity in taken.quantities:
+        own = [t for t in taken.timings if t.quantity == quantity]
+        assert [t.probe for t in own] == [*names, *names, DENSE]
+        assert [t.start for t in own] == sorted(t.start for t in own)
+        assert all(t.seconds > 0 for t in own)
+    assert taken.quantities == (Quantity("prefill", 8), Quantity("prefill", 16), Quantity("generation", 3, 2))
+
+
+def test_a_profile_says_what_it_is_of_and_can_be_fitted(taken: Profile) -> None:
+    config = tiny_model("llama-head-dim").config
+    assert taken.dense == family_for(config).sizes(config)
+    assert taken.config["rms_norm_eps"] == config.rms_norm_eps
+    assert taken.versions["transformers"]
+    taken.check(family_for(config).plan(config))
+    assert {product.multiple for product in taken.products} == set(MULTIPLES)
+    costs = MeasuredCosts(taken)
+    assert costs.predicted(Quantity("prefill", 12), family_for(config).plan(config)) > 0
+
+
+def test_probes_are_removed_from_the_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "time_products", lambda config, dtype: [])
+    monkeypatch.setattr(timing, "EngineGroup", _Broken)
+    with pytest.raises(RuntimeError, match="this engine is broken"):
+        take_profile(source, ProfileOptions(**QUICK, folder=tmp_path))  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+class _Broken(turns.EngineGroup):
+    def load(self, models: Any) -> None:
+        raise RuntimeError("this engine is broken")
+
+
+def test_engines_that_do_not_fit_side_by_side_are_loaded_one_by_one(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "room_for", lambda *sizes: 1)
+    monkeypatch.setattr(timing, "EngineGroup", _counting(loaded := []))
+    options = ProfileOptions(**{**QUICK, "repeats": 1, "generation": ()}, probes=2)  # type: ignore[arg-type]
+    profile = take_profile(source, options)
+    assert loaded == [[DENSE], ["half of the layers"], [DENSE], ["half of the FFN"]]
+    assert set(MeasuredCosts(profile).fits) == {Quantity("prefill", 8), Quantity("prefill", 16)}
+
+
+def _counting(loaded: list[list[str]]) -> Callable[..., Any]:
+    class Counting(turns.EngineGroup):
+        def load(self, models: Any) -> None:
+            loaded.append(list(models))
+            super().load(models)
+
+    return Counting
+
+
+def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
+    products = time_products(tiny_model(intermediate_size=1000).config, "float32")
+    widths = {(product.multiple, product.width) for product in products}
+    assert len(widths) == 2 * len(MULTIPLES)
+    for multiple, width in widths:
+        assert width % multiple == 0
+        assert width % (2 * multiple), "a multiple of nothing larger"
+    order = [product.width for product in products]
+    assert order[:10] == order[10:20]
+    assert order[0] != order[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"probes": 1}, "probes is 1"),
+        ({"prefill": (), "generation": ()}, "Neither prefill nor generation"),
+        ({"prefill": (0,)}, "prefill@0 is no workload"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"prefill": (600,)}, "reads at most 512 tokens, the workloads need 601"),
+        ({"dtype": "bfloat61"}, "Did you mean 'bfloat16'"),
+        ({"dtype": "q8_0"}, "Unknown dtype of the engine transformers 'q8_0'"),
+        ({"engine": "transformer"}, "Did you mean 'transformers'"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(source: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        take_profile(source, ProfileOptions(**{**QUICK, **options}))
+
+
+def test_models_that_have_no_family_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
+        dense_config(tmp_path / "gone")
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}')
+    with pytest.raises((UnsupportedModelError, CheckpointError), match="bert"):
+        dense_config(tmp_path)
+    config = {**tiny_model().config.to_dict(), "model_type": "pruned_llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(UnsupportedModelError, match="cut to unequal sizes already"):
+        dense_config(tmp_path)
+
+
+def test_an_engine_that_is_not_installed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.serving.engines.vllm_installed", lambda: False)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'pyprune\[vllm\]'"):
+        take_profile(source, ProfileOptions(engine="vllm"))
+
+
+def test_too_few_probes_that_an_engine_can_run(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_dense(config: Any, plan: PrunePlan, *given: Any) -> Any:
+        if not plan.is_identity:
+            raise UnsupportedModelError("no place for it")
+        return write_served(config, plan, *given)
+
+    monkeypatch.setattr(timing, "write_served", only_dense)
+    with pytest.raises(BudgetError, match="Only 0 probes could be run, at least 2 are needed: half of the layers"):
+        take_profile(source, ProfileOptions(**{**QUICK, "repeats": 1}))  # type: ignore[arg-type]
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_commands_measure_by_name_and_predict(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: Profile
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(timing, "take_profile", lambda model, options: taken)
+    result = run("profile", source, "--engine", "transformers", "--dtype", "float32", "--json", tmp_path / "f.json")
+    assert result.exit_code == 0, result.output
+    assert f"Stored as {taken.name}" in result.stdout.replace("\n", " ")
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert set(figures["fits"]) == {"prefill@8", "prefill@16", "generation@2x3"}
+    plan = family_for(dense_config(source)).plan(dense_config(source)).drop_layers([1, 2])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    said = run("predict", tmp_path / "plan.json", "--profile", taken.name, "--weights", "float32,q4_0", "--json", "-")
+    assert said.exit_code == 0, said.output
+    rows = json.loads(said.stdout)["predicted"]
+    assert rows["parameters"]["plan"] < rows["parameters"]["dense"]
+    costs = MeasuredCosts(taken)
+    assert rows["generation@2x3 (tokens/s)"]["plan"] == pytest.approx(
+        6 / costs.predicted(Quantity("generation", 3, 2), plan)
+    )
+    memory = ExactCosts.of(dense_config(source), "q4_0")
+    wanted = predicted(memory, Quantity("memory", 2048), plan) / 1e6
+    assert rows["weights in q4_0 + memory@2048 (MB)"]["plan"] == pytest.approx(wanted)
+
+
+def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp_path: Path, taken: Profile) -> None:
+    path = taken.save(tmp_path / "p.json")
+    config = dense_config(source)
+    plan = probe_plans(family_for(config).plan(config))["unequal layers"]
+    folder, _ = write_served(config, plan, tmp_path / "probe", "transformers", "float32")
+    for target, shown in ((folder, plan.summary()), (source, family_for(config).plan(config).summary())):
+        result = run("predict", target, "--profile", path)
+        assert result.exit_code == 0, result.output
+        assert shown.split(",")[2] in result.stdout
+
+
+def test_predict_refuses_what_the_profile_is_not_of(source: Path, tmp_path: Path, taken: Profile) -> None:
+    path = taken.save(tmp_path / "p.json")
+    other = tiny_model("llama-head-dim", num_hidden_layers=3).config
+    other.save_pretrained(tmp_path / "other")
+    said = refused("predict", tmp_path / "other", "--profile", path)
+    assert "dense.num_layers was 4, now 3" in said.replace("\n", " ")
+    allowed = run("predict", tmp_path / "other", "--profile", path, "--allow-mismatch")
+    assert allowed.exit_code == 0
+    assert "dense.num_layers was 4" in allowed.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill", "many"), "'many' in 'many' is not a whole number"),
+        (("--generation", "64"), "'64' is not of the form BxN"),
+        (("--generation", "0x8"), "'0' in '0x8'"),
+        (("--repeats", "0"), "repeats is 0"),
+        (("--out", "/nowhere/at/all.json"), "there is no folder"),
+    ],
+)
+def test_bad_options_of_the_command(source: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused("profile", source, *arguments).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--weights", "q9"), "Unknown format of the weights 'q9'"),
+        (("--context", "1x"), "'' in '1x'"),
+        (("--profile", "gone.json"), "There is no profile 'gone.json'"),
+    ],
+)
+def test_bad_options_of_predict(
+    source: Path, tmp_path: Path, taken: Profile, arguments: tuple[str, ...], message: str
+) -> None:
+    path = taken.save(tmp_path / "p.json")
+    given = arguments if "--profile" in arguments else ("--profile", str(path), *arguments)
+    assert message in refused("predict", source, *given).replace("\n", " ")
+
+
+def test_the_fit_of_a_profile_uses_all_its_repeats(taken: Profile) -> None:
+    fit = MeasuredCosts(taken).fits[Quantity("prefill", 16)]
+    assert set(fit.seconds) == {probe.name for probe in taken.probes}
+    assert set(fit.left_out) == set(fit.seconds) - {DENSE}

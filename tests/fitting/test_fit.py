@@ -1,0 +1,231 @@
+"""`pyprune fit` on a tiny model: budgets are kept, the best candidate wins, what was measured is used again."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
+from pyprune.budget.limits import Budget
+from pyprune.budget.measured import features
+from pyprune.budget.options import FitOptions
+from pyprune.budget.probes import probe_plans
+from pyprune.budget.profile import DENSE, Probe, Profile, Timing
+from pyprune.budget.quantities import Quantity
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.config.data import DataConfig
+from pyprune.config.train import TrainConfig
+from pyprune.errors import BudgetError
+from pyprune.families import count_parameters, family_for
+from pyprune.fitting import search
+from pyprune.fitting.flow import fit
+from pyprune.fitting.report import pareto
+from pyprune.fitting.search import CANDIDATE, Fitting
+from pyprune.methods import training
+from tests._support.cli import refused, run
+from tests._support.models import tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+from tests.budget._profiles import MACHINE, PLANTED, VERSIONS
+
+SMALL = ("score_samples=8", "value_samples=12", "judge_samples=8", "values.dtype=float32", "solve.solutions=3")
+WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "as", "with", "his", "they", "this", "from", "or")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dense checkpoint and text."""
+    folder = tmp_path_factory.mktemp("fit")
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "dense", plan=None, provenance={"source": "tiny"})
+    source = random.Random(0)
+    sentences = (" ".join(source.choice(WORDS) for _ in range(30)) for _ in range(400))
+    (folder / "text.txt").write_text(".\n\n".join(sentences))
+    return folder
+
+
+def arguments(place: Path, out: Path, *budgets: str) -> list[str | Path]:
+    """A run of `pyprune fit` that takes seconds."""
+    given = [part for budget in budgets for part in ("--budget", budget)]
+    sets = [part for setting in SMALL for part in ("--set", setting)]
+    text = ["--calibration", place / "text.txt", "--samples", "24", "--sequence-length", "16"]
+    return ["fit", place / "dense", *given, "--out", out, *text, *sets, "--cache", place / "cache"]
+
+
+def options(place: Path, **changes: Any) -> FitOptions:
+    """The same in Python."""
+    data = DataConfig(str(place / "text.txt"), samples=24, sequence_length=16)
+    base = {"data": data, "score_samples": 8, "value_samples": 12, "judge_samples": 8, **changes}
+    return FitOptions(**base)
+
+
+def test_a_budget_becomes_a_checkpoint_that_keeps_it(place: Path, tmp_path: Path) -> None:
+    out, figures = tmp_path / "out", tmp_path / "figures.json"
+    result = run(*arguments(place, out, "parameters=70%,memory@64<=80%"), "--no-recover", "--json", figures)
+    assert result.exit_code == 0, result.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    dense = AutoModelForCausalLM.from_pretrained(place / "dense")
+    assert count_parameters(model) <= 0.7 * count_parameters(dense)
+    record = read_pruning_json(out, verify_files=True)
+    assert record.provenance["fit"]["budget"] == "parameters<=70%, memory@64<=80%"
+    assert record.provenance["report"]["reconstruction"]["parts"], "the winner is reconstructed"
+    found = json.loads(figures.read_text())
+    assert len({json.dumps(attempt["widths"]) for attempt in found["attempts"]}) == 3, "candidates differ"
+    assert found["winner"] == found["attempts"][0], "nothing was timed, so that the best candidate wins"
+    assert found["winner"]["parameters"] == count_parameters(model)
+    assert "counted" in result.stdout
+
+
+def test_by_default_the_winner_is_trained(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half on the text, half on the dense model's logits, as the defaults of the methods do."""
+    short = TrainConfig(steps=2, batch_size=2, micro_batch_size=2, warmup_steps=0, learning_rate=1e-3)
+    monkeypatch.setattr(training, "short_training", lambda: short)
+    plain, trained = tmp_path / "plain", tmp_path / "trained"
+    shared: dict[str, Any] = {"options": options(place), "cache": tmp_path / "cache"}
+    untouched = fit(place / "dense", "parameters=70%", out=plain, recover=False, **shared).result
+    result = fit(place / "dense", "parameters=70%", out=trained, **shared).result
+    assert untouched is not None
+    assert untouched.stages == []
+    assert result is not None
+    (stage,) = result.stages
+    assert stage["action"] == "recover"
+    assert all(step["parts"]["kl"] > 0 for step in stage["history"]), "the dense model was listened to"
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (plain, trained))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_was_measured_once_is_used_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    first = Fitting.of(place / "dense", cache=cache, options=options(place)).fit(Budget.parse("parameters=70%"))
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("scored, measured or reconstructed again")
+
+    def none_wanted(_: object, wanted: Any) -> Any:
+        assert not wanted, "measured again"
+        return ()
+
+    monkeypatch.setattr(search, "score_units", again)
+    monkeypatch.setattr("pyprune.budget.trials._Trials.blocks", none_wanted)
+    monkeypatch.setattr("pyprune.budget.attempts.reconstruct_", again)
+    second = Fitting.of(place / "dense", cache=cache, options=options(place)).fit(Budget.parse("parameters=70%"))
+    assert second.winner == first.winner
+    assert second.attempts == first.attempts
+
+
+def test_the_candidate_with_the_smallest_loss_on_other_text_wins(place: Path, tmp_path: Path) -> None:
+    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place))
+    before = {name: value.clone() for name, value in fitting.model.state_dict().items()}
+    found = fitting.fit(Budget.parse("parameters=60%"))
+    assert all(torch.equal(before[name], value) for name, value in fitting.model.state_dict().items())
+    assert found.winner.loss == min(attempt.loss for attempt in found.attempts)
+    text, judged = fitting.text["data"].ids, fitting.text["judged"].ids
+    assert not (text[:, None] == judged[None]).all(-1).any(), "no window is fitted to and judged on"
+    model = fitting.tries.model(found.winner.plan)
+    assert fitting.tries.perplexities(model) == pytest.approx(dict(found.winner.perplexities))
+
+
+def profile_of_dense() -> Profile:
+    """A profile of the tiny model in which every probe took what a planted rule says."""
+    model = tiny_model("llama")
+    identity = family_for(model).plan(model.config)
+    probes = tuple(Probe.of(name, plan) for name, plan in probe_plans(identity).items())
+    timings = []
+    for place, probe in enumerate(probes):
+        seconds = sum(PLANTED[name] * value for name, value in features(identity.dense, probe).items())
+        timings += [Timing(probe.name, Quantity("prefill", 64), 0, float(100 * i + place), seconds) for i in range(3)]
+    facts = ("transformers", "float32", MACHINE, VERSIONS, "llama", identity.dense, {})
+    return Profile(*facts, probes, tuple(timings), made="today")
+
+
+def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, rounds=6))
+    fitting.profile = profile_of_dense()
+    (quantity,) = fitting.profile.quantities
+    timed: list[Any] = []
+
+    def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
+        timed.append(plans[CANDIDATE])
+        shares = {DENSE: 1.0, CANDIDATE: 1.15}
+        return {name: {q: shares[name] * fitting.costs.predicted(q, plans[name]) for q in quantities} for name in plans}
+
+    monkeypatch.setattr(search, "time_plans", time_plans)
+    bound = 0.9 * fitting.costs.predicted(quantity, fitting.identity)
+    found = fitting.fit(Budget.parse(f"{quantity}<={bound:.9f}s"))
+    assert found.searches == len(timed)
+    assert found.searches > 1, "the first candidate used up the budget, and was 15 % slower"
+    assert found.winner.measured[quantity] <= bound * (1 + fitting.options.slack)
+    assert found.winner.plan == timed[-1]
+
+
+def test_a_machine_that_is_always_too_slow_is_said(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, rounds=2))
+    fitting.profile = profile_of_dense()
+    bound = 0.9 * fitting.costs.predicted(Quantity("prefill", 64), fitting.identity)
+
+    def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
+        return {name: dict.fromkeys(quantities, 100 * bound) for name in plans}
+
+    monkeypatch.setattr(search, "time_plans", time_plans)
+    with pytest.raises(BudgetError, match="prefill@64"):
+        fitting.fit(Budget.parse(f"prefill@64<={bound:.9f}s"))
+
+
+def test_a_sweep_writes_plans_and_a_report(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    result = run(*arguments(place, out, "parameters=80%", "parameters=60%,memory=70%"), "--sweep")
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in out.iterdir()}
+    assert names == {"plan-1.json", "plan-2.json", "report.md", "report.html", "metrics.json"}
+    points = json.loads((out / "metrics.json").read_text())["points"]
+    assert [point["budget"] for point in points] == ["parameters<=80%", "parameters<=60%, memory@2048<=70%"]
+    assert points[0]["winner"]["parameters"] > points[1]["winner"]["parameters"]
+    assert "<svg" in (out / "report.html").read_text()
+    again = run("prune", place / "dense", "--plan", out / "plan-2.json", "--out", tmp_path / "cut")
+    assert again.exit_code == 0, again.output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    assert count_parameters(model) == points[1]["winner"]["parameters"]
+    replaced = run(*arguments(place, out, "parameters=80%"), "--sweep", "--overwrite")
+    assert replaced.exit_code == 0, replaced.output
+    assert not (out / "plan-2.json").exists()
+
+
+def test_the_front_holds_what_nothing_beats(place: Path) -> None:
+    fitting = Fitting.of(place / "dense", cache=place / "cache-of-front", options=options(place))
+    budgets = [Budget.parse(f"parameters={share}%") for share in (90, 60)]
+    points = [fitting.fit(budget, also=[Quantity("parameters")]) for budget in budgets]
+    front = pareto(points)
+    assert points[1] in front, "nothing is smaller"
+    assert (points[0] in front) == (points[0].winner.loss < points[1].winner.loss)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        ("parameters=1k", "parameters"),
+        ("memory=1PB", "unit"),
+        ("speeedup=2", "speedup"),
+        ("parameters=50%,parameters=60%", "same quantity"),
+        ("parameters>=100", "limited from above"),
+    ],
+)
+def test_bad_budgets_are_refused_and_nothing_is_written(place: Path, tmp_path: Path, budget: str, says: str) -> None:
+    assert says in refused(*arguments(place, tmp_path / "out", budget))
+    assert not (tmp_path / "out").exists()
+
+
+def test_limits_on_times_need_a_profile(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="needs a profile of this machine"):
+        fit(place / "dense", "speedup=1.2", out=tmp_path / "out", options=options(place))
+    assert "nosuch" in refused(*arguments(place, tmp_path / "out", "speedup=1.2"), "--profile", "nosuch")
+    assert not (tmp_path / "out").exists()
