@@ -13,8 +13,8 @@ from pyprune.config.recoveries import RECOVERIES
 from pyprune.methods.registry import method_modules, presets
 from tests._support.cli import run
 
-COMMANDS = ("prune", "recover", "reconstruct", "eval", "robustness", "export", "serve", "bench", "inspect", "methods",
-            "env")  # fmt: skip
+COMMANDS = ("prune", "fit", "recover", "reconstruct", "eval", "robustness", "export", "serve", "bench", "profile",
+            "predict", "inspect", "methods", "env")  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
 
 
