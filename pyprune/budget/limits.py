@@ -316,7 +316,10 @@ def _value(text: str, name: str, rest: str) -> tuple[float, str]:
         units[OF_DENSE] = 0.01
     if unit not in units:
         names = [each or "none" for each in units]
-        problem = did_you_mean(unit, names, f"unit of {name}") if unit else f"a unit is missing: {', '.join(names)}."
+        alike = [each for each in units if each.lower() == unit.lower()]
+        hint = f" Did you mean {alike[0]!r}?" if alike else ""
+        unknown = f"Unknown unit {shown(unit)} of {name}.{hint} Available: {', '.join(names)}."
+        problem = unknown if unit else f"a unit is missing: {', '.join(names)}."
         raise BudgetError(f"{shown(text)}: {problem}")
     if not 0 < number * units[unit] <= LARGEST_NUMBER:
         raise BudgetError(f"{shown(text)}: the number is {number:g}; it must be above 0 and at most 1e18.")

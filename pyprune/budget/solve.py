@@ -350,12 +350,16 @@ class _Programme:
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Discard what is written to the descriptor of stdout: HiGHS leaves lines of its own there, told to be quiet or not.
+    """Discard what is written to the descriptor of stdout, where HiGHS leaves lines of its own even when told not to.
 
-    Where a command prints JSON they would be part of it.
+    Where a command prints JSON, they would be part of it.
     """
+    try:
+        own = os.dup(1)
+    except OSError:  # a process without stdout
+        yield
+        return
     sys.stdout.flush()
-    own = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 1)
