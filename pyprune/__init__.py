@@ -3,6 +3,7 @@
 The verbs read and write checkpoint folders, as the commands of the same names do:
 
 * :func:`prune`, :func:`recover`, :func:`export`: a folder or hub id -> a new checkpoint folder;
+* :func:`fit`, :func:`sweep`: a dense model and a budget -> the best checkpoint that keeps it, or a table of several;
 * :func:`evaluate`, :func:`bench`: quality, and speed of several models side by side;
 * :func:`build_config`, :func:`build_recovery`: preset, recipe and options -> one checked configuration;
 * :class:`PrunePlan`: what stays; saved, edited and replayed.
@@ -34,6 +35,8 @@ _PUBLIC = {
     "evaluate_perplexity": "pyprune.quality.perplexity:evaluate_perplexity",
     "evaluate_tasks": "pyprune.quality.tasks:evaluate_tasks",
     "export": "pyprune.serving.export:export",
+    "export_gguf": "pyprune.serving.gguf.write:export_gguf",
+    "fit": "pyprune.fitting.flow:fit",
     "load_model": "pyprune.checkpoint.load:load_model",
     "make_plan": "pyprune.pipeline:make_plan",
     "mask_": "pyprune.cut.mask:mask_",
@@ -43,18 +46,23 @@ _PUBLIC = {
     "recover": "pyprune.rework:recover_checkpoint",
     "recover_": "pyprune.train.recover:recover",
     "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
+    "sweep": "pyprune.fitting.flow:sweep",
+    "take_profile": "pyprune.budget.timing:take_profile",
 }
 """Public name -> "module:name there". No sub-module may be called like one of them: importing it would replace it."""
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from pyprune.budget.timing import take_profile as take_profile
     from pyprune.checkpoint.load import load_model as load_model
     from pyprune.checkpoint.save import save_checkpoint as save_checkpoint
     from pyprune.config.run import PruneConfig as PruneConfig
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
+    from pyprune.fitting.flow import fit as fit
+    from pyprune.fitting.flow import sweep as sweep
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.pipeline import prune_ as prune_
@@ -68,6 +76,7 @@ if TYPE_CHECKING:
     from pyprune.recipe import build_recovery as build_recovery
     from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
     from pyprune.serving.export import export as export
+    from pyprune.serving.gguf.write import export_gguf as export_gguf
     from pyprune.serving.measure import measure
     from pyprune.stages import PruneResult as PruneResult
     from pyprune.train.recover import recover as recover_in_memory

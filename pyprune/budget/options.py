@@ -40,7 +40,7 @@ class FitOptions(Config):
         seed: of what is drawn.
     """
 
-    data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=144, sequence_length=256))
+    data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=160, sequence_length=256))
     score_samples: int = option(36, at_least=1, at_most=100_000)
     value_samples: int = option(48, at_least=3, at_most=100_000)
     judge_samples: int = option(48, at_least=1, at_most=100_000)
@@ -90,10 +90,9 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool) -> PruneConf
     from pyprune.methods.training import reconstructed
 
     recommended = reconstructed(PruneConfig(method="none", plan=plan, seed=options.seed, device=options.device))
-    samples = max(options.data.samples, recommended.data.samples if recover else 0)
     return replace(
         recommended,
-        data=replace(options.data, samples=samples),
+        data=options.data,
         cut=replace(recommended.cut, least_squares=options.reconstruct),
         stages=recommended.stages if recover else replace(recommended.stages, after=()),
     )

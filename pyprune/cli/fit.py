@@ -57,7 +57,7 @@ def fit(
         str | None,
         typer.Option(metavar="SOURCE", help="Text, as in pyprune prune. Default: mixture."),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 144.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 160.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def fit(
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
     from pyprune.runtime.files import check_output
 
-    check_output(out, overwrite=overwrite, reads=[model, options.data.source])
+    check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
     wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch)
     shared: dict[str, Any] = {
         "options": options,

@@ -70,7 +70,7 @@ def fit(
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
     check_needs_profile(wanted, profile)
     place = Path(out)
-    check_output(place, overwrite=overwrite, reads=[model_id, options.data.source])
+    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     kept = Path(cache) if cache is not None else cache_of(place)
     fitting = Fitting.of(
         model_id,
@@ -124,7 +124,7 @@ def sweep(
     for budget in wanted:
         check_needs_profile(budget, profile)
     place = Path(out)
-    check_output(place, overwrite=overwrite, reads=[model_id, options.data.source])
+    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     kept = Path(cache) if cache is not None else cache_of(place)
     fitting = Fitting.of(
         model_id,

@@ -137,7 +137,7 @@ class Fitting:
             CheckpointError, UnsupportedModelError: the model cannot be loaded.
         """
         options.validate()
-        check_sources([options.data.source])
+        check_sources(options.data.sources)
         version = weights_version(model_id, **reading)
         model, tokenizer = load_model(model_id, dtype=options.dtype, device=options.device, **reading)
         if tokenizer is None:
