@@ -159,7 +159,8 @@ def search_of(losses: BlockLosses, scores: UnitScores, space: Space, value: Valu
             not only that of the one token that came, and so has a small fraction of the variance on the same text; to
             second order it grows with the square of a change of the logits, so that independent changes of different
             blocks add up. The difference of cross-entropies can be negative by chance on little text, and a solver
-            takes that for a gain.
+            takes that for a gain. On SmolLM2-135M the 240 losses of two draws of 567 positions had a rank correlation
+            of 0.98 as KL and of 0.86 as differences of cross-entropy, 3 to 6 % of which were negative.
 
     Raises:
         BudgetError: a loss that the choices need was not measured.
