@@ -122,9 +122,10 @@ def _format(file_type: Any) -> str:
     from gguf import LlamaFileType
 
     try:
-        return LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+        name = str(LlamaFileType(file_type).name)
     except ValueError:
         return "unknown format"
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
 def verify_checkpoint(source: str | Path) -> None:

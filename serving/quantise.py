@@ -205,7 +205,8 @@ def _scale(weight: Tensor, scheme: Any, dtype: Any, clip: float) -> Tensor:
 
     ends = _grouped(weight, scheme).abs().amax(dim=-1) * clip
     scale: Tensor = calculate_qparams(-ends, ends, scheme.weights)[0]
-    return scale.to(dtype)
+    converted: Tensor = scale.to(dtype)
+    return converted
 
 
 def _grouped(weight: Tensor, scheme: Any) -> Tensor:

@@ -39,7 +39,8 @@ class WeightFormat:
             each output channel), packed (the same in 32-bit words, one scale for each group of inputs) or gguf.
         bits: of one element of a linear weight in the layouts channel and packed.
         item: bytes of an element of everything else, scales among it.
-        group: inputs that share a scale in the layout packed; 0 = all of a row.
+        group: inputs that share a scale in the layout packed; 0 = all of a row. An export whose widths 128 does not
+            divide has groups of 32, whose scales take 0.4 bits more for each weight than is counted here.
         kv_item: bytes of an element of the key/value cache that engines keep for such a checkpoint.
     """
 

@@ -160,7 +160,7 @@ class Profile:
             "config": self.config,
             "probes": [[p.name, p.hidden, [_widths(layer) for layer in p.layers]] for p in self.probes],
             "timings": [
-                [t.probe, _place(t.quantity), t.group, round(t.start, 3), round(t.seconds, 6)] for t in self.timings
+                [t.probe, _place(t.quantity), t.group, round(t.start, 6), round(t.seconds, 9)] for t in self.timings
             ],
             "products": [[p.multiple, p.width, round(p.seconds, 9)] for p in self.products],
             "notes": list(self.notes),
@@ -243,7 +243,7 @@ class Profile:
         Raises:
             BudgetError: something differs; the message says what.
         """
-        found = {
+        found: dict[str, Any] = {
             "engine": engine or self.engine,
             "dtype": dtype or self.dtype,
             "machine": this_machine(self.machine.get("device")) if machine is None else dict(machine),

@@ -45,7 +45,7 @@ class ProfileOptions:
         engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
         dtype: of weights and activations; for llamacpp a format of GGUF files. None = bfloat16, q8_0 for llamacpp.
         device: auto, cpu or cuda.
-        repeats: timed turns of each probe and workload, after a warm-up.
+        repeats: timed turns of each probe and workload, after a warm-up; three times as many where they are short.
         prefill: prompt lengths in tokens.
         generation: (sequences at a time, new tokens of each).
         probes: most probes beside the dense model; None = all.
@@ -223,8 +223,7 @@ class _Run:
         if resident:
             engines.load(models)
             turns = engines.round([DENSE, *models], self.options.repeats, number)
-            count = len(self.options.quantities) * (self.options.repeats * (1 + len(models)) + 1)
-            self.timings += track(turns, f"timing with {self.engine}", count)
+            self.timings += track(turns, f"timing with {self.engine}")
             engines.close(list(models))
             return
         for name, model in ((DENSE, dense), *models.items()):

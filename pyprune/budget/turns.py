@@ -12,10 +12,14 @@ from pyprune.budget.probes import Model
 from pyprune.budget.profile import Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, SHORT_PROMPT_TOKENS, Workload, kv_cache_bytes
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, kv_cache_bytes
+from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
 
 WARM_TOKENS = 8
 """New tokens of a warm-up generation: enough for every kernel to have run once with these shapes."""
+QUICK_S = 2.0
+"""Turns of the first model that are shorter than this many seconds are repeated more often."""
+QUICK_TURNS = 3
 MEMORY_SHARE = 0.8
 """Share of the free memory that engines may take."""
 
@@ -65,13 +69,21 @@ class EngineGroup:
         return Timing(name, quantity, group, start, seconds)
 
     def round(self, names: Sequence[str], repeats: int, group: int) -> Iterator[Timing]:
-        """Every workload and repeat of the models, the first of ``names`` also at the end of each workload."""
+        """Every workload and repeat of the models, the first of ``names`` also at the end of each workload.
+
+        Workloads that take the first model less than :data:`QUICK_S` have :data:`QUICK_TURNS` times as many repeats:
+        what else runs on a machine disturbs a short turn more.
+        """
         for quantity in self.quantities:
-            for repeat in range(repeats):
-                for name in names:
+            first = self.turn(names[0], quantity, 0, group)
+            yield first
+            for repeat in range(repeats * (QUICK_TURNS if first.seconds < QUICK_S else 1)):
+                if repeat:
+                    yield self.turn(names[0], quantity, repeat, group)
+                for name in names[1:]:
                     yield self.turn(name, quantity, repeat, group)
             if len(names) > 1:
-                yield self.turn(names[0], quantity, repeats, group)
+                yield self.turn(names[0], quantity, repeat + 1, group)
 
     def close(self, names: Sequence[str] | None = None) -> None:
         """End engines; None = all."""
@@ -135,12 +147,10 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
     """
     import torch
 
-    from pyprune.serving.measure import _available_bytes
-
     if torch.cuda.is_available():
         return 1  # an engine takes its share of the card whether it needs it or not
     need = PROCESS_BYTES[engine] + 2 * weight_bytes + cache
-    return max(1, int(MEMORY_SHARE * _available_bytes() // need))
+    return max(1, int(MEMORY_SHARE * available_bytes() // need))
 
 
 def longest_sequence(quantity: Quantity) -> int:

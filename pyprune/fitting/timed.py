@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.measured import MeasuredCosts
-from pyprune.budget.probes import dense_config, write_probe
+from pyprune.budget.probes import dense_config, write_served
 from pyprune.budget.profile import Profile, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
@@ -50,10 +49,14 @@ def time_plans(
         EngineError: an engine failed; its last log lines are in the message.
         UnsupportedModelError: the engine cannot hold a plan.
     """
+    engine, _ = choose_engine(profile.engine)
     with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as work:
-        models = {name: _written(profile, config, plan, Path(work) / name, tokenizer) for name, plan in plans.items()}
+        models = {
+            name: write_served(config, plan, Path(work) / name, engine, profile.dtype, tokenizer)
+            for name, plan in plans.items()
+        }
         vocab_size = next(iter(plans.values())).dense.vocab_size
-        with EngineGroup(profile.engine, profile.dtype, quantities, vocab_size) as group:
+        with EngineGroup(engine, profile.dtype, quantities, vocab_size) as group:
             group.load(models)
             turns = list(group.round(list(models), repeats, 0))
     return {
@@ -117,17 +120,3 @@ def _knows(profile: Profile, quantity: Quantity) -> bool:
     except BudgetError:
         return False
     return True
-
-
-def _written(
-    profile: Profile, config: PretrainedConfig, plan: PrunePlan, folder: Path, tokenizer: Any
-) -> tuple[Path, dict[str, Any]]:
-    """Write a plan as the engine runs it; (folder or GGUF file, config.json)."""
-    gguf = profile.engine == "llamacpp"
-    write_probe(config, plan, folder, "float32" if gguf else profile.dtype, tokenizer if gguf else None)
-    facts: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if not gguf:
-        return folder, facts
-    from pyprune.serving.gguf.write import export_gguf
-
-    return export_gguf(folder, folder.with_suffix(".gguf"), quantise=profile.dtype).path, facts

@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from pyprune.budget.cost import Costs, ExactCosts
 from pyprune.budget.formats import BLOCKS, WEIGHT_FORMATS
-from pyprune.budget.quantities import Quantity, Widths, predicted
+from pyprune.budget.quantities import Quantity, predicted
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.cut.compact import compact_
 from pyprune.errors import BudgetError, ConfigError
 from pyprune.families import family_for, parameter_shapes, parameters_after
 from pyprune.plan import PrunePlan
+from pyprune.serving.export import export
 from pyprune.serving.gguf.write import export_gguf
+from pyprune.serving.quantise import SCHEMES
 from tests._support.models import TINY, tiny_model
 from tests._support.plans import axis_plans
 from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
@@ -88,15 +91,15 @@ def test_the_cache_counts_kv_heads_where_attention_is() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "bytes_of_one"), [("w8a8-int8", 1), ("fp8", 1), ("w8a16", 1), ("w4a16", 0.5)])
-def test_quantised_formats_shrink_the_layers_alone(name: str, bytes_of_one: float) -> None:
-    config = tiny_model("llama", hidden_size=384, intermediate_size=256).config
-    widths = Widths(6, 2, 256)
-    half, small = ExactCosts.of(config, "bfloat16"), ExactCosts.of(config, name)
-    memory = Quantity("memory", 0)
-    assert small.fixed(memory, 384) == half.fixed(memory, 384)
-    weights = half.layer(memory, 384, widths) / 2
-    assert bytes_of_one * weights < small.layer(memory, 384, widths) < 1.06 * bytes_of_one * weights + 100
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_memory_is_the_bytes_of_quantised_tensors(name: str, scheme: str, tmp_path: Path) -> None:
+    model = tiny_model(name, hidden_size=256, intermediate_size=384, num_attention_heads=8).to(torch.bfloat16)
+    plan = _identity(model).with_layer(1, ffn=range(128)).with_layer(2, ffn=[])
+    costs = ExactCosts.of(model.config, scheme)
+    compact_(model, plan)
+    export(model, tmp_path / "out", plan=plan, quantise=scheme)
+    assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
 
 
 def test_unknown_formats_and_times_are_refused() -> None:

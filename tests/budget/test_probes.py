@@ -32,7 +32,14 @@ from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
 
 SMOLLM2 = PrunePlan.identity("llama", Sizes(30, 576, 9, 3, 64, 1536, 49152))
-QUICK = {"engine": "transformers", "dtype": "float32", "prefill": (8, 16), "generation": ((2, 3),), "repeats": 2}
+QUICK = {
+    "engine": "transformers",
+    "dtype": "float32",
+    "prefill": (8, 16),
+    "generation": ((2, 3),),
+    "repeats": 2,
+    "resident": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def test_each_kind_of_cut_has_a_probe_of_its_own() -> None:
             any(layer.widths[2] != 1536 for layer in plan.layers),
         ]
         assert sum(alone) == (name != DENSE), name
-        assert slow_sizes(plan, SizeRules(hidden_multiple=16)) == []
+        assert slow_sizes(plan, SizeRules()) == []
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 48, 6, 6, 8, 40, 64), Sizes(2, 48, 4, 1, 8, 3, 64)])
@@ -114,10 +121,17 @@ def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:
     assert len(names) == 4
     for quantity in taken.quantities:
         own = [t for t in taken.timings if t.quantity == quantity]
-        assert [t.probe for t in own] == [*names, *names, DENSE]
+        assert [t.probe for t in own] == names * (2 * turns.QUICK_TURNS) + [DENSE]
         assert [t.start for t in own] == sorted(t.start for t in own)
         assert all(t.seconds > 0 for t in own)
     assert taken.quantities == (Quantity("prefill", 8), Quantity("prefill", 16), Quantity("generation", 3, 2))
+
+
+def test_long_turns_are_not_multiplied(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "QUICK_S", 0.0)
+    profile = take_profile(source, ProfileOptions(**{**QUICK, "generation": ()}, probes=2))  # type: ignore[arg-type]
+    names = [probe.name for probe in profile.probes]
+    assert [t.probe for t in profile.timings if t.quantity.tokens == 8] == [*names, *names, DENSE]
 
 
 def test_a_profile_says_what_it_is_of_and_can_be_fitted(taken: Profile) -> None:
@@ -149,7 +163,7 @@ def test_engines_that_do_not_fit_side_by_side_are_loaded_one_by_one(
 ) -> None:
     monkeypatch.setattr(timing, "room_for", lambda *sizes: 1)
     monkeypatch.setattr(timing, "EngineGroup", _counting(loaded := []))
-    options = ProfileOptions(**{**QUICK, "repeats": 1, "generation": ()}, probes=2)  # type: ignore[arg-type]
+    options = ProfileOptions(**{**QUICK, "repeats": 1, "generation": (), "resident": None}, probes=2)  # type: ignore[arg-type]
     profile = take_profile(source, options)
     assert loaded == [[DENSE], ["half of the layers"], [DENSE], ["half of the FFN"]]
     assert set(MeasuredCosts(profile).fits) == {Quantity("prefill", 8), Quantity("prefill", 16)}
@@ -180,6 +194,7 @@ def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
     ("options", "message"),
     [
         ({"repeats": 0}, "repeats is 0"),
+        ({"resident": 0}, "resident is 0"),
         ({"probes": 1}, "probes is 1"),
         ({"prefill": (), "generation": ()}, "Neither prefill nor generation"),
         ({"prefill": (0,)}, "prefill@0 is no workload"),
