@@ -115,8 +115,7 @@ class Bench:
         """Time some plans around the dense model and record them."""
         say(f"Timing {', '.join(plans)}.")
         engines.load({name: self._written(name, plan) for name, plan in plans.items()})
-        count = len(WORKLOADS) * (self.options.repeats * (1 + len(plans)) + 1)
-        turns = list(track(engines.round([DENSE, *plans], self.options.repeats, 0), "timing", count))
+        turns = list(track(engines.round([DENSE, *plans], self.options.repeats, 0), "timing"))
         engines.close(list(plans))
         for name, plan in plans.items():
             measured = {}

@@ -304,10 +304,10 @@ PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29
 def _fits(run: _Run) -> bool:
     found = [model.checkpoint for model in run.models.values()]
     process = PROCESS_BYTES[run.engine]
-    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < _available_bytes()
+    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < available_bytes()
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Return the memory that is free for new processes (without limit where the system does not say)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
