@@ -1,9 +1,9 @@
 """Perplexity of a GGUF file, as llama.cpp computes it.
 
-llama.cpp's server gives log probabilities of tokens that it generates and none of a prompt. So the text is generated: for
-every position the server gets the window up to it, of which its cache holds all but the last token, and the token that
-follows is made the most likely one by a bias, which the log probability that is reported leaves out. What is measured is
-therefore the path of generation, one token at a time.
+llama.cpp's server gives log probabilities of tokens that it generates and none of a prompt. So the text is generated:
+for every position the server gets the window up to it, of which its cache holds all but the last token, and the token
+that follows is made the most likely one by a bias, which the log probability that is reported leaves out. What is
+measured is therefore the path of generation, one token at a time.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def gguf_perplexity(
     max_tokens: int | None = None,
     slots: int = SLOTS,
     float32: bool = False,
+    threads: int | None = None,
 ) -> PerplexityResult:
     """Measure the perplexity of a GGUF file with llama.cpp, by the protocols of :mod:`pyprune.quality.perplexity`.
 
@@ -58,6 +59,7 @@ def gguf_perplexity(
         slots: windows that are computed at once.
         float32: compute with a float32 cache and without flash attention, to compare with Transformers; by default as
             llama.cpp runs by itself.
+        threads: see :class:`pyprune.serving.gguf.server.LlamaServer`.
 
     Raises:
         ConfigError, DataError, EvaluationError: see :func:`pyprune.quality.perplexity.perplexity`.
@@ -71,7 +73,7 @@ def gguf_perplexity(
             f"A window has {size} tokens, but {path} reads at most {facts.max_length} (context_length). Choose a "
             "protocol with a shorter window."
         )
-    with LlamaServer(path, slots=slots, context=size, float32=float32) as server:
+    with LlamaServer(path, slots=slots, context=size, float32=float32, threads=threads) as server:
         text = source if isinstance(source, EvaluationText) else _read(server, source, split, field)
         windows = cut_windows(text.token_ids, size, max_tokens, text.max_windows, text.source)
         if int(windows.min()) < 0 or int(windows.max()) >= facts.vocab_size:

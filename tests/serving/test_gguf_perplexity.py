@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
 WINDOW = 24
+EXACT: dict[str, Any] = {"float32": True, "threads": 1}
 
 
 def text(tokens: int = 3 * WINDOW, last: int = 100, first: int = 0) -> EvaluationText:
@@ -47,7 +49,7 @@ def test_in_float32_it_is_that_of_transformers(name: str, tmp_path: Path) -> Non
     model, report = CASES[name].write(tmp_path)
     for protocol in ("ppl-2048", "ppl-128"):
         wanted = perplexity(model, text().token_ids, protocol=protocol, window=WINDOW)
-        found = gguf_perplexity(report.path, text(), protocol, window=WINDOW, float32=True)
+        found = gguf_perplexity(report.path, text(), protocol, window=WINDOW, **EXACT)
         assert (found.windows, found.tokens) == (wanted.windows, wanted.tokens) == (3, 3 * WINDOW)
         # The mean loss is off by less than the largest error of one log probability.
         assert abs(math.log(found.perplexity / wanted.perplexity)) < (TABLE if name in ("phi", "gemma3") else 1e-4)
@@ -57,11 +59,12 @@ CUTS = {"equal": identity, "unequal": unequal, "no attention": no_attention, "no
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(("quantise", "tolerance"), [("f16", 1e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("quantise", "tolerance"), [("f16", 5e-3), ("bf16", 5e-2)])
 def test_in_half_precision_it_is_off_by_the_rounding(quantise: str, tolerance: float, cut: str, tmp_path: Path) -> None:
     model, report = Case("llama", CUTS[cut], "").write(tmp_path, quantise)
     wanted = perplexity(model, text().token_ids, window=WINDOW).perplexity
-    found = gguf_perplexity(report.path, text(), window=WINDOW, float32=True).perplexity
+    found = gguf_perplexity(report.path, text(), window=WINDOW, **EXACT).perplexity
+    # A quarter of the largest error of one log probability (test_gguf.py): errors of many tokens cancel in part.
     assert 0 < abs(math.log(found / wanted)) < tolerance
 
 
@@ -72,7 +75,7 @@ def test_the_fewer_bits_the_further_off(cut, tmp_path: Path) -> None:  # type: i
     error = {}
     for kind in FORMATS:
         path = export_gguf(tmp_path / "model", tmp_path / f"{kind}.gguf", quantise=kind).path
-        found = gguf_perplexity(path, text(), window=WINDOW, float32=True).perplexity
+        found = gguf_perplexity(path, text(), window=WINDOW, **EXACT).perplexity
         error[kind] = abs(math.log(found / wanted))
     assert error["f32"] < 1e-5
     assert error["f16"] < 1e-3
@@ -87,19 +90,19 @@ def test_a_text_is_tokenised_by_the_file(tmp_path: Path) -> None:
 
     case = Case("llama", identity, "llama", values={"vocab_size": 300})
     tokenizer = sentencepiece_tokenizer()
-    model, report = case.write(tmp_path, tokenizer=tokenizer)
+    _, report = case.write(tmp_path, tokenizer=tokenizer)
     (tmp_path / "test.txt").write_text("the caf\u00e9 and \u732b ran on \U0001f980 " * 8, encoding="utf-8")
     source = str(tmp_path / "test.txt")
     reloaded, own = load_model(tmp_path / "model")
     wanted = evaluate_perplexity(reloaded, own, source, "ppl-128", window=WINDOW)
-    found = gguf_perplexity(report.path, source, "ppl-128", window=WINDOW, float32=True)
+    found = gguf_perplexity(report.path, source, "ppl-128", window=WINDOW, **EXACT)
     assert (found.windows, found.source, found.text_sha256) == (wanted.windows, wanted.source, wanted.text_sha256)
     assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
 
 
 def test_windows_are_the_same_whether_computed_at_once_or_not(tmp_path: Path) -> None:
     _, report = CASES["equal"].write(tmp_path)
-    one, four = (gguf_perplexity(report.path, text(7 * WINDOW), window=WINDOW, slots=n, float32=True) for n in (1, 4))
+    one, four = (gguf_perplexity(report.path, text(7 * WINDOW), window=WINDOW, slots=n, **EXACT) for n in (1, 4))
     assert one.windows == four.windows == 7
     assert one.perplexity == pytest.approx(four.perplexity, rel=1e-6)
 
@@ -122,7 +125,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
 SERVER = """
 import sys
 from pyprune.serving.gguf.server import LlamaServer
-server = LlamaServer(sys.argv[1], slots=2, context=64, float32=True)
+server = LlamaServer(sys.argv[1], slots=2, context=64, float32=True, threads=1)
 for line in sys.stdin:
     print(server.generate([[5, 6, 7], [9]], 12), flush=True)
 """
@@ -147,7 +150,7 @@ def test_a_killed_server_leaves_a_file_that_loads_again(tmp_path: Path) -> None:
             assert server.wait() == -signal.SIGKILL
     assert report.path.read_bytes() == before
     assert answers[0] == answers[1]
-    with LlamaServer(report.path, slots=2, context=64, float32=True) as again:
+    with LlamaServer(report.path, slots=2, context=64, **EXACT) as again:
         tokens = again.generate([[5, 6, 7], [9]], 12)
     assert str(tokens) == answers[0].strip()
     ends = byte_level_tokenizer().convert_tokens_to_ids(["</s>"])
