@@ -102,7 +102,7 @@ class Engine:
         self._files = contextlib.ExitStack()
         if engine == "llamacpp":
             wanted = options.get("quantise") or GGUF_FORMAT
-            options = {**options, "model": self._files.enter_context(_as_gguf(self.model, wanted))}
+            options = {**options, "model": self._files.enter_context(as_gguf(self.model, wanted))}
         started = time.perf_counter()
         self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -200,8 +200,17 @@ class Engine:
 
 
 @contextlib.contextmanager
-def _as_gguf(model: str, quantise: str) -> Iterator[str]:
-    """Give the GGUF file of a model: the file itself, or one that is written for as long as it is needed."""
+def as_gguf(model: str, quantise: str) -> Iterator[str]:
+    """Give the GGUF file of a model: the file itself, or one that is written for as long as it is needed.
+
+    Args:
+        model: GGUF file, checkpoint folder or hub id.
+        quantise: format in which a folder is written.
+
+    Raises:
+        CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError: see
+            :func:`pyprune.serving.gguf.write.export_gguf`; a GGUF file is checked as far as its header goes.
+    """
     from pyprune.serving.checkpoints import is_gguf, read_gguf
     from pyprune.serving.gguf.write import export_gguf
 

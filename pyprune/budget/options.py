@@ -42,7 +42,7 @@ class FitOptions(Config):
 
     data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=160, sequence_length=256))
     score_samples: int = option(36, at_least=1, at_most=100_000)
-    value_samples: int = option(48, at_least=3, at_most=100_000)
+    value_samples: int = option(24, at_least=3, at_most=100_000)
     judge_samples: int = option(48, at_least=1, at_most=100_000)
     choices: ChoiceOptions = field(default_factory=ChoiceOptions)
     keep_multiples: bool = False

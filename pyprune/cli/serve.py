@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,6 +130,15 @@ def serve(
     start(folder, vllm_args or ())
 
 
+def _llama_cpp_perplexity(quantise: str | None, path: str, source: str, protocol: str) -> float:
+    """Perplexity of what llama.cpp runs: the file, or the folder in the format that is timed."""
+    from pyprune.serving.engines import GGUF_FORMAT, as_gguf
+    from pyprune.serving.gguf.perplexity import gguf_perplexity
+
+    with as_gguf(path, quantise or GGUF_FORMAT) as file:
+        return gguf_perplexity(file, source, protocol).perplexity
+
+
 @guarded
 def bench(
     pruned: Annotated[
@@ -173,7 +183,8 @@ def bench(
 ) -> None:
     """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing.
 
-    Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup.
+    Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup; for
+    llama.cpp, whose PPL is computed by it in the format that is timed, also load time and memory.
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
@@ -188,13 +199,16 @@ def bench(
     if jsonl is not None:
         check_lines(jsonl)
     choose_engine(engine)  # a missing engine is an error now, not after the perplexities
-    warn_of_slow_dtype(dtype, resolve_device("auto"))
+    if engine != "llamacpp":
+        warn_of_slow_dtype(dtype, resolve_device("auto"))
     if annotate:
         check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}
+    perplexity = None
     if ppl:
         check_source(ppl)
-    perplexity = {name: loaded_perplexity(path, ppl, protocol) for name, path in models.items()} if ppl else None
+        measured = partial(_llama_cpp_perplexity, quantise) if engine == "llamacpp" else loaded_perplexity
+        perplexity = {name: measured(path, ppl, protocol) for name, path in models.items()}
     report = measure(
         models,
         engine=engine,

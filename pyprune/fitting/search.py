@@ -22,6 +22,7 @@ from pyprune.budget.cost import Costs, ExactCosts
 from pyprune.budget.limits import Budget
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.options import FitOptions
+from pyprune.budget.probes import why_not_served
 from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity, predicted
 from pyprune.budget.sizes import SizeRules
@@ -192,10 +193,11 @@ class Fitting:
         o = self.options
         choices = o.choices
         if not o.keep_multiples:
-            choices = replace(
-                choices, ffn_multiple=self.rules.ffn_multiple, kv_heads_multiple=self.rules.kv_heads_multiple
-            )
+            choices = choices.with_rules(self.rules)
         space = Space.of(self.identity, choices)
+        if self.profile is not None:
+            engine, config = self.profile.engine, self.model.config
+            space = space.without(lambda plan: why_not_served(config, plan, engine))
         losses = measure_losses(
             self.model,
             space,
