@@ -36,7 +36,6 @@ _PUBLIC = {
     "evaluate_tasks": "pyprune.quality.tasks:evaluate_tasks",
     "export": "pyprune.serving.export:export",
     "export_gguf": "pyprune.serving.gguf.write:export_gguf",
-    "export_gguf": "pyprune.serving.gguf.write:export_gguf",
     "fit": "pyprune.fitting.flow:fit",
     "load_model": "pyprune.checkpoint.load:load_model",
     "make_plan": "pyprune.pipeline:make_plan",
@@ -77,7 +76,6 @@ if TYPE_CHECKING:
     from pyprune.recipe import build_recovery as build_recovery
     from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
     from pyprune.serving.export import export as export
-    from pyprune.serving.gguf.write import export_gguf as export_gguf
     from pyprune.serving.gguf.write import export_gguf as export_gguf
     from pyprune.serving.measure import measure
     from pyprune.stages import PruneResult as PruneResult

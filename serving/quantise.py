@@ -211,7 +211,8 @@ def _scale(weight: Tensor, scheme: Any, dtype: Any, clip: float) -> Tensor:
 def _grouped(weight: Tensor, scheme: Any) -> Tensor:
     """[output, groups, input channels of a group]."""
     size: int = scheme.weights.group_size or weight.shape[-1]
-    return weight.unflatten(-1, (-1, size))
+    grouped: Tensor = weight.unflatten(-1, (-1, size))
+    return grouped
 
 
 def _best_scale(weight: Tensor, scheme: Any, dtype: Any) -> Tensor:
