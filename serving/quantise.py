@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import ConfigError, MissingDependencyError, UnsupportedModelError, did_you_mean
 
@@ -204,8 +204,8 @@ def _scale(weight: Tensor, scheme: Any, dtype: Any, clip: float) -> Tensor:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     ends = _grouped(weight, scheme).abs().amax(dim=-1) * clip
-    scale = calculate_qparams(-ends, ends, scheme.weights)[0]
-    return cast(Tensor, scale.to(dtype))
+    scale: Tensor = calculate_qparams(-ends, ends, scheme.weights)[0]
+    return scale.to(dtype)
 
 
 def _grouped(weight: Tensor, scheme: Any) -> Tensor:

@@ -1,0 +1,65 @@
+"""The plans that fitted models are compared with keep the budget, and no smaller cut of their kind does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.fit import ARMS, _best_layers, _first_that_keeps, _plans, _spread_layers, _widths, table
+from pyprune.budget.choices import ChoiceOptions
+from pyprune.budget.limits import Budget
+from pyprune.budget.options import FitOptions
+from pyprune.budget.quantities import Quantity
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.config.data import DataConfig
+from pyprune.fitting.search import Fitting
+from tests._support.models import tiny_model
+from tests._support.text import write_text
+from tests._support.tokenizer import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory: pytest.TempPathFactory) -> Fitting:
+    """Of a tiny model."""
+    folder = tmp_path_factory.mktemp("fit")
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "dense", plan=None, provenance={"source": "tiny"})
+    text = write_text(folder / "text.txt", words=1500)
+    options = FitOptions(
+        data=DataConfig(str(text), samples=12, sequence_length=32), score_samples=4, value_samples=6, judge_samples=4,
+        choices=ChoiceOptions(ffn_multiple=8), keep_multiples=True,
+    )  # fmt: skip
+    return Fitting.of(folder / "dense", cache=folder / "cache", options=options)
+
+
+def test_every_arm_keeps_the_budget(fitting: Fitting) -> None:
+    budget = Budget.parse("parameters=85%")
+    found = {arm: plan for arm, plan, _ in _plans(fitting, budget)}
+    assert tuple(found) == ARMS
+    parameters = Quantity("parameters")
+    most = 0.85 * fitting.costs.predicted(parameters, fitting.identity)
+    assert all(fitting.costs.predicted(parameters, plan) <= most for plan in found.values())
+    whole = fitting.identity.layers[0].widths
+    assert all(layer.widths == whole for layer in found["best layers"].layers), "whole layers only"
+    assert len({layer.widths for layer in found["one width"].layers}) == 1
+    assert found["one width"].kept_layers == fitting.identity.kept_layers
+
+
+def test_the_plans_beside_it_remove_no_more_than_they_must(fitting: Fitting) -> None:
+    budget = Budget.parse("parameters=85%")
+    plans = list(_spread_layers(fitting))
+    assert [len(plan.removed_layers) for plan in plans] == list(range(1, len(fitting.identity.layers)))
+    assert _first_that_keeps(fitting, budget, iter(plans)) in plans
+    widths = [plan.layers[0].widths[2] for plan in _widths(fitting)]
+    assert widths == sorted(widths, reverse=True)
+    assert _best_layers(fitting, budget).removed_layers
+
+
+def test_the_table_is_in_the_order_of_the_arms(tmp_path: Path) -> None:
+    rows = [
+        {"budget": "memory<=80%", "arm": arm, "seed": 0, "share": 0.79, "plan": arm, "perplexity": {"prose": 20.0 + i}}
+        for i, arm in enumerate(reversed(ARMS))
+    ]
+    lines = table(rows).splitlines()
+    assert [next(arm for arm in ARMS if f"| {arm} |" in line) for line in lines if "memory" in line] == list(ARMS)
+    assert table([]) == "No row is recorded yet."
