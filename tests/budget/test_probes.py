@@ -258,7 +258,7 @@ def test_commands_measure_by_name_and_predict(
     assert said.exit_code == 0, said.output
     rows = json.loads(said.stdout)["predicted"]
     assert rows["parameters"]["plan"] < rows["parameters"]["dense"]
-    costs = MeasuredCosts(taken)
+    costs = MeasuredCosts(Profile.load(taken.name))  # a file keeps microseconds
     assert rows["generation@2x3 (tokens/s)"]["plan"] == pytest.approx(
         6 / costs.predicted(Quantity("generation", 3, 2), plan)
     )
