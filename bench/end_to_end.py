@@ -15,7 +15,6 @@ metrics.json and both checkpoints; an existing folder is replaced only when ever
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -30,7 +29,7 @@ from bench._demo_options import Settings, make_arms
 from bench._demo_report import make_report, metrics, tables
 from pyprune.errors import PypruneError
 from pyprune.report import print_table, write_report
-from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
+from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest
 from pyprune.runtime.progress import say
 
 
@@ -80,10 +79,7 @@ def write_results(demo: Demo, results: Results, out: Path) -> None:
         write_report(make_report(demo, results), folder)
         for name in ("dense", "pruned"):
             shutil.move(demo.work / name, folder / name)
-        # The list is what lets a later run replace this folder.
-        files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-        figures = seal({**metrics(demo, results), "files": files})
-        write_text(folder / REPORT_MANIFEST, json.dumps(figures, indent=2) + "\n")
+        write_report_manifest(folder, metrics(demo, results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

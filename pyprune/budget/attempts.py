@@ -46,7 +46,7 @@ class Attempt:
     @property
     def loss(self) -> float:
         """Mean over the kinds of text of the cross-entropy, nats a token: what candidates are compared by."""
-        return sum(map(math.log, self.perplexities.values())) / len(self.perplexities)
+        return mean_loss(self.perplexities)
 
     @property
     def perplexity(self) -> float:
@@ -68,6 +68,11 @@ class Attempt:
             "measured": {str(quantity): seconds for quantity, seconds in self.measured.items()},
             "dense": {str(quantity): seconds for quantity, seconds in self.dense.items()},
         }
+
+
+def mean_loss(perplexities: Mapping[str, float]) -> float:
+    """Mean over the kinds of text of the cross-entropy, nats a token."""
+    return sum(map(math.log, perplexities.values())) / len(perplexities)
 
 
 class Tries:

@@ -204,7 +204,7 @@ class Costs:
         Raises:
             BudgetError: see :meth:`fixed`.
         """
-        if quantity.kind in ("prefill", "generation") and self.measured is not None:
+        if quantity.is_timed and self.measured is not None:
             return self.measured.predicted(quantity, plan)
         return predicted(self, quantity, plan)
 
@@ -225,11 +225,15 @@ class Costs:
         return batch * new_tokens / self.predicted(Quantity("generation", new_tokens, batch), plan)
 
     def _of(self, quantity: Quantity) -> CostModel:
-        if quantity.kind in ("parameters", "memory"):
+        if not quantity.is_timed:
             return self.exact
         if self.measured is None:
-            raise BudgetError(
-                f"{quantity} needs a profile of this machine. Make one with `pyprune profile MODEL`, and name it with "
-                "--profile."
-            )
+            raise no_profile(str(quantity))
         return self.measured
+
+
+def no_profile(what: str) -> BudgetError:
+    """The refusal of times where nothing says what takes how long."""
+    return BudgetError(
+        f"{what} needs a profile of this machine. Make one with `pyprune profile MODEL`, and name it with --profile."
+    )

@@ -206,7 +206,7 @@ class Budget:
     @property
     def timed(self) -> tuple[Quantity, ...]:
         """What of it takes time, and so depends on a machine."""
-        return tuple(quantity for quantity in self.quantities if quantity.kind in ("prefill", "generation"))
+        return tuple(quantity for quantity in self.quantities if quantity.is_timed)
 
     def absolute(self, dense: Mapping[Quantity, float]) -> Budget:
         """The same with every limit that depends on the dense model as a number of its own.

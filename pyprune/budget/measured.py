@@ -158,7 +158,7 @@ class MeasuredCosts:
 
     def _between(self, quantity: Quantity) -> list[tuple[Fit, float]]:
         """The measured workloads that a workload is, or lies between, and the share of each."""
-        if quantity.kind in ("parameters", "memory"):
+        if not quantity.is_timed:
             raise BudgetError(f"{quantity} is counted, not measured.")
         if quantity in self.fits:
             return [(self.fits[quantity], 1.0)]

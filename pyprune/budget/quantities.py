@@ -46,6 +46,11 @@ class Quantity:
     tokens: int = 0
     batch: int = 1
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is a time, which depends on a machine; the others are counted."""
+        return self.kind in ("prefill", "generation")
+
     def __str__(self) -> str:
         """As it is written in a budget: prefill@2048, generation@64x128, memory@4x4096, parameters."""
         if self.kind == "parameters":

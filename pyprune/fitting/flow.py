@@ -13,12 +13,12 @@ what it was measured on, so that another budget for the same model costs seconds
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pyprune.budget.cost import no_profile
 from pyprune.budget.limits import Budget
 from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
@@ -29,7 +29,7 @@ from pyprune.fitting.report import sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.pipeline import prune
 from pyprune.report import write_report
-from pyprune.runtime.files import REPORT_MANIFEST, atomic_folder, check_output, seal, write_text
+from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest, write_text
 
 
 def fit(
@@ -68,19 +68,9 @@ def fit(
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
-    check_needs_profile(wanted, profile)
     place = Path(out)
-    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
-    kept = Path(cache) if cache is not None else cache_of(place)
-    fitting = Fitting.of(
-        model_id,
-        cache=kept,
-        options=options,
-        weights=weights,
-        profile=profile,
-        allow_mismatch=allow_mismatch,
-        **reading,
-    )
+    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
+    fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
     found = fitting.fit(wanted, timed=timed)
     return write_winner(fitting, found, place, recover=recover, overwrite=overwrite, **reading)
 
@@ -121,20 +111,9 @@ def sweep(
     wanted = [b if isinstance(b, Budget) else Budget.parse(b) for b in budgets]
     if not wanted:
         raise BudgetError("A sweep needs at least one budget, such as parameters=100M.")
-    for budget in wanted:
-        check_needs_profile(budget, profile)
     place = Path(out)
-    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
-    kept = Path(cache) if cache is not None else cache_of(place)
-    fitting = Fitting.of(
-        model_id,
-        cache=kept,
-        options=options,
-        weights=weights,
-        profile=profile,
-        allow_mismatch=allow_mismatch,
-        **reading,
-    )
+    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
+    fitting = _opened(model_id, wanted, place, options, profile, cache, overwrite=overwrite, **settings)
     every = [quantity for budget in wanted for quantity in budget.quantities]
     points = tuple(fitting.fit(budget, timed=timed, also=[Quantity("parameters"), *every]) for budget in wanted)
     conditions = {
@@ -146,14 +125,27 @@ def sweep(
         for number, point in enumerate(points, start=1):
             write_text(work / f"plan-{number}.json", point.winner.plan.to_json())
         write_report(sweep_report(points, str(model_id), conditions), work)
-        _seal(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
+        write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
 
 
-def _seal(folder: Path, figures: dict[str, Any]) -> None:
-    """Write the report's manifest: the figures, and the names of all files, so that the folder may be replaced."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    write_text(folder / REPORT_MANIFEST, json.dumps(seal({**figures, "files": names}), indent=2) + "\n")
+def _opened(
+    model_id: str | Path,
+    budgets: Sequence[Budget],
+    out: Path,
+    options: FitOptions,
+    profile: Profile | None,
+    cache: str | Path | None,
+    *,
+    overwrite: bool,
+    **settings: Any,
+) -> Fitting:
+    """Refuse what cannot be done or written, then load the model."""
+    for budget in budgets:
+        check_needs_profile(budget, profile)
+    check_output(out, overwrite=overwrite, reads=[model_id, *options.data.sources])
+    kept = Path(cache) if cache is not None else cache_of(out)
+    return Fitting.of(model_id, cache=kept, options=options, profile=profile, **settings)
 
 
 def write_winner(
@@ -178,10 +170,7 @@ def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
     """
     timed = [str(limit) for limit in budget.limits if limit.quantity in budget.timed]
     if timed and profile is None:
-        raise BudgetError(
-            f"{', '.join(timed)} needs a profile of this machine. Make one with `pyprune profile MODEL`, and name it "
-            "with --profile."
-        )
+        raise no_profile(", ".join(timed))
 
 
 def cache_of(out: Path) -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pyprune.budget.attempts import Attempt
+from pyprune.budget.attempts import Attempt, mean_loss
 from pyprune.budget.limits import Limit
 from pyprune.budget.quantities import Quantity
 from pyprune.fitting.search import Fitted
@@ -56,7 +56,7 @@ def _attempt_row(attempt: Attempt, quantities: Iterable[Quantity]) -> tuple[Cell
 
 def mean_perplexity(perplexities: Mapping[str, float]) -> float:
     """Geometric mean over the kinds of text."""
-    return math.exp(sum(map(math.log, perplexities.values())) / len(perplexities))
+    return math.exp(mean_loss(perplexities))
 
 
 def heading(quantity: Quantity) -> str:

@@ -79,12 +79,13 @@ def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities:
         PypruneError: what stops a measurement.
     """
     chosen, _ = choose_engine(engine)
-    known = _stored(model, chosen, dtype or default_dtype(chosen))
-    if known is not None and all(_knows(known, quantity) for quantity in quantities):
+    config = dense_config(model)
+    known = _stored(config, chosen, dtype or default_dtype(chosen))
+    if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
         return known
     usual = ProfileOptions(engine=chosen, dtype=dtype)
-    limit = getattr(dense_config(model), "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", None)
     fits = [q for q in usual.quantities if limit is None or longest_sequence(q) <= limit]
     wanted = dict.fromkeys([*(known.quantities if known else fits), *quantities])
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
@@ -98,9 +99,8 @@ def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities:
     return found
 
 
-def _stored(model: str | Path, engine: str, dtype: str) -> Profile | None:
+def _stored(config: PretrainedConfig, engine: str, dtype: str) -> Profile | None:
     """The profile of the default name, if there is one and it holds on this machine."""
-    config = dense_config(model)
     plan = family_for(config).plan(config)
     path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
     if not path.is_file():
@@ -114,9 +114,11 @@ def _stored(model: str | Path, engine: str, dtype: str) -> Profile | None:
     return found
 
 
-def _knows(profile: Profile, quantity: Quantity) -> bool:
+def _knows(profile: Profile, quantities: Sequence[Quantity]) -> bool:
     try:
-        MeasuredCosts(profile).fixed(quantity, profile.dense.hidden_size)
+        costs = MeasuredCosts(profile)
+        for quantity in quantities:
+            costs.fixed(quantity, profile.dense.hidden_size)
     except BudgetError:
         return False
     return True

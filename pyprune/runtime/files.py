@@ -102,6 +102,16 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def write_report_manifest(folder: Path, figures: Mapping[str, Any]) -> None:
+    """Write a report's manifest: the figures, and the names of all files, so that the folder may be replaced later.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    write_text(folder / REPORT_MANIFEST, json.dumps(seal({**figures, "files": names}), indent=2) + "\n")
+
+
 # --- one file ------------------------------------------------------------------------------------
 
 
