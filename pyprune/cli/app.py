@@ -60,8 +60,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "methods": methods,
     "env": env,
 }
+PASSING_ON = ("serve",)
+"""Commands that hand options they do not know to another program; any other command refuses them."""
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, context_settings={"ignore_unknown_options": name in PASSING_ON})(command)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from pyprune.cli.base import Annotate, Debug, GgufFile, JsonFile, Overwrite, add_to_record, guarded, output
 from pyprune.cli.evaluate import loaded_perplexity
-from pyprune.errors import ConfigError, did_you_mean
+from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.runtime.progress import warn
 
 FILE_FORMATS = ("safetensors", "gguf")
@@ -117,16 +117,24 @@ def serve(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
     vllm_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM OPTIONS]", help="Options for `vllm serve`, after a --, e.g. -- --port 9000."),
+        typer.Argument(
+            metavar="[VLLM OPTIONS]",
+            help="Options of `vllm serve`, handed on as they are. After a --, also those that pyprune has: -- --help.",
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Serve a checkpoint with vLLM's OpenAI-compatible server (`vllm serve DIR`).
+    """Check a checkpoint and serve it with vLLM's OpenAI-compatible server: `vllm serve DIR`, with any of its options.
 
-    Example: pyprune serve pruned/ -- --port 9000 --max-model-len 2048
+    Example: pyprune serve pruned/ --port 9000 --max-model-len 2048
     """
     from pyprune.serving.export import serve as start
 
+    if str(folder).startswith("-"):
+        raise ConfigError(
+            f"{shown(str(folder))} stands where the checkpoint folder belongs. Name the folder first, then vLLM's "
+            "options: pyprune serve DIR --port 9000"
+        )
     start(folder, vllm_args or ())
 
 

@@ -1,0 +1,110 @@
+"""`pyprune serve DIR ...` hands on what it is given, in order, after checking the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.serving.export import serve_command
+from tests._support.cli import refused, run
+from tests._support.models import tiny_model
+from tests._support.served import flip_a_weight_bit
+from tests._support.tokenizer import tiny_tokenizer
+
+FLAGS = [
+    "--port", "9000", "--max-model-len=2048", "-tp", "2", "-pp=1", "-O3", "-cc.mode=0", "--no-enable-prefix-caching",
+    "--lora-modules", "first=adapters/first", "second=adapters/second",
+    "--speculative-config", '{"model": "draft", "num_speculative_tokens": 4}', "--served-model-name", "two words", "",
+    "--host", "::1", "--middleware", "a.b", "--middleware", "c.d", "--max-num-seqs", "16", "--help=Frontend",
+]  # fmt: skip
+"""Long and short ones, with a value beside them or after a =, with several values, repeated, JSON, empty."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a record."""
+    out = tmp_path_factory.mktemp("served") / "model"
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), out, plan=None, provenance={})
+    return out
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that take the place of the process."""
+    found: list[list[str]] = []
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    monkeypatch.setattr(os, "execve", lambda _, command, __: found.append(command))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "handed_on"),
+    [
+        (FLAGS[:-1], FLAGS[:-1]),
+        (["--", *FLAGS], FLAGS),
+        (["--port", "9000", "--", "--help", "--debug"], ["--port", "9000", "--help", "--debug"]),
+        (["--", "--", "--port", "9000"], ["--", "--port", "9000"]),
+        (["--debug", "--port", "9000"], ["--port", "9000"]),
+        (["--port", "9000", "--debug", "-tp", "2"], ["--port", "9000", "-tp", "2"]),
+        ([], []),
+    ],
+)
+def test_the_command_is_what_was_given(
+    given: list[str], handed_on: list[str], folder: Path, executed: list[list[str]]
+) -> None:
+    result = run("serve", folder, *given)
+    assert result.exit_code == 0, result.output
+    assert executed == [[sys.executable, "-m", "pyprune.serving.launch", "serve", str(folder), *handed_on]]
+
+
+def test_vllm_gets_it(folder: Path, tmp_path: Path) -> None:
+    """The command as a user runs it, with a stand-in for vLLM that prints what it was called with."""
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for path in (package, package.parent, package.parent.parent):
+        (path / "__init__.py").touch()
+    (package / "main.py").write_text("import json, sys\n\ndef main(): print(json.dumps(sys.argv[1:]))\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pyprune", "serve", str(folder), *FLAGS[:-1]],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["serve", str(folder), *FLAGS[:-1]]
+
+
+def test_options_of_vllm_do_not_stand_before_the_folder(folder: Path, executed: list[list[str]]) -> None:
+    said = refused("serve", "--port", "9000", folder)
+    assert "'--port' stands where the checkpoint folder belongs. Name the folder first" in said
+    assert executed == []
+
+
+def test_help_is_of_pyprune_wherever_it_stands(folder: Path, executed: list[list[str]]) -> None:
+    for given in (["--help"], [folder, "--port", "9000", "--help"]):
+        output = run("serve", *given).output
+        assert "Usage:" in output
+        assert "Example: pyprune serve" in output
+    assert executed == []
+
+
+def test_the_folder_is_checked_whatever_is_handed_on(tmp_path: Path, executed: list[list[str]]) -> None:
+    folder = tmp_path / "model"
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder, plan=None, provenance={})
+    assert serve_command(folder, ["--port", "9000"])[-2:] == ["--port", "9000"]
+    name = flip_a_weight_bit(folder)
+    assert f"{name} differs from what was written" in refused("serve", folder, "--port", "9000", "-tp", "2")
+    (folder / "config.json").unlink()
+    assert "config.json" in refused("serve", folder, "--port=9000")
+    assert executed == []
+
+
+def test_another_command_refuses_what_it_does_not_know(folder: Path) -> None:
+    assert run("inspect", folder, "--port", "9000").exit_code == 2
