@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self, cast
 
 from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean
+from pyprune.runtime.progress import say
 
 EngineName = Literal["vllm", "transformers", "llamacpp"]
 ENGINES = ("auto", "vllm", "transformers", "llamacpp")
@@ -201,7 +202,7 @@ class Engine:
 
 @contextlib.contextmanager
 def as_gguf(model: str, quantise: str) -> Iterator[str]:
-    """Give the GGUF file of a model: the file itself, or one that is written for as long as it is needed.
+    """Give the GGUF file of a model: the file itself, or one that is written (it is said) for as long as it is needed.
 
     Args:
         model: GGUF file, checkpoint folder or hub id.
@@ -219,7 +220,11 @@ def as_gguf(model: str, quantise: str) -> Iterator[str]:
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="pyprune-gguf-") as folder:
-        yield str(export_gguf(model, Path(folder) / "model.gguf", quantise=quantise).path)
+        say(f"{model}: writing {quantise} for llama.cpp")
+        written = export_gguf(model, Path(folder) / "model.gguf", quantise=quantise)
+        for note in written.notes:
+            say(note)
+        yield str(written.path)
 
 
 def _group_cpu_seconds(group: int) -> float:

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
-from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, choose_engine
+from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine
 from pyprune.serving.speed import (
     COLUMNS,
     SHORT_PROMPT_TOKENS,
@@ -50,6 +49,7 @@ def measure(
     quantise: str | None = None,
     seed: int = 0,
     jsonl: Path | None = None,
+    gguf_files: Mapping[str, str] | None = None,
 ) -> SpeedReport:
     """Time token generation and prompt processing of several models side by side.
 
@@ -69,6 +69,7 @@ def measure(
             q8_0. A GGUF file is taken as it is.
         seed: of the prompts.
         jsonl: file to which every sample is appended at once, with the environment.
+        gguf_files: with llamacpp, name -> GGUF file that the model was written to before; the others are written here.
 
     Raises:
         ConfigError: an invalid option, no model, or a workload longer than a model's context.
@@ -85,10 +86,10 @@ def measure(
     if note:
         say(note, "yellow")
     _check_format(chosen, dtype, quantise)
-    with TemporaryDirectory(prefix="pyprune-bench-") as folder:
+    with ExitStack() as files:
         given = {
-            name: _open(chosen, source, Path(folder) / f"{number}.gguf", quantise or GGUF_FORMAT)
-            for number, (name, source) in enumerate(models.items())
+            name: _open(chosen, source, (gguf_files or {}).get(name), quantise or GGUF_FORMAT, files)
+            for name, source in models.items()
         }
         _check_lengths(given, workload)
         run = _Run(chosen, workload, given, jsonl)
@@ -111,20 +112,16 @@ def _check_format(engine: EngineName, dtype: str, quantise: str | None) -> None:
         raise ConfigError(f"quantise is {quantise}, which belongs to the engine llamacpp; for {engine} set dtype.")
 
 
-def _open(engine: EngineName, source: str | Path, out: Path, quantise: str) -> _Given:
-    """Read a model's sizes; for llama.cpp, write a folder as the GGUF file ``out`` first."""
+def _open(engine: EngineName, source: str | Path, written: str | None, quantise: str, files: ExitStack) -> _Given:
+    """Read a model's sizes; for llama.cpp, of its GGUF file, which a folder without one is written to first."""
     if engine != "llamacpp":
         found = read_checkpoint(source)
         return _Given(found.folder, found)
     if is_gguf(source):
         return _Given(Path(source), read_gguf(Path(source)))
-    from pyprune.serving.gguf.write import export_gguf
-
     found = read_checkpoint(source)
-    say(f"{source}: writing {quantise} for llama.cpp")
-    for note in export_gguf(source, out, quantise=quantise).notes:
-        say(note)
-    return _Given(found.folder, replace(read_gguf(out), parameters=found.parameters))
+    file = written or files.enter_context(as_gguf(str(source), quantise))
+    return _Given(found.folder, replace(read_gguf(Path(file)), parameters=found.parameters))
 
 
 def _check_lengths(given: Mapping[str, _Given], workload: Workload) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,13 +139,22 @@ def serve(
     start(folder, vllm_args or ())
 
 
-def _llama_cpp_perplexity(quantise: str | None, path: str, source: str, protocol: str) -> float:
-    """Perplexity of what llama.cpp runs: the file, or the folder in the format that is timed."""
+def _as_gguf_files(files: ExitStack, engine: str, quantise: str | None, models: Mapping[str, str]) -> dict[str, str]:
+    """The GGUF file of each model, in which llama.cpp both reads the text and is timed; nothing for other engines."""
     from pyprune.serving.engines import GGUF_FORMAT, as_gguf
+
+    if engine != "llamacpp":
+        return {}
+    return {name: files.enter_context(as_gguf(path, quantise or GGUF_FORMAT)) for name, path in models.items()}
+
+
+def _perplexity(path: str, file: str | None, source: str, protocol: str) -> float:
+    """Perplexity of a checkpoint; with a GGUF file, that of what llama.cpp runs."""
+    if file is None:
+        return loaded_perplexity(path, source, protocol)
     from pyprune.serving.gguf.perplexity import gguf_perplexity
 
-    with as_gguf(path, quantise or GGUF_FORMAT) as file:
-        return gguf_perplexity(file, source, protocol).perplexity
+    return gguf_perplexity(file, source, protocol).perplexity
 
 
 @guarded
@@ -213,22 +223,25 @@ def bench(
         check_annotatable(pruned)
     models = {"dense": against, "pruned": pruned}
     perplexity = None
-    if ppl:
-        check_source(ppl)
-        measured = partial(_llama_cpp_perplexity, quantise) if engine == "llamacpp" else loaded_perplexity
-        perplexity = {name: measured(path, ppl, protocol) for name, path in models.items()}
-    report = measure(
-        models,
-        engine=engine,
-        batch_size=batch_size,
-        new_tokens=new_tokens,
-        prompt_tokens=prompt_tokens,
-        repeats=repeats,
-        dtype=dtype,
-        quantise=quantise,
-        seed=seed,
-        jsonl=jsonl,
-    )
+    with ExitStack() as written:
+        files: dict[str, str] = {}
+        if ppl:
+            check_source(ppl)
+            files = _as_gguf_files(written, engine, quantise, models)
+            perplexity = {name: _perplexity(path, files.get(name), ppl, protocol) for name, path in models.items()}
+        report = measure(
+            models,
+            engine=engine,
+            batch_size=batch_size,
+            new_tokens=new_tokens,
+            prompt_tokens=prompt_tokens,
+            repeats=repeats,
+            dtype=dtype,
+            quantise=quantise,
+            seed=seed,
+            jsonl=jsonl,
+            gguf_files=files,
+        )
     table = speed_table(report, perplexity=perplexity)
     output({**report.to_dict(), "perplexity": perplexity}, json_file, table, conditions(report))
     if annotate:

@@ -16,6 +16,7 @@ from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint, read_gguf
 from pyprune.serving.engines import Engine, EngineError, choose_engine
 from pyprune.serving.gguf.perplexity import gguf_perplexity
+from pyprune.serving.gguf.write import export_gguf
 from pyprune.serving.measure import measure
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.table import conditions, speed_table
@@ -212,16 +213,28 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_the_command_s_perplexity_is_llama_cpp_s(folder: Path, tmp_path: Path) -> None:
+def test_the_command_s_perplexity_is_llama_cpp_s(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the thing in the garden, " * 40, encoding="utf-8")
     sizes = ("--batch-size", 1, "--new-tokens", 2, "--prompt-tokens", 9, "--repeats", 1, "--json", tmp_path / "a.json")
     file = folder / "pruned" / "model.gguf"
+    written: list[str] = []
+
+    def noting(source: str, *given: Any, **options: Any) -> Any:
+        written.append(source)
+        return export_gguf(source, *given, **options)
+
+    monkeypatch.setattr("pyprune.serving.gguf.write.export_gguf", noting)
+    dense = folder / "dense" / "model"
     result = run(
-        "bench", file, "--against", folder / "dense" / "model", "--engine", "llamacpp", "--quantise", "f32",
+        "bench", file, "--against", dense, "--engine", "llamacpp", "--quantise", "f32",
         "--ppl", text, "--protocol", "ppl-128", *sizes,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "a.json").read_text())["perplexity"]
+    assert written == [str(dense)], "once, for the perplexity and the speed"
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["models"]["dense"]["parameters"] == read_checkpoint(dense).parameters
+    assert figures["models"]["dense"]["path"] == str(dense)
+    found = figures["perplexity"]
     assert found["pruned"] == pytest.approx(gguf_perplexity(file, str(text), "ppl-128").perplexity, rel=1e-3)
     assert abs(found["dense"] / found["pruned"] - 1) > 1e-3
