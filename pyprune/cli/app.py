@@ -8,13 +8,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from pyprune.cli.bench import bench
 from pyprune.cli.evaluate import evaluate
 from pyprune.cli.fit import fit
 from pyprune.cli.inspect import env, inspect, methods
 from pyprune.cli.profile import predict, profile
 from pyprune.cli.prune import prune
 from pyprune.cli.rework import reconstruct, recover
-from pyprune.cli.serve import bench, export, serve
+from pyprune.cli.serve import export, serve
 from pyprune.cli.study import robustness
 from pyprune.errors import LONGEST_NAME
 
