@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.plan import PrunePlan
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
+from tests._support.served import SIZES, damp_
 from tests._support.text import write_model, write_text
 from tests.serving.llama_cpp import byte_level_tokenizer
 
@@ -102,3 +104,22 @@ def test_budget_to_phone(texts: tuple[Path, Path], tmp_path: Path) -> None:
     assert float(taken.group(1)) <= 75
     assert (tmp_path / "out" / "model.gguf").read_bytes()[:4] == b"GGUF"
     assert load_model(tmp_path / "out" / "fitted")[0].num_parameters() < load_model(phone)[0].num_parameters()
+
+
+@pytest.mark.serving
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_draft_model(texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    model = tiny_model("llama", **SIZES)
+    damp_(model)  # so that a layer less often leaves the next token as it was
+    folder = write_model(model, tmp_path / "dense")
+    pruning = ["--method", "last", "--ratio", 0.25, "--new-tokens", 24]
+    serving = ["--enforce-eager", "--max-model-len", 256]
+    out = run("draft_model.py", folder, texts[0], tmp_path / "out", *pruning, *serving)
+    assert load_model(tmp_path / "out")[0].config.num_hidden_layers == 3
+    found = re.search(r"^accepted: (\d+) of (\d+) drafted tokens \(([\d.]+)%\)$", out, flags=re.MULTILINE)
+    assert found is not None
+    assert 0 < int(found.group(1)) <= int(found.group(2))
+    assert re.search(r"^tokens per second: [\d.]+ alone, [\d.]+ with the draft$", out, flags=re.MULTILINE)
+    assert "same answers: 4 of 4" in out, "the draft must not change what the dense model says"
