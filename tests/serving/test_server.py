@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests._support.paths import REPO
 from tests._support.served import (
     Case,
     compare,
@@ -64,6 +67,22 @@ def test_32_concurrent_requests_are_answered_as_one_by_one(unequal: Server) -> N
     compare(Path(unequal.model), asked, together)
 
 
+def test_the_endpoints_and_metrics_of_the_documentation_are_there(unequal: Server) -> None:
+    """All but those of speculative decoding, which the example of a draft model reads."""
+    text = (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
+    answers = {}
+    for path in re.findall(r"^\| `GET (/[\w/]+)` \|", text, flags=re.MULTILINE):
+        with urllib.request.urlopen(f"http://127.0.0.1:{unequal.port}{path}", timeout=30) as reply:
+            answers[path] = reply.read().decode()
+    assert {"/health", "/metrics", "/load", "/version", "/v1/models"} == set(answers)
+    assert json.loads(answers["/v1/models"])["data"][0]["id"] == unequal.model
+    found = re.findall(r"^# TYPE (\S+)", answers["/metrics"], flags=re.MULTILINE)
+    kinds = {name.removesuffix("_total") for name in found}
+    named = {name for name in re.findall(r"`(vllm:\w+)`", text) if "spec_decode" not in name}
+    assert len(named) > 10
+    assert named - kinds == set()
+
+
 def test_stopping_leaves_no_process(unequal: Server) -> None:
     """Last of this server's tests: it ends it."""
     assert len(unequal.processes()) > 1
@@ -75,7 +94,7 @@ def test_opt_with_a_sliced_hidden_size_and_ctrl_c(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_case(Case("opt", opt_per_layer, "PrunedOPTForCausalLM"), folder)
     asked = prompts()
-    with Server([PYPRUNE, "serve", str(folder), "--"], folder, tmp_path / "log") as server:
+    with Server([PYPRUNE, "serve", str(folder)], folder, tmp_path / "log") as server:
         server.wait_until_healthy()
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
         server.stop(signal.SIGINT)
