@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from pyprune.checkpoint.shards import TensorFiles
 
 COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 """What is read from config.json as a number; "null" stands for the architecture's own value."""
 KEYS = re.compile(r"blk\.\d+\.attn_(?:k|qkv)\.weight")
 """Tensors of a GGUF file whose rows are the keys of a token (with ``qkv``, an upper bound)."""
+BESIDE_WEIGHTS = re.compile(r".*\.(?:weight|input|output|k|v)_(?:global_scale|scale|zero_point|g_idx|shape)")
+"""Tensors that compressed-tensors stores beside weights, which are no parameters of the model."""
+PACKED = ".weight_packed"
+"""End of the name of a weight whose values are packed into words."""
+BITS_OF_A_WORD = 32
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -25,7 +34,8 @@ class Checkpoint:
     Attributes:
         folder: where it is; the file itself for GGUF.
         config: config.json as plain data; for GGUF the same facts under the same names.
-        parameters: number of stored parameters (a tied head is counted once, also where a file repeats it).
+        parameters: of the model, a tied head once: as its record says, else what the files hold. Of weights that
+            compressed-tensors packed their own shape counts, and scales do not. Of a GGUF file, its elements.
         bytes: size of the weight files in bytes.
         format: of most of a GGUF file's matrices, such as q8_0; None for a folder.
     """
@@ -54,31 +64,64 @@ class Checkpoint:
         return int(self.config["vocab_size"])
 
 
-def read_checkpoint(source: str | Path, *, verify: bool = True) -> Checkpoint:
+def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = "") -> Checkpoint:
     """Read a local checkpoint folder, or a hub id (downloaded: weights as safetensors, config, tokenizer).
 
     Args:
         source: folder or hub id.
         verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
+        server: see :func:`verify_checkpoint`.
 
     Raises:
         CheckpointError: no such folder or id, no config.json, no safetensors, an adapter next to them, a damaged file,
             or (with ``verify``) one that is not as it was written.
     """
     from pyprune.checkpoint.plausible import refuse_adapter
-    from pyprune.checkpoint.shards import read_header, weight_files
+    from pyprune.checkpoint.shards import weight_files
 
     folder = _resolve(source)
     refuse_adapter(folder)
     if verify:
-        verify_checkpoint(folder)
+        verify_checkpoint(folder, server=server)
     config = _read_config(folder)
-    files = weight_files(folder)
-    entries = [place.entry for file in files for place in read_header(file)]
-    counts = {entry.name: math.prod(entry.shape) for entry in entries}
+    parameters = _parameters(folder, config)
+    return Checkpoint(folder, config, parameters, sum(f.stat().st_size for f in weight_files(folder)))
+
+
+def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
+    """The model's parameters: what its record says; without one, those that its files hold."""
+    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.shards import TensorFiles
+
+    tensors = TensorFiles(folder)  # also of a folder with a record: a damaged header is an error
+    recorded = read_pruning_json(folder).provenance.get("parameters") if has_record(folder) else None
+    if recorded is not None:
+        return int(recorded)
+    names = set(tensors.names())
     if config.get("tie_word_embeddings"):
-        counts.pop("lm_head.weight", None)
-    return Checkpoint(folder, config, sum(counts.values()), sum(f.stat().st_size for f in files))
+        names.discard("lm_head.weight")
+    if config.get("quantization_config"):
+        names = {name for name in names if not BESIDE_WEIGHTS.fullmatch(name)}
+    return sum(math.prod(_shape(tensors, name)) for name in names)
+
+
+def _shape(tensors: TensorFiles, name: str) -> tuple[int, ...]:
+    """The shape of a weight, also where it is packed into words, beside which its own is stored.
+
+    Raises:
+        CheckpointError: the stored shape is missing, or cannot be that of the packed weight.
+    """
+    stored, beside = tensors.shape(name), name.removesuffix("_packed") + "_shape"
+    if not name.endswith(PACKED):
+        return stored
+    found = tuple(tensors.read(beside).flatten().tolist()) if beside in tensors.names() else ()
+    whole = all(type(size) is int for size in found) and len(found) == len(stored) == 2
+    if not (whole and found[0] == stored[0] and 1 <= found[1] <= BITS_OF_A_WORD * stored[1]):
+        raise CheckpointError(
+            f"{name} of {tensors.folder} has the packed shape {stored}, and {beside}, which says its own, is "
+            f"{found or 'missing'}. The checkpoint is damaged or incomplete; fetch or write it again."
+        )
+    return found
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -128,19 +171,27 @@ def _format(file_type: Any) -> str:
     return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
 
 
-def verify_checkpoint(source: str | Path) -> None:
+def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
     """Compare a local checkpoint with its pruning.json: every file it lists, and no other that would be loaded.
 
     A folder without pruning.json (another program wrote it) and a hub id have nothing to be compared with.
+
+    Args:
+        source: folder or hub id.
+        server: name of a server, of whose processes one compares and the others believe it
+            (:func:`pyprune.checkpoint.verify.verify_files`). None = the one that this process belongs to, if it does;
+            empty = none.
 
     Raises:
         CheckpointError: a file, or pruning.json itself, is missing, truncated or changed, or a file is there that
             pruning.json does not list and a loader would read; the message names it.
     """
     from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.verify import current_server, verify_files
 
     if has_record(source):
-        read_pruning_json(source, verify_files=True)
+        name = current_server() if server is None else server
+        verify_files(Path(source), read_pruning_json(source), server=name)
 
 
 def _resolve(source: str | Path) -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -94,6 +96,31 @@ def test_embeddings_head_norms_and_record_stay(pair: tuple[str, Path]) -> None:
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert config["per_layer_config"]["2"]["num_key_value_heads"] == 1
+
+
+def test_parameters_are_the_model_s_however_its_weights_are_stored(pair: tuple[str, Path], tmp_path: Path) -> None:
+    _, out = pair
+    foreign, figures = tmp_path / "foreign", tmp_path / "figures.json"
+    shutil.copytree(out / "quantised", foreign)
+    (foreign / "pruning.json").unlink()
+    wanted = count_parameters(load_model(out / "plain")[0])
+    for folder in (out / "plain", out / "quantised", foreign):
+        result = run("inspect", folder, "--json", figures)
+        assert result.exit_code == 0, result.output
+        assert json.loads(figures.read_text())["parameters"] == wanted
+
+
+def test_a_packed_weight_with_another_shape_is_damaged(tmp_path: Path) -> None:
+    write_pair(tmp_path, "llama-head-dim", in_32s, "w4a16")
+    foreign = tmp_path / "quantised"
+    (foreign / "pruning.json").unlink()
+    tensors = load_file(foreign / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight_shape"
+    for damaged in (torch.tensor([96, -64]), torch.tensor([96, 10**6]), torch.tensor([7, 64]), torch.tensor([96])):
+        save_file({**tensors, name: damaged}, foreign / "model.safetensors", {"format": "pt"})
+        assert f"{name}, which says its own, is" in refused("inspect", foreign).replace("\n", " ")
+    save_file({k: v for k, v in tensors.items() if k != name}, foreign / "model.safetensors", {"format": "pt"})
+    assert "is missing" in refused("inspect", foreign).replace("\n", " ")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("w8a8-int8", torch.int8), ("fp8", torch.float8_e4m3fn), *PACKED])
