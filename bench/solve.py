@@ -76,6 +76,10 @@ class SyntheticCosts:
             case _:
                 return 1e-11 * quantity.tokens * (2 * weights + cache) + 1e-4 * (attention + bool(widths.ffn))
 
+    def head_pair(self, quantity: Quantity) -> float:
+        """Nothing."""
+        return 0.0
+
 
 def synthetic(sizes: Sizes, options: ChoiceOptions, seed: int) -> tuple[Search, UnitScores]:
     """Choices with random losses, and the scores that they follow."""

@@ -161,3 +161,7 @@ class Corrected:
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
         """See :class:`CostModel`."""
         return self._factors.get(quantity, 1.0) * self._costs.layer(quantity, hidden_size, widths)
+
+    def head_pair(self, quantity: Quantity) -> float:
+        """See :class:`CostModel`."""
+        return self._factors.get(quantity, 1.0) * self._costs.head_pair(quantity)

@@ -122,6 +122,10 @@ class ExactCosts:
                 found += self._zero_ffn(hidden_size)
         return float(found)
 
+    def head_pair(self, quantity: Quantity) -> float:
+        """Nothing: sizes that differ between layers take no parameters or bytes of their own."""
+        return 0.0
+
     def _sum(self, quantity: Quantity, rows: Iterable[tuple[Row, Shape]], hidden: int, widths: Widths) -> int:
         shapes = [(row, self._shape(row, shape, hidden, widths)) for row, shape in rows]
         if quantity.kind == "parameters":
@@ -198,14 +202,20 @@ class Costs:
         """
         return self._of(quantity).layer(quantity, hidden_size, widths)
 
-    def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
-        """What a plan takes, in the quantity's unit; times with what unequal heads cost (``MeasuredCosts.overhead``).
+    def head_pair(self, quantity: Quantity) -> float:
+        """See :class:`CostModel`.
 
         Raises:
             BudgetError: see :meth:`fixed`.
         """
-        if quantity.is_timed and self.measured is not None:
-            return self.measured.predicted(quantity, plan)
+        return self._of(quantity).head_pair(quantity)
+
+    def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
+        """What a plan takes, in the quantity's unit.
+
+        Raises:
+            BudgetError: see :meth:`fixed`.
+        """
         return predicted(self, quantity, plan)
 
     def time_to_first_token(self, plan: PrunePlan, prompt_tokens: int) -> float:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from pyprune.budget.profile import DENSE, Probe, Profile, Timing, head_pairs
-from pyprune.budget.quantities import Quantity, Widths
+from pyprune.budget.profile import DENSE, Probe, Profile, Timing
+from pyprune.budget.quantities import Quantity, Widths, further_head_pairs, predicted
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan, Sizes
 
@@ -26,7 +26,7 @@ FIXED = ("model", "head", "hidden")
 LAYER = ("attention", "mlp", "projections", "scores", "cache", "ffn", "norms")
 PAIRS = "head pairs"
 FEATURES = (*FIXED, *LAYER, PAIRS)
-"""What a model's time is a sum of; the last one is not of a single layer (see :meth:`MeasuredCosts.overhead`)."""
+"""What a model's time is a sum of; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
 
 
 def fixed_features(dense: Sizes, hidden: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def features(dense: Sizes, probe: Probe) -> dict[str, float]:
     for layer in probe.layers:
         for name, value in layer_features(dense, probe.hidden, layer).items():
             total[name] += value
-    total[PAIRS] = max(0, probe.head_pairs - 1)
+    total[PAIRS] = further_head_pairs(probe.layers)
     return dict(total)
 
 
@@ -133,28 +133,21 @@ class MeasuredCosts:
         found = layer_features(self.dense, hidden_size, widths)
         return sum(share * part.of(found) for part, share in self._between(quantity))
 
-    def overhead(self, quantity: Quantity, pairs: int) -> float:
-        """Seconds that a model takes beyond the sum of its layers because they have different numbers of heads.
-
-        Args:
-            quantity: prefill or generation.
-            pairs: distinct pairs of query and KV heads.
+    def head_pair(self, quantity: Quantity) -> float:
+        """Seconds that every distinct pair of query and KV heads beyond the first adds to a model.
 
         Raises:
             BudgetError: see :meth:`fixed`.
         """
-        return sum(share * part.coefficients[PAIRS] * max(0, pairs - 1) for part, share in self._between(quantity))
+        return sum(share * part.coefficients[PAIRS] for part, share in self._between(quantity))
 
     def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
-        """Seconds that a plan takes, :meth:`overhead` among them.
+        """Seconds that a plan takes.
 
         Raises:
             BudgetError: see :meth:`fixed`.
         """
-        hidden = len(plan.hidden)
-        layers = [Widths(*layer.widths) for layer in plan.layers]
-        total = self.fixed(quantity, hidden) + sum(self.layer(quantity, hidden, widths) for widths in layers)
-        return total + self.overhead(quantity, head_pairs(layers))
+        return predicted(self, quantity, plan)
 
     def _between(self, quantity: Quantity) -> list[tuple[Fit, float]]:
         """The measured workloads that a workload is, or lies between, and the share of each."""

@@ -50,16 +50,6 @@ class Probe:
         """The sizes that a plan leaves."""
         return cls(name, len(plan.hidden), tuple(Widths(*layer.widths) for layer in plan.layers))
 
-    @property
-    def head_pairs(self) -> int:
-        """Distinct pairs of query and KV heads among the layers with attention."""
-        return head_pairs(self.layers)
-
-
-def head_pairs(layers: Iterable[Widths]) -> int:
-    """Distinct pairs of query and KV heads among layers that have attention; vLLM plans each pair anew every step."""
-    return len({(layer.query_heads, layer.kv_heads) for layer in layers if layer.query_heads})
-
 
 @dataclass(frozen=True)
 class Timing:

@@ -1,12 +1,13 @@
 """What a budget can limit, and the one interface of everything that predicts it. No torch here.
 
-Every quantity is a sum: what the model takes in any case (embedding, head, overhead) and one share for each kept
-layer, which depends on the hidden size and the layer's widths alone. That is what lets a mixed-integer programme
-choose the widths of all layers at once.
+Every quantity is a sum: what the model takes in any case (embedding, head, overhead), one share for each kept layer,
+which depends on the hidden size and the layer's widths alone, and one for each pair of query and KV heads beyond the
+first. That is what lets a mixed-integer programme choose the widths of all layers at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -68,14 +69,30 @@ class CostModel(Protocol):
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
         """What one kept layer of these widths takes, in the quantity's unit; a layer that is dropped takes nothing."""
 
+    def head_pair(self, quantity: Quantity) -> float:
+        """What every distinct pair of query and KV heads beyond the first adds to a model; not negative."""
+
+
+def further_head_pairs(layers: Iterable[Widths]) -> int:
+    """Distinct pairs of query and KV heads beyond the first among layers with attention.
+
+    vLLM plans the attention of each pair anew in every step.
+    """
+    return max(0, head_pairs(layers) - 1)
+
+
+def head_pairs(layers: Iterable[Widths]) -> int:
+    """Distinct pairs of query and KV heads among layers that have attention."""
+    return len({(layer.query_heads, layer.kv_heads) for layer in layers if layer.query_heads})
+
 
 def predicted(model: CostModel, quantity: Quantity, plan: PrunePlan) -> float:
-    """What a plan takes: the fixed part and the sum of its layers.
+    """What a plan takes, in the quantity's unit: the fixed part, its layers, and their further head pairs.
 
     Raises:
         BudgetError: the cost model does not know the quantity.
     """
     hidden = len(plan.hidden)
-    return model.fixed(quantity, hidden) + sum(
-        model.layer(quantity, hidden, Widths(*layer.widths)) for layer in plan.layers
-    )
+    layers = [Widths(*layer.widths) for layer in plan.layers]
+    total = model.fixed(quantity, hidden) + sum(model.layer(quantity, hidden, widths) for widths in layers)
+    return total + model.head_pair(quantity) * further_head_pairs(layers)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
-from pyprune.budget.profile import head_pairs
-from pyprune.budget.quantities import Widths
+from pyprune.budget.quantities import Widths, head_pairs
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.plan import PrunePlan
 from pyprune.serving.widths import LayerSizes, layer_widths, named_layers, off_multiples

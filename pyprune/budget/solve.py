@@ -3,14 +3,14 @@
 One binary variable x[l, c] for each layer l and choice c, a joint one of attention and MLP:
 
     minimise  sum loss[l, c] x[l, c]
-    so that   sum over c of x[l, c] = 1                             for every layer
-              fixed[q] + sum cost[q, l, c] x[l, c] <= bound[q]      for every limited quantity
+    so that   sum over c of x[l, c] = 1                                       for every layer
+              fixed[q] + sum cost[q, l, c] x[l, c] + pair[q] n <= bound[q]    for every limited quantity
 
-Choices that another choice of the same layer beats in the loss and every limited quantity are left out. The hidden size
-is tried in an outer loop. Losses of layers do not add up exactly, so that the best few solutions are returned that
-differ in some layers, among them the best of restricted families (whole layers only, widths only) and those of other
-objectives (the sum of the losses' roots, which takes much from few layers, or of their squares, which takes little from
-many). What is measured afterwards decides.
+n is the number of distinct pairs of query and KV heads beyond the first. Choices that another choice of the same layer
+beats in the loss and every limited quantity are left out. The hidden size is tried in an outer loop. Losses of layers
+do not add up exactly, so that the best few solutions are returned that differ in some layers, among them the best of
+restricted families (whole layers only, widths only) and those of other objectives (the sum of the losses' roots, which
+takes much from few layers, or of their squares, which takes little from many). What is measured afterwards decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from pyprune.budget.choices import DROPPED, Choice, Search, UnitScores
 from pyprune.budget.limits import Budget, Limit
-from pyprune.budget.quantities import CostModel, Quantity, Widths
+from pyprune.budget.quantities import CostModel, Quantity, Widths, further_head_pairs
 from pyprune.config.base import Config, _require, option
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan
@@ -201,6 +201,7 @@ class _Programme:
         self.cost = {
             (quantity, widths): costs.layer(quantity, hidden, widths) for quantity in bounds for widths in known
         } | {(quantity, DROPPED): 0.0 for quantity in bounds}
+        self.head_pair = {quantity: costs.head_pair(quantity) for quantity in bounds}
 
     def solve(self, variant: Variant, before: Sequence[Solution], apart: int) -> Solution | None:
         """The best solution of a variant that differs from those before in some layers; None where there is none."""
@@ -217,7 +218,7 @@ class _Programme:
         columns = self._columns("best", dominated=False)
         objective = np.array([self.cost[quantity, choice.widths] for _, choice in columns])
         scale = float(objective.max()) or 1.0
-        chosen = self._chosen(columns, objective / scale, [], others)
+        chosen = self._chosen(columns, objective / scale, [], others, self.head_pair[quantity] / scale)
         return None if chosen is None else self._amounts(chosen)[quantity]
 
     def _columns(self, variant: Variant, *, dominated: bool = True) -> list[tuple[int, Choice]]:
@@ -231,12 +232,17 @@ class _Programme:
 
     def _undominated(self, choices: Sequence[Choice]) -> list[Choice]:
         """Without those that another one of the same layer beats in the loss and in every limited quantity."""
-        if self.options.head_pairs is not None:
+        if self._pairs_matter:
             pairs: dict[tuple[int, int], list[Choice]] = {}
-            for choice in choices:  # where pairs are few, a choice may be needed for its pair
+            for choice in choices:  # where pairs are few or cost something, a choice may be needed for its pair
                 pairs.setdefault((choice.widths.query_heads, choice.widths.kv_heads), []).append(choice)
             return [choice for some in pairs.values() for choice in self._frontier(some)]
         return self._frontier(choices)
+
+    @property
+    def _pairs_matter(self) -> bool:
+        """Whether it is limited how many pairs of heads there are, or any limit depends on it."""
+        return self.options.head_pairs is not None or any(self.head_pair.values())
 
     def _frontier(self, choices: Sequence[Choice]) -> list[Choice]:
         table = np.array([[c.loss, *(self.cost[q, c.widths] for q in self.bounds)] for c in choices])
@@ -264,10 +270,19 @@ class _Programme:
         objective: Floats,
         cuts: Sequence[tuple[Floats, float]],
         bounds: Mapping[Quantity, float],
+        per_pair: float = 0.0,
     ) -> tuple[Choice, ...] | None:
-        """The choice of every layer; bounds are tightened by the solver's tolerance where it used that."""
+        """The choice of every layer; bounds are tightened by the solver's tolerance where it used that.
+
+        Args:
+            columns: (layer, choice) of every variable.
+            objective: coefficient of each column.
+            cuts: further rows (coefficients, upper bound).
+            bounds: of the quantities to limit.
+            per_pair: coefficient of the number of head pairs beyond the first in the objective.
+        """
         for tightened in (0.0, _TOLERANCE, 2 * _TOLERANCE):
-            chosen = self._solved(columns, objective, cuts, bounds, 1 - tightened)
+            chosen = self._solved(columns, objective, cuts, bounds, per_pair, 1 - tightened)
             if chosen is None:
                 return None
             amounts = self._amounts(chosen)
@@ -281,6 +296,7 @@ class _Programme:
         objective: Floats,
         cuts: Sequence[tuple[Floats, float]],
         bounds: Mapping[Quantity, float],
+        per_pair: float,
         share: float,
     ) -> tuple[Choice, ...] | None:
         layers = len(self.search.layers)
@@ -291,20 +307,22 @@ class _Programme:
         most = [share - self.fixed[q] / bound for q, bound in bounds.items()]
         rows += [dropped, *(row for row, _ in cuts)]
         most += [layers - 1.0, *(bound for _, bound in cuts)]
-        pairs, heads = self._pair_rows(columns)
-        width = len(columns) + len(pairs)
+        pair_variables, pair_rows = self._pair_rows(columns)
+        width = len(columns) + pair_variables
         one_each = csr_array((np.ones(len(columns)), (place, np.arange(len(columns)))), shape=(layers, width))
         limits = np.zeros((len(rows), width))
         limits[:, : len(columns)] = rows
+        weights, largest = np.concatenate([objective, np.zeros(pair_variables)]), np.ones(width)
+        if pair_variables:  # the last one is the number of pairs beyond the first
+            limits[: len(bounds), -1] = [self.head_pair[q] / bound for q, bound in bounds.items()]
+            weights[-1], largest[-1] = per_pair, pair_variables
         constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(csr_array(limits), -np.inf, np.array(most))]
-        if heads is not None:
-            constraints += heads
         with _silent_stdout():
             result = milp(
-                np.concatenate([objective, np.zeros(len(pairs))]),
+                weights,
                 integrality=np.ones(width),
-                bounds=Bounds(0, 1),
-                constraints=constraints,
+                bounds=Bounds(0, largest),
+                constraints=[*constraints, *pair_rows],
                 options={"mip_rel_gap": self.options.gap, "node_limit": self.options.nodes},
             )
         if result.x is None and result.status != _INFEASIBLE:
@@ -317,18 +335,18 @@ class _Programme:
         picked = result.x[: len(columns)]
         return tuple(max(zip(picked[place == i], _of(columns, i), strict=True), key=_value)[1] for i in range(layers))
 
-    def _pair_rows(
-        self, columns: Sequence[tuple[int, Choice]]
-    ) -> tuple[list[tuple[int, int]], list[LinearConstraint] | None]:
-        """Head pairs with a variable each, and the rows that let few of them be used."""
-        most = self.options.head_pairs
-        if most is None:
-            return [], None
+    def _pair_rows(self, columns: Sequence[tuple[int, Choice]]) -> tuple[int, list[LinearConstraint]]:
+        """How many variables count head pairs, and the rows that tie them to the columns.
+
+        There is one for each pair, 1 where a layer has it, and behind them the number of pairs beyond the first.
+        """
         own = [(c.widths.query_heads, c.widths.kv_heads) for _, c in columns]
         pairs = sorted(set(own) - {(0, 0)})
+        if not (pairs and self._pairs_matter):
+            return 0, []
         used = sorted({(layer, pair) for (layer, _), pair in zip(columns, own, strict=True) if pair != (0, 0)})
         row_of = {key: i for i, key in enumerate(used)}
-        width = len(columns) + len(pairs)
+        width = len(columns) + len(pairs) + 1
         entries = [
             (row_of[layer, pair], i, 1.0)
             for i, ((layer, _), pair) in enumerate(zip(columns, own, strict=True))
@@ -336,11 +354,18 @@ class _Programme:
         ] + [(row, len(columns) + pairs.index(pair), -1.0) for (_, pair), row in row_of.items()]
         at, column, value = zip(*entries, strict=True)
         open_pairs = csr_array((np.array(value), (np.array(at), np.array(column))), shape=(len(used), width))
-        count = np.concatenate([np.zeros(len(columns)), np.ones(len(pairs))])[None, :]
-        return pairs, [LinearConstraint(open_pairs, -np.inf, 0), LinearConstraint(count, -np.inf, most)]
+        counts = np.zeros((2, width))
+        counts[:, len(columns) : -1] = 1
+        counts[1, -1] = -1
+        most = np.array([self.options.head_pairs or np.inf, 1.0])
+        return len(pairs) + 1, [LinearConstraint(open_pairs, -np.inf, 0), LinearConstraint(counts, -np.inf, most)]
 
     def _amounts(self, chosen: Sequence[Choice]) -> dict[Quantity, float]:
-        return {q: self.fixed[q] + sum(self.cost[q, choice.widths] for choice in chosen) for q in self.bounds}
+        further = further_head_pairs(choice.widths for choice in chosen)
+        return {
+            q: self.fixed[q] + sum(self.cost[q, choice.widths] for choice in chosen) + self.head_pair[q] * further
+            for q in self.bounds
+        }
 
     def _solution(self, variant: Variant, chosen: Sequence[Choice]) -> Solution:
         loss = float(sum(choice.loss for choice in chosen)) + self.search.hidden[self.hidden]

@@ -20,6 +20,9 @@ class _Costs:
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
         return 1.0
 
+    def head_pair(self, quantity: Quantity) -> float:
+        return 0.0
+
 
 @pytest.mark.parametrize(
     ("text", "quantity", "bound"),

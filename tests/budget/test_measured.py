@@ -36,10 +36,11 @@ def test_planted_coefficients_predict_plans_that_were_not_measured(quantity: Qua
 
 def test_the_layers_add_up_to_all_but_the_head_pairs() -> None:
     costs = MeasuredCosts(fake_profile())
-    total = costs.predicted(PREFILL, _plan())
-    assert total - predicted(costs, PREFILL, _plan()) == pytest.approx(PLANTED[PAIRS], rel=1e-4)
-    assert costs.overhead(PREFILL, 1) == costs.overhead(PREFILL, 0) == 0
-    assert costs.overhead(PREFILL, 4) == pytest.approx(3 * PLANTED[PAIRS], rel=1e-4)
+    plan = _plan()
+    layers = sum(costs.layer(PREFILL, 320, Widths(*layer.widths)) for layer in plan.layers)
+    rest = costs.predicted(PREFILL, plan) - costs.fixed(PREFILL, 320) - layers
+    assert rest == pytest.approx(PLANTED[PAIRS], rel=1e-4), "layer 1 has heads of its own"
+    assert costs.head_pair(PREFILL) == pytest.approx(PLANTED[PAIRS], rel=1e-4)
 
 
 def test_what_the_features_cannot_hold_shows_in_the_probe_left_out() -> None:
@@ -128,6 +129,5 @@ def test_throughput_and_first_token_follow_from_the_times() -> None:
     costs = Costs(measured, measured)
     assert costs.time_to_first_token(identity(), 512) == pytest.approx(_seconds(identity(), PREFILL))
     assert costs.tokens_per_second(identity(), 128, 64) == pytest.approx(64 * 128 / _seconds(identity(), GENERATION))
-    pairs = costs.predicted(PREFILL, _plan()) - predicted(costs, PREFILL, _plan())
-    assert pairs == pytest.approx(measured.overhead(PREFILL, 2))
+    assert predicted(costs, PREFILL, _plan()) == pytest.approx(_seconds(_plan(), PREFILL))
     assert measured.layer(PREFILL, 512, Widths(0, 0, 0)) < measured.layer(PREFILL, 512, Widths(8, 4, 1536)) / 10

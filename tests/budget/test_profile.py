@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pyprune.budget import profile as module
-from pyprune.budget.profile import Profile, find_profile, head_pairs, installed, profile_folder, stored_as, this_machine
-from pyprune.budget.quantities import Widths
+from pyprune.budget.profile import Profile, find_profile, installed, profile_folder, stored_as, this_machine
+from pyprune.budget.quantities import Widths, further_head_pairs, head_pairs
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan
 from tests.budget._profiles import MACHINE, SIZES, VERSIONS, fake_profile, identity
@@ -122,3 +122,5 @@ def test_head_pairs_are_counted_where_attention_is() -> None:
     layers = [Widths(9, 3, 1), Widths(0, 0, 1), Widths(6, 2, 1), Widths(9, 3, 0), Widths(6, 3, 1)]
     assert head_pairs(layers) == 3
     assert head_pairs([Widths(0, 0, 5)]) == 0
+    assert further_head_pairs(layers) == 2
+    assert further_head_pairs([Widths(0, 0, 5)]) == further_head_pairs([Widths(9, 3, 1)]) == 0

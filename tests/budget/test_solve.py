@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 
 from pyprune.budget.choices import DROPPED, Choice, ChoiceOptions, LayerScores, Search, Space, UnitScores
 from pyprune.budget.limits import Budget
+from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.quantities import Quantity, Widths, predicted
 from pyprune.budget.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.errors import BudgetError, ConfigError
 from pyprune.plan import PrunePlan, Sizes
+from tests.budget._profiles import PLANTED, PREFILL, SIZES, fake_profile, identity, planted
 
 DENSE = Sizes(4, 48, 6, 2, 8, 40, 384)
 IDENTITY = PrunePlan.identity("llama", DENSE)
@@ -20,7 +23,14 @@ SPACE = Space.of(IDENTITY, ChoiceOptions(ffn_multiple=8, ffn_shares=(0.5, 0.2)))
 
 
 class Costs:
-    """Parameters that are counted, and a prefill in which blocks cost something by being there."""
+    """Parameters that are counted, and a prefill in which blocks cost something by being there.
+
+    Args:
+        per_pair: seconds of each head pair beyond the first.
+    """
+
+    def __init__(self, per_pair: float = 0.0) -> None:
+        self.per_pair = per_pair
 
     def fixed(self, quantity: Quantity, hidden_size: int) -> float:
         return 0.2 if quantity.kind == "prefill" else 100.0 * hidden_size
@@ -31,6 +41,9 @@ class Costs:
             fixed = 0.02 * bool(widths.kv_heads) + 0.03 * bool(widths.ffn)
             return fixed + 2e-3 * widths.query_heads + 2e-5 * hidden_size * widths.ffn
         return float(hidden_size * (16 * (widths.query_heads + widths.kv_heads) + 3 * widths.ffn))
+
+    def head_pair(self, quantity: Quantity) -> float:
+        return self.per_pair if quantity.kind == "prefill" else 0.0
 
 
 def _search(seed: int, hidden: dict[int, float] | None = None) -> Search:
@@ -48,23 +61,28 @@ def _search(seed: int, hidden: dict[int, float] | None = None) -> Search:
     return Search(IDENTITY, tuple(layers), hidden or {48: 0.0})
 
 
-def _amount(quantity: Quantity, hidden: int, choices: tuple[Choice, ...]) -> float:
-    costs = Costs()
-    kept = (choice.widths for choice in choices if choice.widths != DROPPED)
-    return costs.fixed(quantity, hidden) + sum(costs.layer(quantity, hidden, widths) for widths in kept)
+def _pairs(widths: Iterable[Widths]) -> int:
+    return len({(w.query_heads, w.kv_heads) for w in widths} - {(0, 0)})
 
 
-def _brute_force(search: Search, budget: Budget, pairs: int | None = None) -> float:
-    bounds = budget.bounds(budget.dense(Costs(), IDENTITY))
+def _amount(quantity: Quantity, hidden: int, choices: tuple[Choice, ...], costs: Costs) -> float:
+    kept = [choice.widths for choice in choices if choice.widths != DROPPED]
+    layers = sum(costs.layer(quantity, hidden, widths) for widths in kept)
+    further = max(0, _pairs(kept) - 1) if quantity.kind == "prefill" else 0
+    return costs.fixed(quantity, hidden) + layers + costs.per_pair * further
+
+
+def _brute_force(search: Search, budget: Budget, pairs: int | None = None, costs: Costs | None = None) -> float:
+    costs = costs or Costs()
+    bounds = budget.bounds(budget.dense(costs, IDENTITY))
     best = float("inf")
     for hidden, offset in search.hidden.items():
         for choices in itertools.product(*search.layers):
             loss = offset + sum(choice.loss for choice in choices)
             if loss >= best or all(choice.widths == DROPPED for choice in choices):
                 continue
-            used = {(c.widths.query_heads, c.widths.kv_heads) for c in choices} - {(0, 0)}
-            fits = all(_amount(q, hidden, choices) <= bound for q, bound in bounds.items())
-            if fits and (pairs is None or len(used) <= pairs):
+            fits = all(_amount(q, hidden, choices, costs) <= bound for q, bound in bounds.items())
+            if fits and (pairs is None or _pairs(c.widths for c in choices) <= pairs):
                 best = loss
     return best
 
@@ -85,9 +103,63 @@ def test_equals_brute_force_with_few_head_pairs() -> None:
     search, budget = _search(3), Budget.parse("parameters=50%")
     (found,) = solve(search, budget, Costs(), SolveOptions(solutions=1, gap=0.0, head_pairs=1))
     free = solve(search, budget, Costs(), EXACT)[0]
-    assert len({(w.query_heads, w.kv_heads) for w in free.widths} - {(0, 0)}) > 1  # else the test says nothing
-    assert len({(w.query_heads, w.kv_heads) for w in found.widths} - {(0, 0)}) == 1
+    assert _pairs(free.widths) > 1  # else the test says nothing
+    assert _pairs(found.widths) == 1
     assert found.loss == pytest.approx(_brute_force(search, budget, pairs=1), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("pairs", [None, 2])
+@pytest.mark.parametrize("text", ["speedup>=1.3", "parameters=70%, speedup>=1.5", "speedup>=2"])
+def test_equals_brute_force_where_head_pairs_cost_something(text: str, pairs: int | None, seed: int) -> None:
+    search, budget, costs = _search(seed), Budget.parse(text), Costs(per_pair=0.1)
+    (found,) = solve(search, budget, costs, SolveOptions(solutions=1, gap=0.0, head_pairs=pairs))
+    assert found.loss == pytest.approx(_brute_force(search, budget, pairs, costs), abs=1e-9)
+    dense = budget.dense(costs, IDENTITY)
+    assert not budget.broken(found.predicted, dense)
+    amounts = {q: predicted(costs, q, _first_units(found)) for q in budget.quantities}
+    assert amounts == pytest.approx(dict(found.predicted)), "the search adds up what is predicted of its plan"
+
+
+def _first_units(solution: Solution) -> PrunePlan:
+    """A plan of the solution's widths."""
+    layer = LayerScores((2.0, 1.0), (1.0,) * 6, tuple(map(float, range(40, 0, -1))))
+    return plan_of(solution, _search(0), UnitScores((layer,) * 4))
+
+
+@pytest.mark.parametrize("limited", [None, 4])
+def test_unequal_heads_that_a_profile_makes_costly_keep_the_limit(limited: int | None) -> None:
+    """The layers alone would keep it, so that without the cost of further pairs the answer breaks it."""
+    slow_pairs = {**PLANTED, "head pairs": 20e-3}
+    costs = MeasuredCosts(fake_profile(lambda probe, quantity: planted(probe, quantity, slow_pairs)))
+    assert costs.head_pair(PREFILL) == pytest.approx(20e-3, rel=1e-3)
+
+    class Blind(MeasuredCosts):
+        def head_pair(self, quantity: Quantity) -> float:
+            return 0.0
+
+    # Three quarters of the heads go for nothing in layers 0 to 2, which is enough time without the pair that they make.
+    space = Space.of(identity(), ChoiceOptions(ffn_shares=(), skips=(), head_counts=2))
+    layers = tuple(
+        tuple(Choice(w, 0.0 if w == space.dense_widths or i < 3 else 1.0) for w in layer.widths)
+        for i, layer in enumerate(space.layers)
+    )
+    search = Search(identity(), layers, {SIZES.hidden_size: 0.0})
+    saved = costs.layer(PREFILL, 512, Widths(8, 4, 1536)) - costs.layer(PREFILL, 512, Widths(2, 1, 1536))
+    bound = costs.predicted(PREFILL, identity()) - 2.5 * saved
+    budget = Budget.parse(f"{PREFILL}<={bound:.6f}s")
+    options = SolveOptions(solutions=1, gap=0.0, head_pairs=limited)
+    (blind,) = solve(search, budget, Blind(costs.profile), options)
+    (found,) = solve(search, budget, costs, options)
+
+    def kept(solution: Solution) -> bool:
+        layer = LayerScores((1.0,) * 4, (1.0,) * 8, (1.0,) * 1536)
+        return costs.predicted(PREFILL, plan_of(solution, search, UnitScores((layer,) * 8))) <= bound
+
+    assert _pairs(blind.widths) == 2
+    assert not kept(blind), "else the test says nothing"
+    assert kept(found)
+    assert set(found.widths) == {Widths(2, 1, 1536)}, "one pair in all layers"
 
 
 @pytest.mark.parametrize(("offset", "chosen"), [(0.01, 32), (10.0, 48)])

@@ -103,6 +103,9 @@ def test_a_block_that_writes_nothing_costs_nothing_and_goes_first() -> None:
         def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
             return 1.0 + widths.ffn
 
+        def head_pair(self, quantity: Quantity) -> float:
+            return 0.0
+
     (best,) = solve(search_of(losses, _flat(space), space), Budget.parse("parameters=90%"), Costs(), SolveOptions(1))
     assert [layer for layer, widths in enumerate(best.widths) if widths != DENSE] == [2]
 
