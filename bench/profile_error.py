@@ -31,15 +31,15 @@ from bench._command import exit_status, known
 from bench._profile_plans import never_profiled
 from pyprune.budget.measured import MeasuredCosts, relative_seconds
 from pyprune.budget.probes import Model, dense_config, write_served
-from pyprune.budget.profile import DENSE, Profile
+from pyprune.budget.profile import DENSE, Profile, Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, take_profile
-from pyprune.budget.turns import EngineGroup, cache_bytes, room_for
+from pyprune.budget.turns import EngineGroup, cache_bytes, room_for, written_bytes
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
-from pyprune.runtime.progress import say, track
+from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,23 +100,21 @@ class Bench:
 
     def _measure(self, plans: Mapping[str, PrunePlan]) -> None:
         dense = self._written(DENSE, self.dense)
-        size = sum(f.stat().st_size for f in self.work.rglob("*") if f.suffix in (".safetensors", ".gguf"))
-        room = self.options.resident or room_for(self.engine, size, cache_bytes(dense[1], WORKLOADS, self.dtype))
+        size, cache = written_bytes(self.work), cache_bytes(dense[1], WORKLOADS, self.dtype)
+        room = self.options.resident or room_for(self.engine, size, cache)
         if room < 2:
             raise ConfigError("There is not enough free memory for two engines at once; end other programs.")
-        seed = self.options.seed
-        with EngineGroup(self.engine, self.dtype, WORKLOADS, int(self.config.vocab_size), seed) as engines:
-            engines.load({DENSE: dense})
-            names = list(plans)
-            for start in range(0, len(names), room - 1):
-                self._group(engines, {name: plans[name] for name in names[start : start + room - 1]})
+        vocab, seed, repeats = int(self.config.vocab_size), self.options.seed, self.options.repeats
+        with EngineGroup(self.engine, self.dtype, WORKLOADS, vocab, seed) as engines:
 
-    def _group(self, engines: EngineGroup, plans: Mapping[str, PrunePlan]) -> None:
-        """Time some plans around the dense model and record them."""
-        say(f"Timing {', '.join(plans)}.")
-        engines.load({name: self._written(name, plan) for name, plan in plans.items()})
-        turns = list(track(engines.round([DENSE, *plans], self.options.repeats, 0), "timing"))
-        engines.close(list(plans))
+            def write(name: str) -> Model:
+                return self._written(name, plans[name])
+
+            for names, turns in engines.in_groups(dense, list(plans), write, room=room, repeats=repeats):
+                self._record({name: plans[name] for name in names}, turns)
+
+    def _record(self, plans: Mapping[str, PrunePlan], turns: Sequence[Timing]) -> None:
+        """Record what some plans took, and remove their checkpoints."""
         for name, plan in plans.items():
             measured = {}
             for quantity in WORKLOADS:

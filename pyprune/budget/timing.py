@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,12 +18,12 @@ from pyprune.budget.probes import Model, dense_config, probe_plans, write_served
 from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.sizes import MULTIPLES
-from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for
+from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.runtime.progress import say, track
+from pyprune.runtime.progress import say
 from pyprune.serving.engines import EngineName, choose_engine
 from pyprune.serving.gguf.write import FORMATS
 
@@ -188,15 +188,14 @@ class _Run:
         queue = list(plans)[: self.options.probes]
         room = self.options.resident or self._room(work, dense)
         with self._engines() as engines:
-            if room > 1:
-                engines.load({DENSE: dense})
-            step = max(1, room - 1)
-            for number, start in enumerate(range(0, len(queue), step)):
-                models = {name: self._written(name, plans[name], work) for name in queue[start : start + step]}
-                there = {name: model for name, model in models.items() if model is not None}
-                self._group(engines, number, dense, there, resident=room > 1)
-                self.probes += [Probe.of(name, plans[name]) for name in there]
-                for name in there:
+
+            def write(name: str) -> Model | None:
+                return self._written(name, plans[name], work)
+
+            for names, turns in engines.in_groups(dense, queue, write, room=room, repeats=self.options.repeats):
+                self.timings += turns
+                self.probes += [Probe.of(name, plans[name]) for name in names]
+                for name in names:
                     shutil.rmtree(self.folders[name])
             self.device = engines.device
         if len(self.probes) < 3:
@@ -205,31 +204,12 @@ class _Run:
             )
 
     def _room(self, work: Path, dense: Model) -> int:
-        size = sum(file.stat().st_size for file in work.rglob("*") if file.suffix in (".safetensors", ".gguf"))
         cache = cache_bytes(dense[1], self.options.quantities, self.dtype)
-        return room_for(self.engine, size, cache)
+        return room_for(self.engine, written_bytes(work), cache)
 
     def _engines(self) -> EngineGroup:
         vocab = int(self.config.vocab_size)
         return EngineGroup(self.engine, self.dtype, self.options.quantities, vocab, self.options.seed)
-
-    def _group(
-        self, engines: EngineGroup, number: int, dense: Model, models: Mapping[str, Model], *, resident: bool
-    ) -> None:
-        """Time some probes around the dense model: all loaded at once, or one after another."""
-        if not models:
-            return
-        say(f"Timing {', '.join(models)}.")
-        if resident:
-            engines.load(models)
-            turns = engines.round([DENSE, *models], self.options.repeats, number)
-            self.timings += track(turns, f"timing with {self.engine}")
-            engines.close(list(models))
-            return
-        for name, model in ((DENSE, dense), *models.items()):
-            engines.load({name: model})
-            self.timings += engines.round([name], self.options.repeats, number)
-            engines.close([name])
 
     def _written(self, name: str, plan: PrunePlan, work: Path) -> Model | None:
         """Write a probe; None where the engine has no place for it, which is noted."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pyprune.budget.probes import Model
-from pyprune.budget.profile import Timing
+from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
+from pyprune.runtime.progress import say, track
 from pyprune.serving.engines import Engine, EngineName
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, kv_cache_bytes
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
@@ -85,6 +86,53 @@ class EngineGroup:
             if len(names) > 1:
                 yield self.turn(names[0], quantity, repeat + 1, group)
 
+    def in_groups(
+        self,
+        dense: Model,
+        names: Sequence[str],
+        write: Callable[[str], Model | None],
+        *,
+        room: int,
+        repeats: int,
+    ) -> Iterator[tuple[list[str], list[Timing]]]:
+        """Time models beside the dense one, as many at once as there is room for.
+
+        The dense model stays loaded where there is room for two engines; else one after another is.
+
+        Args:
+            dense: the dense model, written.
+            names: of the others.
+            write: writes one of these when its turn comes; None = it is left out.
+            room: engines that may be loaded at once.
+            repeats: see :meth:`round`.
+
+        Yields:
+            (names of the models of a group, all turns of the group, the dense model's among them).
+        """
+        if room > 1:
+            self.load({DENSE: dense})
+        step = max(1, room - 1)
+        for number, start in enumerate(range(0, len(names), step)):
+            written = {name: write(name) for name in names[start : start + step]}
+            models = {name: model for name, model in written.items() if model is not None}
+            if models:
+                say(f"Timing {', '.join(models)}.")
+                yield list(models), list(self._beside(dense, models, repeats, number, resident=room > 1))
+
+    def _beside(
+        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, *, resident: bool
+    ) -> Iterator[Timing]:
+        """Time models around the dense one: all loaded at once, or one after another."""
+        if resident:
+            self.load(models)
+            yield from track(self.round([DENSE, *models], repeats, group), f"timing with {self.engine}")
+            self.close(list(models))
+            return
+        for name, model in ((DENSE, dense), *models.items()):
+            self.load({name: model})
+            yield from self.round([name], repeats, group)
+            self.close([name])
+
     def close(self, names: Sequence[str] | None = None) -> None:
         """End engines; None = all."""
         for name in list(self.engines) if names is None else names:
@@ -135,6 +183,11 @@ def cache_bytes(config: Mapping[str, Any], quantities: Sequence[Quantity], dtype
         for q in quantities
     ]
     return max(kv_cache_bytes(config, need) for need in needs)
+
+
+def written_bytes(folder: Path) -> int:
+    """Bytes of the weights in a folder and the folders in it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".gguf"))
 
 
 def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from bench import profile_error
 from bench._profile_plans import never_profiled
+from pyprune.budget import turns
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import probe_plans
+from pyprune.budget.profile import Profile
 from pyprune.plan import PrunePlan
-from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.records import RecordFile, append_jsonl
+from tests._support.models import tiny_model
 from tests.budget._profiles import fake_profile
 
 
@@ -64,3 +67,48 @@ def test_rows_of_another_engine_are_not_shown(records: tuple[Path, Path], capsys
     given = ["--only-table", "--engine", "vllm", "--profile", str(profile), "--jsonl", str(rows)]
     assert profile_error.main(given) == 2
     assert "No row of" in capsys.readouterr().err
+
+
+SECONDS = {"dense": 0.4, "ffn-1-of-3": 0.2, "hidden-2-of-3": 0.3}
+
+
+class _Engine:
+    """Every request to a model takes the same time."""
+
+    device = None
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, engine: str, options: dict[str, Any]) -> None:
+        assert engine == "transformers"
+        self.model = Path(options["model"]).name
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
+        self.asked.append(self.model)
+        return SECONDS[self.model], len(prompts) * new_tokens
+
+    def close(self) -> None:
+        pass
+
+
+def test_plans_are_timed_beside_the_dense_model_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "QUICK_S", 0.0)
+    monkeypatch.setattr(Profile, "check", lambda *_, **__: None)
+    profile = fake_profile(quantities=profile_error.WORKLOADS).save(tmp_path / "p.json")
+    tiny_model("llama").config.save_pretrained(tmp_path / "dense")
+    (tmp_path / "work").mkdir()
+    given = ["--engine", "transformers", "--model", tmp_path / "dense", "--profile", profile, "--repeats", 1]
+    given += ["--plans", "ffn 1 of 3,hidden 2 of 3", "--resident", 2, "--jsonl", tmp_path / "rows.jsonl"]
+    options = profile_error._parser().parse_args(list(map(str, given)))
+    profile_error.Bench(options, RecordFile(options.jsonl), tmp_path / "work").run()
+    rows = {row["name"]: row["measured"] for row in RecordFile(options.jsonl).of("row").values()}
+    assert set(rows) == {"ffn 1 of 3", "hidden 2 of 3"}
+    for quantity in map(str, profile_error.WORKLOADS):
+        assert rows["ffn 1 of 3"][quantity]["seconds"] == [0.2]
+        assert rows["ffn 1 of 3"][quantity]["dense_seconds"] == [0.4, 0.4]
+        assert rows["ffn 1 of 3"][quantity]["share_of_dense"] == pytest.approx(0.5)
+        assert rows["hidden 2 of 3"][quantity]["share_of_dense"] == pytest.approx(0.75)
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"dense"}, "what was timed is removed"
+    first, second = (_Engine.asked.index(name) for name in ("ffn-1-of-3", "hidden-2-of-3"))
+    assert "ffn-1-of-3" not in _Engine.asked[second:], "there was room for one beside the dense model"
+    assert first < second
