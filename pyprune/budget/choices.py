@@ -91,6 +91,13 @@ class LayerSpace:
     ffn: tuple[int, ...]
     drop: bool
 
+    @property
+    def alone(self) -> tuple[Widths, ...]:
+        """The choices that change the attention alone or the MLP alone."""
+        query_heads, kv_heads = self.heads[0]
+        attention = (Widths(*pair, self.ffn[0]) for pair in self.heads[1:])
+        return (*attention, *(Widths(query_heads, kv_heads, width) for width in self.ffn[1:]))
+
     @cached_property
     def widths(self) -> tuple[Widths, ...]:
         """Every choice, the dense one first, :data:`DROPPED` last."""
@@ -141,12 +148,25 @@ class Space:
     def without(self, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> Self:
         """The same without what an architecture or engine cannot hold.
 
-        Every pair of heads, FFN width and dropped layer is tried alone, in a plan that removes nothing else.
+        Every hidden size, pair of heads, FFN width and dropped layer is tried alone, in a plan that removes nothing
+        else. A layer may go only if the next one may then still become what it may otherwise: llama.cpp reads the size
+        of a head from the first layer, so that layer 0 stays where attention can be skipped.
 
         Args:
             why_not: reasons against a plan; nothing = it can be held.
         """
-        return replace(self, layers=tuple(self._held(i, layer, why_not) for i, layer in enumerate(self.layers)))
+        dense, *smaller = self.hidden
+        hidden = (dense, *(size for size in smaller if not why_not(self.identity.keep_hidden(range(size)))))
+        layers = [self._held(i, layer, why_not) for i, layer in enumerate(self.layers)]
+        for i, after in enumerate(layers[1:]):
+            if layers[i].drop and not self._held_without(i, after, why_not):
+                layers[i] = replace(layers[i], drop=False)
+        return replace(self, layers=tuple(layers), hidden=hidden)
+
+    def _held_without(self, index: int, after: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> bool:
+        """Whether the layer behind a dropped one may become all that it may beside it."""
+        rest = self.identity.drop_layers([index])
+        return not any(why_not(_changed(rest, index + 1, widths)) for widths in after.alone)
 
     def _held(self, index: int, layer: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> LayerSpace:
         dense = layer.widths[0]
@@ -157,7 +177,7 @@ class Space:
         return LayerSpace(
             tuple(pair for pair in layer.heads if fits(Widths(*pair, dense.ffn))),
             tuple(ffn for ffn in layer.ffn if fits(Widths(dense.query_heads, dense.kv_heads, ffn))),
-            layer.drop and fits(DROPPED),
+            layer.drop and len(self.layers) > 1 and fits(DROPPED),
         )
 
     @property
@@ -194,14 +214,14 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _changed(identity: PrunePlan, index: int, widths: Widths) -> PrunePlan:
-    """The identity plan with one layer of other widths, of which the first units stay."""
+def _changed(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
+    """A plan with one layer of other widths, of which the first units stay."""
     if widths == DROPPED:
-        return identity.drop_layers([index])
-    dense = identity.dense
+        return plan.drop_layers([index])
+    dense = plan.dense
     each = widths.query_heads // widths.kv_heads if widths.kv_heads else 0
     heads = [group * dense.group_size + i for group in range(widths.kv_heads) for i in range(each)]
-    return identity.with_layer(index, query_heads=heads, kv_heads=range(widths.kv_heads), ffn=range(widths.ffn))
+    return plan.with_layer(index, query_heads=heads, kv_heads=range(widths.kv_heads), ffn=range(widths.ffn))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,14 +188,33 @@ def why_not_served(config: PretrainedConfig, plan: PrunePlan, engine: str) -> st
     Args:
         config: of the dense model.
         plan: what stays of it.
-        engine: vllm, transformers or llamacpp (which is asked by writing the file).
+        engine: vllm, transformers or llamacpp.
     """
+    return refusals(config, engine)(plan)
+
+
+def refusals(config: PretrainedConfig, engine: str) -> Callable[[PrunePlan], str]:
+    """What answers :func:`why_not_served` for many plans of one model.
+
+    Args:
+        config: of the dense model.
+        engine: vllm, transformers or llamacpp.
+    """
+    if engine == "llamacpp":
+        from pyprune.budget.cost import dense_shapes
+        from pyprune.serving.gguf.layout import GgufRules
+
+        return GgufRules(config, dense_shapes(config)).why_not
+    return partial(_why_not_vllm, config) if engine == "vllm" else lambda plan: ""
+
+
+def _why_not_vllm(config: PretrainedConfig, plan: PrunePlan) -> str:
     from pyprune.cut.target import choose_target
 
     family = family_for(config)
-    if engine != "vllm" or family.served_by or choose_target(family, config, plan).stock:
+    if family.served_by or choose_target(family, config, plan).stock:
         return ""
-    return f"the vLLM plugin serves no sizes per layer for {family.model_type}"
+    return f"The vLLM plugin serves no sizes per layer for {family.model_type}."
 
 
 def write_served(
@@ -217,10 +237,10 @@ def write_served(
         UnsupportedModelError: the engine has no place for these sizes.
         OutputError: the folder cannot be written.
     """
+    reason = why_not_served(config, plan, engine)
+    if reason:
+        raise UnsupportedModelError(reason)
     if engine != "llamacpp":
-        reason = why_not_served(config, plan, engine)
-        if reason:
-            raise UnsupportedModelError(reason)
         write_probe(config, plan, folder, dtype)
         return folder, json.loads((folder / "config.json").read_text())
     from pyprune.serving.gguf.write import export_gguf

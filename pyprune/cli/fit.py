@@ -139,7 +139,8 @@ def _profile(
 
     if named is not None:
         found = Profile.load(named)
-        found.check(allow=allow)
+        if not allow:
+            found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
         return found
     quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
     if not quantities:

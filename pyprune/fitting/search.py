@@ -7,7 +7,7 @@ corrects the predictions of the next search.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from pyprune.budget.attempts import Attempt, Corrected, Tries
 from pyprune.budget.choices import Search, Space, UnitScores
 from pyprune.budget.cost import Costs, ExactCosts
+from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import Budget
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.options import FitOptions
-from pyprune.budget.probes import why_not_served
+from pyprune.budget.probes import refusals
 from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity, predicted
 from pyprune.budget.sizes import SizeRules
@@ -34,7 +35,7 @@ from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length
 from pyprune.data.tokens import Batch
-from pyprune.errors import BudgetError, ConfigError
+from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.fitting.timed import time_plans
 from pyprune.plan import PrunePlan
@@ -135,7 +136,8 @@ class Fitting:
         Raises:
             ConfigError: invalid options.
             BudgetError: the profile is of other sizes.
-            CheckpointError, UnsupportedModelError: the model cannot be loaded.
+            CheckpointError: the model cannot be loaded.
+            UnsupportedModelError: pyprune does not know its family, or what is to run it has no place for it.
         """
         options.validate()
         check_sources(options.data.sources)
@@ -146,6 +148,9 @@ class Fitting:
         found = cls(str(model_id), model, tokenizer, options, weights, profile, cache, version)
         if profile is not None:
             profile.check(found.identity, allow=allow_mismatch)
+        reason = found.why_not(found.identity)
+        if reason:
+            raise UnsupportedModelError(f"{reason} Choose another format of the weights, or another engine.")
         return found
 
     @cached_property
@@ -158,6 +163,15 @@ class Fitting:
         """Counts parameters and bytes, and predicts times where there is a profile."""
         measured = MeasuredCosts(self.profile) if self.profile is not None else None
         return Costs(ExactCosts.of(self.model.config, self.weights), measured)
+
+    @cached_property
+    def why_not(self) -> Callable[[PrunePlan], str]:
+        """(plan) -> why what is to run it has no place for it: the profile's engine, llama.cpp for GGUF formats."""
+        engines = [self.profile.engine] if self.profile is not None else []
+        if weight_format(self.weights).layout == "gguf":
+            engines.append("llamacpp")
+        rules = [refusals(self.model.config, engine) for engine in dict.fromkeys(engines)]
+        return lambda plan: next(filter(None, (rule(plan) for rule in rules)), "")
 
     @cached_property
     def rules(self) -> SizeRules:
@@ -194,10 +208,7 @@ class Fitting:
         choices = o.choices
         if not o.keep_multiples:
             choices = choices.with_rules(self.rules)
-        space = Space.of(self.identity, choices)
-        if self.profile is not None:
-            engine, config = self.profile.engine, self.model.config
-            space = space.without(lambda plan: why_not_served(config, plan, engine))
+        space = self._held(Space.of(self.identity, choices))
         losses = measure_losses(
             self.model,
             space,
@@ -210,6 +221,19 @@ class Fitting:
         if losses.reused:
             say(f"{losses.reused} of {len(losses.entries)} losses of single blocks were measured before.")
         return search_of(losses, self.scores, space, o.value)
+
+    def _held(self, space: Space) -> Space:
+        """The choices without those that what is to run the model has no place for, which is said."""
+        reasons: list[str] = []
+
+        def why_not(plan: PrunePlan) -> str:
+            reasons.append(self.why_not(plan))
+            return reasons[-1]
+
+        held = space.without(why_not)
+        if held != space:
+            say(f"Some choices are left out. {next(filter(None, reasons))}")
+        return held
 
     @cached_property
     def tries(self) -> Tries:
@@ -236,10 +260,19 @@ class Fitting:
             factors: by what the predictions of times were wrong before: measured over predicted.
 
         Raises:
-            BudgetError: nothing keeps it, or it limits times and there is no profile.
+            BudgetError: nothing keeps it, it limits times and there is no profile, or what is to run the model has a
+                place for none of the solutions.
         """
         solving = replace(self.options.solve, head_pairs=self.options.solve.head_pairs or self.rules.max_head_pairs)
-        return solve(self.search, budget, Corrected(self.costs, factors or {}), solving)
+        found = solve(self.search, budget, Corrected(self.costs, factors or {}), solving)
+        reasons = [self.why_not(plan_of(solution, self.search, self.scores)) for solution in found]
+        held = tuple(solution for solution, reason in zip(found, reasons, strict=True) if not reason)
+        if not held:
+            raise BudgetError(
+                f"None of the {len(found)} best solutions of {budget} can be run: {reasons[0]} Ask for more of them "
+                "(--set solve.solutions=20), or for fewer kinds of cuts (--set choices.skips=[])."
+            )
+        return held
 
     def tried(self, solution: Solution, quantities: Iterable[Quantity]) -> Attempt:
         """Cut and reconstruct a solution and judge it, and predict these quantities."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,18 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from pyprune.checkpoint.shards import TensorFiles, check_finite
+from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import Family, all_families
+from pyprune.families import Family, all_families, family_for
 from pyprune.families.gguf_forms import BLOCK, GgufForm, GgufSizes
+from pyprune.plan import PrunePlan
 
 ZERO_FFN = 32
 """Channels of the FFN of zeros that stands for a skipped MLP: llama.cpp's deci drops the residual stream of a layer
 without one. Every block format of :data:`pyprune.serving.gguf.write.FORMATS` divides it."""
 
+COMPUTED_ROPE = ("default", "linear")
+"""Types of rotary positions that llama.cpp computes from the metadata."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names of the two in every family that has a form."""
 
@@ -175,7 +179,51 @@ def _why_not(form: GgufForm, family: Family, config: PretrainedConfig, sizes: Gg
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != form.activation:
         return f"its MLP uses {form.activation}, the model's {activation}"
+    kind = rope_type(config)
+    if kind not in COMPUTED_ROPE and not (kind == "llama3" and form.rope_factors):
+        return f"it is not given rotary positions of the type {kind!r}"
     return form.why_not(config, sizes)
+
+
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary positions of the layers without a window, as Transformers states them."""
+    parameters = dict(config.rope_parameters)
+    return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
+
+
+def rope_type(config: PretrainedConfig) -> str:
+    """Their type, as Transformers names it."""
+    return str(rope_parameters(config).get("rope_type", "default"))
+
+
+class GgufRules:
+    """What llama.cpp can hold of a dense model, by the rules of :func:`choose_form`; nothing is written.
+
+    The tokenizer, which no plan changes, is not looked at.
+
+    Args:
+        config: of the dense model.
+        names: of its parameters.
+    """
+
+    def __init__(self, config: PretrainedConfig, names: Iterable[str]) -> None:
+        self._config = config
+        self._family = family_for(config)
+        one_of_each = {self._family.match(name)[0].pattern: name for name in names}
+        self._names = tuple(one_of_each.values())
+
+    def why_not(self, plan: PrunePlan) -> str:
+        """Why what a plan leaves of the model cannot be written; empty when it can."""
+        target = choose_target(self._family, self._config, plan)
+        family = all_families()[str(target.config.model_type).removeprefix("pruned_")]
+        tied = bool(target.config.tie_word_embeddings)
+        sizes = GgufSizes(len(plan.hidden), plan.dense.head_dim, tuple(layer.widths for layer in plan.layers), tied)
+        biases = [pattern.replace("{i}", "0") for pattern, _ in target.zero_biases]
+        try:
+            choose_form(family, target.config, sizes, [*self._names, *biases])
+        except UnsupportedModelError as error:
+            return str(error)
+        return ""
 
 
 def planned_tensors(model: Model) -> Iterator[Planned]:

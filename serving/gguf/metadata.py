@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from pyprune.errors import UnsupportedModelError
 from pyprune.families.gguf_forms import GgufForm
-from pyprune.serving.gguf.layout import ZERO_FFN, Array, Model
+from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Array, Model, rope_parameters, rope_type
 
 
 def add_metadata(writer: Any, model: Model) -> list[str]:
@@ -23,9 +22,6 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
 
     Returns:
         Notes for the user, one sentence each.
-
-    Raises:
-        UnsupportedModelError: a kind of rotary positions that the architecture does not have.
     """
     config, sizes = model.config, model.sizes
     length, notes = _context_length(config, model.form)
@@ -88,29 +84,14 @@ def _context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list
     return int(window), [note]
 
 
-def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary positions of the layers without a window, as Transformers states them."""
-    parameters = dict(config.rope_parameters)
-    return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
-
-
 def rope_factors(model: Model) -> Iterator[tuple[str, Array]]:
-    """What every rotary frequency is divided by, where llama.cpp cannot compute it from the metadata (LLaMA 3).
-
-    Raises:
-        UnsupportedModelError: positions of a kind that the architecture does not have.
-    """
+    """What every rotary frequency is divided by, where llama.cpp cannot compute it from the metadata (LLaMA 3)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rope_parameters(model.config)
-    kind = str(rope.get("rope_type", "default"))
-    if kind in ("default", "linear"):
+    kind = rope_type(model.config)
+    if kind in COMPUTED_ROPE:
         return
-    if kind != "llama3" or not model.form.rope_factors:
-        raise UnsupportedModelError(
-            f"llama.cpp's {model.form.architecture} is not given rotary positions of the type {kind!r}; default, "
-            "linear and (LLaMA and Mistral) llama3 can be written. Export it as safetensors."
-        )
     scaled, _ = ROPE_INIT_FUNCTIONS[kind](model.config, torch.device("cpu"))
     steps = torch.arange(0, model.sizes.head_dim, 2, dtype=torch.float64) / model.sizes.head_dim
     plain = float(rope["rope_theta"]) ** -steps

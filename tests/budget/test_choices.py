@@ -63,6 +63,23 @@ def test_what_an_engine_cannot_hold_is_left_out() -> None:
     assert space.layers[1].drop
 
 
+def test_a_layer_stays_that_the_next_one_s_choices_need() -> None:
+    def why_not(plan: PrunePlan) -> str:
+        return "" if plan.layers[0].query_heads else "no attention in the first layer"
+
+    space = Space.of(IDENTITY).without(why_not)
+    assert [layer.drop for layer in space.layers] == [False, True, True]
+    assert [(0, 0) in layer.heads for layer in space.layers] == [False, True, True]
+    whole = Space.of(IDENTITY, ChoiceOptions(skips=("mlp", "layer"))).without(why_not)
+    assert all(layer.drop for layer in whole.layers), "where no attention is skipped, layer 0 may go"
+
+
+def test_hidden_sizes_that_cannot_be_held_are_left_out() -> None:
+    options = ChoiceOptions(hidden=(24, 20, 16))
+    space = Space.of(IDENTITY, options).without(lambda plan: "odd" if len(plan.hidden) % 8 else "")
+    assert space.hidden == (32, 24, 16)
+
+
 @pytest.mark.parametrize("options", [ChoiceOptions(keep_first=2, keep_last=2), ChoiceOptions(hidden=(64,))])
 def test_choices_that_the_model_does_not_have(options: ChoiceOptions) -> None:
     with pytest.raises(ConfigError, match=r"more than the model's|which is the most"):

@@ -13,7 +13,14 @@ import torch
 from pyprune.budget import timing, turns
 from pyprune.budget.cost import ExactCosts
 from pyprune.budget.measured import MeasuredCosts
-from pyprune.budget.probes import dense_config, probe_plans, why_not_served, write_served
+from pyprune.budget.probes import (
+    dense_config,
+    probe_plans,
+    refusals,
+    why_not_served,
+    write_probe,
+    write_served,
+)
 from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity, predicted
 from pyprune.budget.sizes import MULTIPLES, SizeRules, slow_sizes
@@ -28,6 +35,7 @@ from pyprune.errors import (
 )  # fmt: skip
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan, Sizes
+from pyprune.serving.gguf.layout import open_model
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
 
@@ -106,13 +114,41 @@ def test_the_random_state_is_left_alone(source: Path, tmp_path: Path) -> None:
 
 
 def test_what_vllm_cannot_serve_is_left_out() -> None:
-    config = tiny_model("phi").config
+    config = tiny_model("olmo2").config
     plans = probe_plans(family_for(config).plan(config))
-    assert "serves no sizes per layer for phi" in why_not_served(config, plans["unequal layers"], "vllm")
+    assert "serves no sizes per layer for olmo2" in why_not_served(config, plans["unequal layers"], "vllm")
     assert why_not_served(config, plans["half of the layers"], "vllm") == ""
     assert why_not_served(config, plans["unequal layers"], "transformers") == ""
     llama = tiny_model("llama").config
     assert why_not_served(llama, probe_plans(family_for(llama).plan(llama))["unequal layers"], "vllm") == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3-rope", "qwen2-tied", "qwen3", "qwen3-tied", "phi", "gemma3", "granite", "opt"]
+)
+def test_what_llama_cpp_cannot_hold_is_known_before_a_file_is_written(name: str, tmp_path: Path) -> None:
+    config = tiny_model(name).config
+    whole = family_for(config).plan(config)
+    plans = probe_plans(whole) | {"no attention in layer 0": whole.with_layer(0, query_heads=[], kv_heads=[])}
+    why_not = refusals(config, "llamacpp")
+    found = {}
+    for label in (DENSE, "half of the layers", "unequal layers", "no MLP in every second layer",
+                  "three quarters of the hidden size", "no attention in layer 0"):  # fmt: skip
+        folder = write_probe(config, plans[label], tmp_path / label.replace(" ", "-"), "float32")
+        try:
+            open_model(folder)
+            found[label] = ""
+        except UnsupportedModelError as error:
+            found[label] = str(error)
+        assert bool(why_not(plans[label])) == bool(found[label]), (label, why_not(plans[label]), found[label])
+    assert any(found.values())
+    assert name == "opt" or not all(found.values())
+
+
+def test_positions_that_llama_cpp_does_not_have_are_known_too() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    config = tiny_model("llama", rope_parameters=yarn).config
+    assert "type 'yarn'" in why_not_served(config, family_for(config).plan(config), "llamacpp")
 
 
 def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:

@@ -12,12 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
+from pyprune.budget.attempts import Attempt
 from pyprune.budget.limits import Budget
-from pyprune.budget.measured import features
+from pyprune.budget.measured import MeasuredCosts, features
 from pyprune.budget.options import FitOptions
 from pyprune.budget.probes import probe_plans
 from pyprune.budget.profile import DENSE, Probe, Profile, Timing
-from pyprune.budget.quantities import Quantity
+from pyprune.budget.quantities import Quantity, Widths
+from pyprune.budget.solve import Solution
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.data import DataConfig
@@ -27,7 +29,7 @@ from pyprune.families import count_parameters, family_for
 from pyprune.fitting import search
 from pyprune.fitting.flow import fit
 from pyprune.fitting.report import pareto
-from pyprune.fitting.search import CANDIDATE, Fitting
+from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -179,6 +181,34 @@ def test_a_machine_that_is_always_too_slow_is_said(
     monkeypatch.setattr(search, "time_plans", time_plans)
     with pytest.raises(BudgetError, match="prefill@64"):
         fitting.fit(Budget.parse(f"prefill@64<={bound:.9f}s"))
+
+
+def test_candidates_are_judged_with_what_their_head_pairs_cost(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place))
+    fitting.profile = profile_of_dense()
+    monkeypatch.setattr(MeasuredCosts, "head_pair", lambda *_: 1.0)
+    quantity, whole = Quantity("prefill", 64), fitting.identity
+    unequal = whole.with_layer(0, query_heads=range(3), kv_heads=[0])
+    before, after = (fitting.costs.layer(quantity, 48, Widths(*plan.layers[0].widths)) for plan in (whole, unequal))
+    assert after < before, "its layers alone would keep the limit"
+    state = _State(Budget.parse(f"{quantity}=100%"), {quantity: fitting.costs.predicted(quantity, whole)})
+    for plan, perplexity in ((unequal, 2.0), (whole, 3.0)):
+        solution = Solution(48, tuple(Widths(*layer.widths) for layer in plan.layers), 0.0, {}, "best")
+        state.keep(Attempt(solution, plan, 0, {"text": perplexity}))
+    assert fitting._best(state).plan == whole
+    monkeypatch.setattr(MeasuredCosts, "head_pair", lambda *_: 0.0)
+    assert fitting._best(state).plan == unequal
+
+
+def test_a_mismatch_that_is_allowed_is_said_once(place: Path, tmp_path: Path) -> None:
+    profile = profile_of_dense().save(tmp_path / "profile.json")
+    given = [*arguments(place, tmp_path / "out", "prefill@64=90%"), "--profile", profile]
+    assert "made under other conditions" in refused(*given).replace("\n", " ")
+    result = run(*given, "--allow-mismatch", "--no-timing", "--no-recover")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.replace("\n", " ").count("made under other conditions") == 1
 
 
 def test_a_sweep_writes_plans_and_a_report(place: Path, tmp_path: Path) -> None:
