@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
 from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine
+from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.speed import (
     COLUMNS,
     SHORT_PROMPT_TOKENS,
@@ -27,6 +29,7 @@ from pyprune.serving.speed import (
     Sample,
     SpeedReport,
     Workload,
+    speeds,
 )
 from pyprune.serving.stats import environment_record, median
 
@@ -45,6 +48,8 @@ def measure(
     new_tokens: int = 128,
     prompt_tokens: int = 2048,
     repeats: int = 3,
+    precision: float = 0.0,
+    max_repeats: int | None = None,
     dtype: str = DTYPE,
     quantise: str | None = None,
     seed: int = 0,
@@ -63,7 +68,10 @@ def measure(
         batch_size: prompts in a generation request.
         new_tokens: tokens generated for each.
         prompt_tokens: length of the prompt-processing prompt, in tokens.
-        repeats: timed turns of each model and column.
+        repeats: timed turns of each model and column; with ``precision`` the least number.
+        precision: take turns of a column until the 95 % interval of every model's ratio to the first one is no wider
+            than this share of it (0.02 = 2 %); 0 = exactly ``repeats`` turns.
+        max_repeats: the most turns of a column with ``precision``; None = 10, or ``repeats`` where that is more.
         dtype: bfloat16, float16 or float32; not with llamacpp.
         quantise: with llamacpp, the GGUF format in which folders are written for the run, to a temporary folder; None =
             q8_0. A GGUF file is taken as it is.
@@ -78,7 +86,7 @@ def measure(
         MissingDependencyError: the engine that was named is not installed.
         EngineError: an engine failed; its last log lines are in the message.
     """
-    workload = Workload(batch_size, new_tokens, prompt_tokens, repeats, dtype, seed)
+    workload = Workload(batch_size, new_tokens, prompt_tokens, repeats, dtype, seed, precision, max_repeats)
     workload.validate()
     if not models:
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
@@ -154,9 +162,20 @@ class _Run:
         """Take every sample, column by column, repeat by repeat, model by model."""
         with ExitStack() as stack:
             pool = stack.enter_context(_Pool(self))
-            turns = [(c, r, m) for c in COLUMNS for r in range(self.workload.repeats) for m in self.models]
-            for column, repeat, name in track(turns, f"timing with {self.engine}"):
+            for column, repeat, name in track(self._turns(), f"timing with {self.engine}"):
                 self._record(self._turn(pool, column, repeat, name))
+
+    def _turns(self) -> Iterator[tuple[Column, int, str]]:
+        """Every turn to take; how many follow depends on the samples of those before."""
+        w = self.workload
+        for column in COLUMNS:
+            for repeat in rounds(w.repeats, w.most_repeats, w.precision, partial(self._intervals, column)):
+                for name in self.models:
+                    yield column, repeat, name
+
+    def _intervals(self, column: Column) -> list[Interval | None]:
+        baseline, *others = self.models
+        return [paired_interval(speeds(self.samples, column), baseline, name) for name in others]
 
     def _turn(self, pool: _Pool, column: Column, repeat: int, name: str) -> Sample:
         prompts = self.workload.prompts(column, repeat, self.vocab_size)
@@ -230,7 +249,7 @@ class _Pool:
     def awake(self, name: str) -> Iterator[tuple[Engine, list[Engine]]]:
         """Give the warmed engine of ``name`` and the others, which have come to rest."""
         if self._resident:
-            if len(self._engines) > 1:
+            if self._run.engine == "vllm" and len(self._engines) > 1:
                 time.sleep(SETTLE_S)
             yield self._engines[name], [e for n, e in self._engines.items() if n != name]
             return

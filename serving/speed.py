@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pyprune.errors import ConfigError
+from pyprune.serving.precision import Interval, most_repeats, paired_interval, precision_problems
 from pyprune.serving.stats import mad, median
 
 Column = Literal["generation", "prompt"]
 COLUMNS: tuple[Column, ...] = ("generation", "prompt")
+DTYPES = ("bfloat16", "float16", "float32")
+"""What an engine may be asked to compute in."""
 SHORT_PROMPT_TOKENS = 16
 """Prompts of the generation column have 1 to this many random tokens."""
 FIRST_TOKEN_ID = 3
@@ -26,9 +29,12 @@ class Workload:
         batch_size: prompts in one generation request.
         new_tokens: tokens generated for each of them.
         prompt_tokens: length in tokens of the prompt-processing prompt.
-        repeats: timed turns of each model and column, after one warm-up turn.
+        repeats: timed turns of each model and column, after one warm-up turn; with ``precision`` the least number.
         dtype: of weights and activations; llama.cpp has its own (:attr:`MeasuredModel.format`).
         seed: of the random prompts; both models get the same ones, every repeat another set.
+        precision: a column goes on until the 95 % interval of every model's ratio to the first one is no wider than
+            this share of the ratio (0.02 = 2 %); 0 = exactly ``repeats`` turns.
+        max_repeats: the most turns of a column; None = 10, or ``repeats`` where that is more.
     """
 
     batch_size: int = 64
@@ -37,6 +43,8 @@ class Workload:
     repeats: int = 3
     dtype: str = "bfloat16"
     seed: int = 0
+    precision: float = 0.0
+    max_repeats: int | None = None
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
@@ -45,10 +53,16 @@ class Workload:
             for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")
             if getattr(self, name) < 1
         ]
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            found.append(f"dtype is {self.dtype!r}; it must be bfloat16, float16 or float32.")
+        if self.dtype not in DTYPES:
+            found.append(f"dtype is {self.dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+        found += precision_problems(self.repeats, self.precision, self.max_repeats)
         if found:
             raise ConfigError(found)
+
+    @property
+    def most_repeats(self) -> int:
+        """The most turns of a column."""
+        return most_repeats(self.repeats, self.precision, self.max_repeats)
 
     @property
     def max_length(self) -> int:
@@ -165,11 +179,11 @@ class SpeedReport:
 
     def tokens_per_second(self, model: str) -> Summary:
         """Generation throughput in tokens/s."""
-        return _summary([s.tokens_per_second for s in self._of(model, "generation")])
+        return summary([s.tokens_per_second for s in self._of(model, "generation")])
 
     def latency_ms(self, model: str) -> Summary:
         """Latency of processing one prompt, in ms."""
-        return _summary([1000 * s.seconds for s in self._of(model, "prompt")])
+        return summary([1000 * s.seconds for s in self._of(model, "prompt")])
 
     def throughput_increase(self, model: str) -> float:
         """The papers' TI: median generation throughput over the baseline's."""
@@ -178,6 +192,13 @@ class SpeedReport:
     def speedup(self, model: str) -> float:
         """The papers' Speedup: the baseline's median prompt latency over the model's."""
         return self.latency_ms(self.baseline).median / self.latency_ms(model).median
+
+    def interval(self, model: str, column: Column) -> Interval | None:
+        """The 95 % interval of TI (generation) or Speedup (prompt), from the ratios of paired turns.
+
+        None for the baseline, and for fewer than two turns.
+        """
+        return None if model == self.baseline else paired_interval(speeds(self.samples, column), self.baseline, model)
 
     def pruning_ratio(self, model: str) -> float:
         """Share of the baseline's parameters that was removed, in [0, 1)."""
@@ -194,6 +215,11 @@ class SpeedReport:
                     "throughput_increase": self.throughput_increase(name),
                     "speedup": self.speedup(name),
                     "pruning_ratio": self.pruning_ratio(name),
+                    "intervals": {
+                        column: asdict(interval)
+                        for column in COLUMNS
+                        if (interval := self.interval(name, column)) is not None
+                    },
                 }
                 for name in self.models
             },
@@ -203,5 +229,11 @@ class SpeedReport:
         return [s for s in self.samples if s.model == model and s.column == column]
 
 
-def _summary(values: Sequence[float]) -> Summary:
+def speeds(samples: Sequence[Sample], column: Column) -> dict[tuple[str, int], float]:
+    """Return (model, repeat) -> tokens/s of every turn of a column."""
+    return {(s.model, s.repeat): s.tokens_per_second for s in samples if s.column == column}
+
+
+def summary(values: Sequence[float]) -> Summary:
+    """Return the median, the median absolute deviation and the number of samples."""
     return Summary(median(values), mad(values), len(values))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from pyprune.report import Cell, Table
-from pyprune.serving.speed import MeasuredModel, SpeedReport, Summary, Workload
+from pyprune.serving.precision import Interval
+from pyprune.serving.speed import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
 
 HEADER = (
     "Model",
@@ -20,6 +21,10 @@ HEADER = (
     "Bytes",
 )
 EDGE = ("Format", "Load (s)", "Memory (MB)")
+RATIOS = {"generation": "TI", "prompt": "Speedup"}
+"""Column -> the name of the ratio in it."""
+SAID_BELOW = ("precision", "max_repeats")
+"""Options that the sentence below the table says."""
 
 
 def speed_table(
@@ -46,9 +51,9 @@ def speed_table(
             name,
             (ratios or {}).get(name, f"{report.pruning_ratio(name):.1%}"),
             f"{perplexity[name]:.2f}" if perplexity and name in perplexity else None,
-            _plus_minus(report.tokens_per_second(name)),
+            plus_minus(report.tokens_per_second(name)),
             f"{report.throughput_increase(name):.2f}x",
-            _plus_minus(report.latency_ms(name)),
+            plus_minus(report.latency_ms(name)),
             f"{report.speedup(name):.2f}x",
             model.parameters,
             model.bytes,
@@ -66,13 +71,49 @@ def _edge(model: MeasuredModel) -> tuple[Cell, ...]:
 
 
 def conditions(report: SpeedReport) -> str:
-    """Return one sentence that says how the table's figures were taken."""
+    """Return a sentence that says how the table's figures were taken, and one on how sure their ratios are."""
     w, env = report.workload, report.environment
+    taken = [report.tokens_per_second(report.baseline).count, report.latency_ms(report.baseline).count]
+    repeats = " and ".join(str(count) for count in dict.fromkeys(taken))
     text = (
         f"{_engine(report)}, {env['device']} ({env['cpus']} CPUs): {w.batch_size} prompts x {w.new_tokens} new "
-        f"tokens, one {w.prompt_tokens}-token prompt, median ± MAD of {w.repeats} interleaved repeats after a warm-up."
+        f"tokens, one {w.prompt_tokens}-token prompt, median ± MAD of {repeats} interleaved repeats after a warm-up."
     )
-    return f"{text}\n{report.note}" if report.note else text
+    return "\n".join(line for line in (text, _precision(report), report.note) if line)
+
+
+def _precision(report: SpeedReport) -> str:
+    """The interval of every ratio, and whether it is as narrow as was asked; empty where nothing was asked."""
+    found = {
+        f"{RATIOS[column]} of {name}": report.interval(name, column)
+        for name in report.models
+        for column in COLUMNS
+        if name != report.baseline
+    }
+    w = report.workload
+    return precision_sentence(found, w.precision, w.most_repeats) if w.precision else ""
+
+
+def precision_sentence(intervals: Mapping[str, Interval | None], precision: float, most: int) -> str:
+    """Say the interval of every ratio, and which of them are wider than was asked.
+
+    Args:
+        intervals: name of a ratio -> its interval; None where one turn was taken.
+        precision: the width that was asked for, as a share of the ratio.
+        most: the most turns that were allowed.
+    """
+    if not intervals:
+        return ""
+    known = {name: interval for name, interval in intervals.items() if interval is not None}
+    wide = [name for name in intervals if name not in known or known[name].width > precision]
+    said = [f"{name} {i.low:.3f} to {i.high:.3f} ({i.width:.1%} wide)" for name, i in known.items()]
+    listed = f"95 % intervals from paired turns: {', '.join(said)}. " if said else ""
+    if not wide:
+        return f"{listed}None is wider than {100 * precision:g} % of its ratio, as was asked."
+    return (
+        f"{listed}Wider than the {100 * precision:g} % that were asked for, with at most {most} turns each: "
+        f"{', '.join(wide)}. Allow more turns (--max-repeats), or let nothing else run meanwhile."
+    )
 
 
 def _engine(report: SpeedReport) -> str:
@@ -88,9 +129,14 @@ def _engine(report: SpeedReport) -> str:
 
 
 def _unusual_options(workload: Workload) -> dict[str, str]:
-    return {f.name: str(getattr(workload, f.name)) for f in fields(workload) if getattr(workload, f.name) != f.default}
+    return {
+        f.name: str(getattr(workload, f.name))
+        for f in fields(workload)
+        if f.name not in SAID_BELOW and getattr(workload, f.name) != f.default
+    }
 
 
-def _plus_minus(summary: Summary) -> str:
-    digits = 1 if summary.median < 1000 else 0
-    return f"{summary.median:,.{digits}f} ± {summary.mad:,.{digits}f}"
+def plus_minus(summary: Summary, digits: int = 1) -> str:
+    """Return "median ± median absolute deviation", without digits behind the point from 1000 on."""
+    places = digits if summary.median < 1000 else 0
+    return f"{summary.median:,.{places}f} ± {summary.mad:,.{places}f}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -16,7 +18,9 @@ from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine
 from pyprune.serving.measure import measure
+from pyprune.serving.precision import ratio_interval
 from pyprune.serving.speed import SpeedReport
+from pyprune.serving.table import conditions, speed_table
 from tests._support.models import tiny_model
 
 SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}
@@ -59,6 +63,79 @@ def test_samples_are_appended_with_their_conditions(measured: tuple[SpeedReport,
         assert record["environment"]["cpu"]
         assert record["workload"]["batch_size"] == 3
         assert record["checkpoint"]["architecture"] == "LlamaForCausalLM"
+
+
+class PacedEngine:
+    """Stands in for an engine: the second that is started takes half the time, and its prompts now more, now less."""
+
+    started = 0
+    device: str | None = None
+    build: str | None = None
+    load_seconds = 1.0
+
+    def __init__(self, *_: object) -> None:
+        self.pruned = PacedEngine.started % 2 == 1
+        PacedEngine.started += 1
+        self.prompts = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, int]:
+        self.prompts += new_tokens == 1
+        noise = 1.2 if new_tokens == 1 and self.prompts % 2 else 1.0
+        return (0.5 * noise if self.pruned else 1.0), len(prompts) * new_tokens
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def peak_memory_bytes(self) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PacedEngine, "started", 0)
+    monkeypatch.setattr("pyprune.serving.measure.Engine", PacedEngine)
+    monkeypatch.setattr("pyprune.serving.measure.available_bytes", lambda: 2**60)
+
+
+@pytest.mark.usefixtures("paced")
+def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(checkpoint: Path) -> None:
+    models = {"dense": checkpoint, "pruned": checkpoint}
+    options: dict[str, Any] = {**SIZES, "engine": "transformers", "precision": 0.02}
+    report = measure(models, **options, max_repeats=5)
+    assert [report.tokens_per_second(name).count for name in models] == [2, 2], "no spread: the least is enough"
+    assert [report.latency_ms(name).count for name in models] == [5, 5]
+    assert [s.repeat for s in report.samples if s.model == "dense"] == [0, 1, 0, 1, 2, 3, 4]
+    text = conditions(report)
+    assert "median ± MAD of 2 and 5 interleaved repeats" in text
+    assert "TI of pruned 2.000 to 2.000 (0.0% wide)" in text
+    assert "Wider than the 2 % that were asked for, with at most 5 turns each: Speedup of pruned. Allow more" in text
+    assert not {"precision", "max_repeats"} & set(speed_table(report).columns)
+    found = report.to_dict()["summary"]["pruned"]["intervals"]
+    assert found["generation"] == pytest.approx({"low": 2.0, "high": 2.0, "count": 2})
+    assert found["prompt"]["low"] < 1 / 0.6 < 2 < found["prompt"]["high"]
+    assert len(measure(models, **options).samples) == 2 * (2 + 10), "ten turns unless another most is given"
+
+
+@pytest.mark.usefixtures("paced")
+def test_enough_precision_is_said_and_none_is_needed_for_one_model(checkpoint: Path) -> None:
+    options: dict[str, Any] = {**SIZES, "engine": "transformers"}
+    report = measure({"dense": checkpoint, "pruned": checkpoint}, **options, precision=0.9)
+    assert len(report.samples) == 2 * (2 + 3), "three turns of the prompt are within 90 %"
+    assert "None is wider than 90 % of its ratio, as was asked." in conditions(report)
+    alone = measure({"dense": checkpoint}, **options, precision=0.02)
+    assert len(alone.samples) == 2 * 2
+    assert "interval" not in conditions(alone)
+    assert "interval" not in conditions(measure({"a": checkpoint, "b": checkpoint}, **options))
+
+
+def test_the_interval_of_known_ratios() -> None:
+    found = ratio_interval([1.0, 1.1, 1.21])
+    assert found is not None
+    assert (found.low, found.high, found.count) == pytest.approx((0.868095, 1.393857, 3), rel=1e-5)
+    assert found.width == pytest.approx((1.393857 - 0.868095) / 1.1, rel=1e-5)
+    assert ratio_interval([1.0]) is None
 
 
 def test_sizes_come_from_the_file(checkpoint: Path) -> None:
