@@ -7,12 +7,13 @@ too, whichever wins.
 
 from __future__ import annotations
 
+import hashlib
 import html
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyprune.errors import ConfigError, MissingDependencyError
 from pyprune.runtime.files import write_text
@@ -113,6 +114,20 @@ class PointChart:
 
 
 Chart = BarChart | LineChart | PointChart
+Label = TypeVar("Label")
+
+
+def undominated(points: Mapping[Label, Sequence[float]]) -> list[Label]:
+    """Return the labels of the points that no other beats: at most as much of everything, and less of something.
+
+    Args:
+        points: label -> its figures, of which less is better (negate one of which more is better).
+    """
+
+    def beats(a: Sequence[float], b: Sequence[float]) -> bool:
+        return tuple(a) != tuple(b) and all(x <= y for x, y in zip(a, b, strict=True))
+
+    return [label for label, own in points.items() if not any(beats(other, own) for other in points.values())]
 
 
 @dataclass(frozen=True)
@@ -304,6 +319,11 @@ def _html_table(table: Table) -> str:
     )
 
 
+def check_charts() -> None:
+    """Raise :class:`MissingDependencyError` before any work where a report with charts could not be drawn."""
+    _figure(1, 1)
+
+
 INK, SOFT, ACCENT, PLAIN = "#1d2430", "#5d6778", "#1f6fb2", "#b6c1cf"
 LINE_COLOURS = ("#1f6fb2", "#d1701f", "#3a8f4d", "#8a5ab5", "#5d6778", "#b23a48")
 
@@ -328,7 +348,22 @@ def chart_svg(chart: Chart) -> str:
     axes.tick_params(which="both", colors=INK, labelsize=9)
     figure.tight_layout()
     text = _svg_text(figure, chart.title)
-    return text[text.index("<svg") :].strip()
+    text = text[text.index("<svg") :].strip()
+    return _named_points(text, chart) if isinstance(chart, PointChart) else text
+
+
+def _point_id(chart: PointChart, label: str) -> str:
+    """The id of a point's element, which is unique in a page of several charts; any text makes a valid one."""
+    return "point-" + hashlib.sha256(f"{chart.title}\n{label}".encode()).hexdigest()[:12]
+
+
+def _named_points(svg: str, chart: PointChart) -> str:
+    """Give every point its label and values as text, which a browser shows under the pointer."""
+    for label, (x, y) in chart.points.items():
+        name = html.escape(f"{label}: {_format_float(x)}, {_format_float(y)}")
+        group = f'<g id="{_point_id(chart, label)}">'
+        svg = svg.replace(group, f"{group}\n<title>{name}</title>")
+    return svg
 
 
 def _figure(width: float, height: float) -> Any:
@@ -389,7 +424,7 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
 def _draw_points(axes: Any, chart: PointChart) -> None:
     for label, (x, y) in chart.points.items():
         colour = SOFT if label == chart.reference else ACCENT if label in chart.front else PLAIN
-        axes.plot([x], [y], marker="o", linestyle="", color=colour, markersize=6)
+        axes.plot([x], [y], marker="o", linestyle="", color=colour, markersize=6, gid=_point_id(chart, label))
         axes.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
     joined = sorted(chart.points[label] for label in chart.front)
     axes.plot([x for x, _ in joined], [y for _, y in joined], color=ACCENT, linewidth=1, zorder=0)

@@ -10,7 +10,7 @@ from pyprune.budget.attempts import Attempt, mean_loss
 from pyprune.budget.limits import Limit
 from pyprune.budget.quantities import Quantity
 from pyprune.fitting.search import Fitted
-from pyprune.report import Cell, PointChart, Report, Table
+from pyprune.report import Cell, PointChart, Report, Table, undominated
 
 UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " (ms)"), "generation": (1.0, " (s)")}
 """Kind of a quantity -> how much one of its unit in tables is, and how the unit is written."""
@@ -92,14 +92,11 @@ def sweep_table(points: Sequence[Fitted]) -> Table:
 def pareto(points: Sequence[Fitted]) -> list[Fitted]:
     """The points that no other one beats: at most as much loss, at most as much of everything, and less of one."""
     quantities = _quantities(points)
-
-    def figures(point: Fitted) -> tuple[float, ...]:
-        return (point.winner.loss, *(point.winner.amounts[quantity] for quantity in quantities))
-
-    def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
-
-    return [point for point in points if not any(beats(figures(other), figures(point)) for other in points)]
+    figures = {
+        number: (point.winner.loss, *(point.winner.amounts[quantity] for quantity in quantities))
+        for number, point in enumerate(points)
+    }
+    return [points[number] for number in undominated(figures)]
 
 
 def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
