@@ -237,14 +237,19 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[str]:
+def serve_command(
+    folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True, server: str = ""
+) -> list[str]:
     """Return the command line that is ``vllm serve`` for a checkpoint (:mod:`pyprune.serving.launch` says why not it).
 
     What the server will not like is printed as warnings.
 
     Args:
-        folder: the checkpoint; a pyprune checkpoint is verified against its pruning.json first.
+        folder: the checkpoint.
         extra_args: handed on as they are, such as ``--port 9000``.
+        verify: compare a pyprune checkpoint with its pruning.json first; without it a warning is printed.
+        server: name by which the server's processes will know that this was done
+            (:func:`pyprune.serving.checkpoints.verify_checkpoint`).
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -252,7 +257,9 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
-    checkpoint = read_checkpoint(folder)
+    if not verify:
+        warn(f"The files of {folder} were not verified.")
+    checkpoint = read_checkpoint(folder, verify=verify, server=server)
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
@@ -268,13 +275,23 @@ def serve_command(folder: str | Path, extra_args: Sequence[str] = ()) -> list[st
     return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
 
 
-def serve(folder: str | Path, extra_args: Sequence[str] = ()) -> NoReturn:
+def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:
     """Replace this process by ``vllm serve folder extra_args...``; signals reach the server directly.
+
+    Args:
+        folder: the checkpoint.
+        extra_args: handed on as they are.
+        verify: whether this process and the server's compare a pyprune checkpoint with its pruning.json.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
         CheckpointError: the folder cannot be served.
     """
-    command = serve_command(folder, extra_args)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment()}
+    from pyprune.checkpoint.verify import SERVER, VERIFY, current_server, new_server
+
+    server = current_server() or new_server()
+    command = serve_command(folder, extra_args, verify=verify, server=server)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment(), SERVER: server}
+    if not verify:
+        environment[VERIFY] = "0"
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)

@@ -10,11 +10,12 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyprune import __version__
+from pyprune.checkpoint.verify import TOKENIZER_CONFIG, digest_without_template
+from pyprune.checkpoint.verify import verify_files as verify
 from pyprune.errors import CheckpointError, PlanError, shown
 from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors
@@ -33,22 +34,6 @@ from pyprune.runtime.files import (
 RECORD_NAME = CHECKPOINT_MANIFEST
 RECORD_VERSION = 1
 
-LOADED_FILES = (
-    # weights, and what says which file they are in
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
-    "*.index.json", "*.index", "consolidated*", "weight_names.json",
-    # configurations: of the model, of generation, of quantisation, of adapters, of processors
-    "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
-    # tokenizers and chat templates
-    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
-    "*.model", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
-    # code
-    "*.py", "*.pyc", "*.so",
-)  # fmt: skip
-"""Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
-LOADED_FOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders of which they would read every file."""
-
 
 @dataclass(frozen=True)
 class PruningRecord:
@@ -58,11 +43,14 @@ class PruningRecord:
         plan: what stayed of the dense model; None for a checkpoint that was only trained or converted.
         provenance: method, options, source, sizes, and what was measured; plain JSON data.
         files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
+        tokenizer_config: SHA-256 (hex) of what tokenizer_config.json says beside the chat template; None where there is
+            no such file, and in records of early releases.
     """
 
     plan: PrunePlan | None
     provenance: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    tokenizer_config: str | None = None
 
     def to_json(self) -> str:
         """Indented JSON with a checksum over its own content."""
@@ -72,6 +60,7 @@ class PruningRecord:
             "plan": self.plan.to_dict() if self.plan is not None else None,
             "provenance": self.provenance,
             "files": self.files,
+            **({"tokenizer_config": self.tokenizer_config} if self.tokenizer_config is not None else {}),
         }
         return json.dumps(seal(body), indent=2) + "\n"
 
@@ -86,8 +75,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
 
     Args:
         folder: the checkpoint.
-        verify_files: also compare the SHA-256 of every file it lists, and refuse files that it does not list and that
-            a loader would read (:data:`LOADED_FILES`).
+        verify_files: also compare the files with it (:func:`pyprune.checkpoint.verify.verify_files`).
 
     Raises:
         CheckpointError: missing, not JSON, a wrong version, changed after it was written, an invalid plan, an entry
@@ -100,6 +88,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
         data = read_json(path)
         version = data["version"]
         plan_data, provenance, files = data["plan"], data["provenance"], data["files"]
+        tokenizer = data.get("tokenizer_config")
         data["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {shown(error)}. Write the checkpoint again.") from error
@@ -112,25 +101,27 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
             f"{path} was changed after it was written (its checksum does not match). To use an edited "
             "plan, save it on its own and give it to `pyprune prune --plan`."
         ) from error
-    problem = next(_problems(provenance, files), None)
+    problem = next(_problems(provenance, files, tokenizer), None)
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}. Write the checkpoint again.")
     try:
         plan = PrunePlan.from_dict(plan_data) if plan_data is not None else None
     except PlanError as error:
         raise CheckpointError(f"{path} holds an invalid plan: {error}") from error
-    record = PruningRecord(plan, provenance, files)
+    record = PruningRecord(plan, provenance, files, tokenizer)
     if verify_files:
-        _verify_files(Path(folder), record)
+        verify(Path(folder), record)
     return record
 
 
-def _problems(provenance: Any, files: Any) -> Iterator[str]:
+def _problems(provenance: Any, files: Any, tokenizer: Any) -> Iterator[str]:
     """What is wrong with the sections that later work relies on, which would be noticed only when that is done."""
     if not isinstance(provenance, dict) or not isinstance(files, dict):
         yield "provenance and files are JSON objects"
         return
     yield from _file_problems(files)
+    if tokenizer is not None and not _is_sha256(tokenizer):
+        yield f"the SHA-256 of tokenizer_config is {shown(tokenizer)}"
     kinds: dict[str, type] = dict.fromkeys(("method", "source", "architecture", "dtype"), str)
     kinds |= dict.fromkeys(("quality", "speed", "measured_before", "before", "report"), dict)
     kinds |= dict.fromkeys(("parameters", "dense_parameters"), int)
@@ -154,8 +145,12 @@ def _file_problems(files: Mapping[str, Any]) -> Iterator[str]:
         path = PurePosixPath(name)
         if not name or path.is_absolute() or ".." in path.parts or name == RECORD_NAME:
             yield f"it lists the file {shown(name)}, which cannot be one of its folder"
-        if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
+        if not _is_sha256(digest):
             yield f"the SHA-256 of {shown(name)} is {shown(digest)}"
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _recovery_problems(recoveries: Any) -> Iterator[str]:
@@ -172,47 +167,6 @@ def _are_marks(value: Any) -> bool:
         return isinstance(value, str) and len(base64.b64decode(value, validate=True)) % 8 == 0
     except (binascii.Error, ValueError):
         return False
-
-
-def _verify_files(folder: Path, record: PruningRecord) -> None:
-    for name, digest in record.files.items():
-        path = folder / name
-        if not os.path.isfile(path):
-            raise CheckpointError(f"{folder} lacks the file {shown(name)} that its {RECORD_NAME} lists.")
-        try:
-            found = file_digest(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
-        if found != digest:
-            raise CheckpointError(
-                f"{path} differs from what was written (its SHA-256 does not match {RECORD_NAME}). "
-                "The file is truncated or was changed; fetch or write the checkpoint again."
-            )
-    stray = next((name for name in _loaded_names(folder) if name not in record.files), None)
-    if stray is not None:
-        raise CheckpointError(
-            f"{folder} holds {shown(stray)}, which its {RECORD_NAME} does not list and a loader would read; what is "
-            "loaded would not be what was verified. Move it away, or write the checkpoint again."
-        )
-
-
-def _loaded_names(folder: Path) -> Iterator[str]:
-    """What a loader would read of a folder, by name; links and folders count as well, hidden files do not."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
-    for name in names:
-        if name.lower() in LOADED_FOLDERS:
-            inside = sorted(path for path in (folder / name).rglob("*") if path.is_symlink() or not path.is_dir())
-            yield from (path.relative_to(folder).as_posix() for path in inside)
-        elif _is_loaded(name):
-            yield name
-
-
-def _is_loaded(name: str) -> bool:
-    own = name == RECORD_NAME or name.startswith(".")
-    return not own and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
 
 
 def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[str, Any]:
@@ -252,7 +206,9 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
     names = [p.relative_to(folder).as_posix() for p in inside]
     files = {name: known.get(name) or file_digest(folder / name) for name in names}
     (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
-    (folder / RECORD_NAME).write_text(replace(record, files=files).to_json(), encoding="utf-8")
+    tokenizer = digest_without_template(folder / TOKENIZER_CONFIG)
+    whole = replace(record, files=files, tokenizer_config=tokenizer)
+    (folder / RECORD_NAME).write_text(whole.to_json(), encoding="utf-8")
 
 
 def check_annotatable(folder: str | Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -80,21 +80,12 @@ class TensorFiles:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: neither is there, or a header is damaged.
+        CheckpointError: see :func:`weight_files`; a header is damaged, or a tensor is there twice.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[str, Place] = {}
-        for path in weight_files(folder):
-            for place in read_header(path):
-                name = place.entry.name
-                if name in self._places:
-                    raise CheckpointError(
-                        f"{folder} holds the tensor {shown(name)} twice, in {self._places[name].path.name} and in "
-                        f"{path.name}; which one counts is open. Fetch or write the checkpoint again."
-                    )
-                self._places[name] = place
+        self._places = _places(weight_files(folder))
 
     def names(self) -> list[str]:
         """Names of all tensors, file by file in the order of their data."""
@@ -121,6 +112,21 @@ class TensorFiles:
         return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
 
 
+def _places(files: Iterable[Path]) -> dict[str, Place]:
+    """Where every tensor of these files lies, by name."""
+    found: dict[str, Place] = {}
+    for path in files:
+        for place in read_header(path):
+            name = place.entry.name
+            if name in found:
+                raise CheckpointError(
+                    f"{path.parent} holds the tensor {shown(name)} twice, in {found[name].path.name} and in "
+                    f"{path.name}; which one counts is open. Fetch or write the checkpoint again."
+                )
+            found[name] = place
+    return found
+
+
 def has_safetensors(folder: Path) -> bool:
     """Whether a path is a folder with weights in safetensors."""
     return any(os.path.isfile(folder / name) for name in (SINGLE, INDEX))
@@ -134,18 +140,22 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
         pickled: whether ``pytorch_model.bin`` (or its index) is read where there are no safetensors.
 
     Raises:
-        CheckpointError: there are none; the index is damaged, names a file outside the folder, or one that is missing;
-            or both a single file and an index are there, of which every reader takes another one.
+        CheckpointError: there are none; the index is damaged, names a file outside the folder, one that is missing, or
+            other tensors than the safetensors files hold; or both a single file and an index are there, of which every
+            reader takes another one.
     """
     kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if pickled else [(SINGLE, INDEX)]
     for single, index in kinds:
         alone = os.path.isfile(folder / single)
-        names = _indexed_names(folder / index) if os.path.isfile(folder / index) else []
+        where = _read_index(folder / index) if os.path.isfile(folder / index) else {}
+        names = sorted(set(where.values()))
         if alone and names not in ([], [single]):
             raise CheckpointError(
                 f"{folder} holds {single} and {index}, which names other files: some readers take the one, some the "
                 "other. Remove what does not belong to the model."
             )
+        if names and not alone and index == INDEX:
+            _check_indexed(folder, where)
         if alone or names:
             return [folder / name for name in names or [single]]
     advice = "" if pickled else ". Only safetensors are read here; convert others with `pyprune export`"
@@ -153,10 +163,12 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
     raise CheckpointError(f"{folder} holds {wanted}{advice}.")
 
 
-def _indexed_names(index: Path) -> list[str]:
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor -> the file of the folder that an index names for it."""
     try:
         data = json.loads(read_bounded(index, HEADER_LIMIT_BYTES), object_pairs_hook=_distinct)
-        names = sorted(set(data["weight_map"].values()))
+        where = dict(data["weight_map"].items())
+        names = sorted(set(where.values()))
         outside = [name for name in names if Path(name).name != name or name == ".."]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is damaged ({shown(error)}); fetch or write the checkpoint again.") from error
@@ -168,7 +180,20 @@ def _indexed_names(index: Path) -> list[str]:
     if missing:
         listed = ", ".join(missing[:3])
         raise CheckpointError(f"{index.parent} lacks {listed}, which {index.name} names; fetch it again.")
-    return names
+    return where
+
+
+def _check_indexed(folder: Path, where: Mapping[str, str]) -> None:
+    """Compare an index with what its files hold: some readers go by the one, some by the other."""
+    files = [folder / name for name in sorted(set(where.values()))]
+    held = {name: place.path.name for name, place in _places(files).items()}
+    wrong = min((name for name in {*held, *where} if held.get(name) != where.get(name)), default=None)
+    if wrong is not None:
+        by_index, by_files = (shown(names[wrong]) if wrong in names else "no file" for names in (where, held))
+        raise CheckpointError(
+            f"{folder / INDEX} does not fit the weight files: by the index, {shown(wrong)} is in {by_index}; by the "
+            f"files themselves, in {by_files}. Fetch or write the checkpoint again."
+        )
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

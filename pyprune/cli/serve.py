@@ -120,6 +120,10 @@ def serve(
             help="Options of `vllm serve`, handed on as they are. After a --, also those that pyprune has: -- --help.",
         ),
     ] = None,
+    no_verify: Annotated[
+        bool,
+        typer.Option("--no-verify", help="Do not compare the files with their checksums first (PYPRUNE_VERIFY=0)."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check a checkpoint and serve it with vLLM's OpenAI-compatible server: `vllm serve DIR`, with any of its options.
@@ -133,4 +137,4 @@ def serve(
             f"{shown(str(folder))} stands where the checkpoint folder belongs. Name the folder first, then vLLM's "
             "options: pyprune serve DIR --port 9000"
         )
-    start(folder, vllm_args or ())
+    start(folder, vllm_args or (), verify=not no_verify)

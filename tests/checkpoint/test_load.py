@@ -95,15 +95,15 @@ def test_measured_facts_enter_the_card_and_the_record(written: tuple[Path, torch
     assert read_pruning_json(out, verify_files=True).provenance["quality"] == {"perplexity": 12.5, "piqa acc": 0.6}
 
 
-def test_a_tokenizer_with_several_chat_templates_is_written(tmp_path: Path) -> None:
+def test_a_tokenizer_with_several_chat_templates_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     save_checkpoint(tiny_model(), tokenizer, tmp_path / "out", plan=None, provenance={})
     load_model(tmp_path / "out")
     inside = next((tmp_path / "out" / "additional_chat_templates").iterdir())
     inside.write_text("changed")
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        load_model(tmp_path / "out")
+    load_model(tmp_path / "out")
+    assert f"{inside} was edited" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -123,9 +123,9 @@ def test_wrong_usage_exits_with_2(arguments: list[str], phrase: str) -> None:
 
 def test_tampered_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
     save_checkpoint(tiny_model("llama"), None, tmp_path / "c", plan=None, provenance={})
-    with (tmp_path / "c" / "generation_config.json").open("a") as file:
+    with (tmp_path / "c" / "config.json").open("a") as file:
         file.write(" ")
-    assert "generation_config.json differs from what was written" in refused("inspect", tmp_path / "c")
+    assert "config.json differs from what was written" in refused("inspect", tmp_path / "c")
 
 
 def test_debug_shows_the_traceback(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

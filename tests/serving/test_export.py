@@ -25,6 +25,7 @@ from pyprune.serving.export import export, serve, serve_command, serving_warning
 from pyprune.serving.launch import VariantFinder
 from pyprune.serving.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.served import edit_the_config
 from tests._support.tokenizer import tiny_tokenizer
 
 
@@ -149,7 +150,7 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_serve_refuses_a_changed_checkpoint(tmp_path: Path) -> None:
     model, plan = _compacted("llama-head-dim", uniform=True)
     export(model, tmp_path / "out", plan=plan)
-    (tmp_path / "out" / "generation_config.json").write_text("{}")
+    edit_the_config(tmp_path / "out")
     with pytest.raises(CheckpointError, match="SHA-256"):
         serve_command(tmp_path / "out")
 

@@ -1,0 +1,275 @@
+"""The files of a checkpoint compared with its record: by every command, and once for all processes of a server."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyprune.errors import CheckpointError, ConfigError, shown
+from pyprune.runtime.files import CHECKPOINT_MANIFEST, file_digest, read_bounded, read_json
+from pyprune.runtime.progress import warn
+
+if TYPE_CHECKING:
+    from pyprune.checkpoint.record import PruningRecord
+
+VERIFY = "PYPRUNE_VERIFY"
+"""Environment variable: 0 = the files of checkpoints are used as they are; 1 or unset = they are compared."""
+SERVER = "PYPRUNE_SERVER"
+"""Environment variable by which the processes of one server know each other; set by :func:`begin_server`."""
+VERDICT = b"verified"
+VERDICT_LIFETIME_S = 24 * 3600
+"""Age at which a verdict is removed. Nobody reads one that old: it holds for the start of one server."""
+SETTLED_S = 2.0
+"""A verdict is left for files that are older than this: a change at the same tick of the file system's clock as the one
+before it would leave no trace in the file's times."""
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+EDITABLE = ("generation_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
+"""Files that operators adapt: an edited one is a warning, an edited file of any other name an error."""
+LOADED_FILES = (
+    # weights, and what says which file they are in
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
+    "*.index.json", "*.index", "consolidated*", "weight_names.json",
+    # configurations: of the model, of generation, of quantisation, of adapters, of processors
+    "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
+    # tokenizers and chat templates
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
+    "*.model", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    # code
+    "*.py", "*.pyc", "*.so",
+)  # fmt: skip
+"""Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
+LOADED_FOLDERS = ("additional_chat_templates", "custom_generate")
+"""Folders of which they would read every file."""
+
+
+def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> None:
+    """Compare a checkpoint with its record: the files that it lists, and no other that a loader would read.
+
+    An edited generation configuration or chat template is a warning that names the file. With ``PYPRUNE_VERIFY=0``
+    nothing is compared, and a warning says so.
+
+    Args:
+        folder: the checkpoint.
+        record: what its ``pruning.json`` says.
+        server: name of the server that this process belongs to (:func:`current_server`). What another process of it
+            found is believed, as long as size, times and inode of every file are those that it saw; while it is
+            looking, this one waits. Empty = the files are compared in any case.
+
+    Raises:
+        CheckpointError: a file is missing or was changed, a file is there that the record does not list, or the index
+            of the weights names other tensors than the files hold.
+        ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
+    """
+    if not _is_wanted():
+        warn(f"The files of {folder} were not verified: {VERIFY} is 0.")
+        return
+    if server:
+        _compare_once(folder, record, server)
+    else:
+        _compare(folder, record)
+    _refuse_stray(folder, record)
+
+
+def _is_wanted() -> bool:
+    value = os.environ.get(VERIFY, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{VERIFY} is {shown(value)}; allowed are 1 (verify checkpoints, the default) and 0.")
+    return value == "1"
+
+
+def current_server() -> str:
+    """The name of the server that this process belongs to; "" where it belongs to none."""
+    return os.environ.get(SERVER, "")
+
+
+def new_server() -> str:
+    """A name for a server, which no other one has."""
+    return secrets.token_hex(16)
+
+
+def begin_server() -> None:
+    """Let this process and those that it starts be one server, if they are not one already."""
+    os.environ[SERVER] = current_server() or new_server()
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def _compare(folder: Path, record: PruningRecord) -> None:
+    for name, digest in record.files.items():
+        path = folder / name
+        _refuse_missing(folder, name)
+        if _digest(path) == digest:
+            continue
+        if not _is_adapted(path, name, record):
+            raise CheckpointError(
+                f"{path} differs from what was written (its SHA-256 does not match {CHECKPOINT_MANIFEST}). "
+                "The file is truncated or was changed; fetch or write the checkpoint again."
+            )
+        warn(
+            f"{path} was edited after the checkpoint was written, and is used as it is now. Weights and tokenizer are "
+            "not affected; write the checkpoint again if the edit is not yours."
+        )
+    if INDEX in record.files:
+        from pyprune.checkpoint.shards import weight_files
+
+        weight_files(folder)
+
+
+def _refuse_missing(folder: Path, name: str) -> None:
+    if not os.path.isfile(folder / name):
+        raise CheckpointError(f"{folder} lacks the file {shown(name)} that its {CHECKPOINT_MANIFEST} lists.")
+
+
+def _digest(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+
+
+def _is_adapted(path: Path, name: str, record: PruningRecord) -> bool:
+    """Whether a file that differs was edited by somebody who may, and is whole: text, or a JSON object."""
+    if name == TOKENIZER_CONFIG:
+        return record.tokenizer_config is not None and digest_without_template(path) == record.tokenizer_config
+    if not any(fnmatchcase(name, pattern) for pattern in EDITABLE):
+        return False
+    try:
+        return isinstance(read_json(path), dict) if path.suffix == ".json" else bool(read_bounded(path))
+    except (OSError, ValueError):
+        return False
+
+
+def digest_without_template(path: Path) -> str | None:
+    """SHA-256 (hex) of what ``tokenizer_config.json`` says beside the chat template; None where it is no JSON object.
+
+    It tells an edited template from an edited tokenizer.
+    """
+    try:
+        values = read_json(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    values.pop("chat_template", None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_stray(folder: Path, record: PruningRecord) -> None:
+    stray = next((name for name in _loaded_names(folder) if name not in record.files), None)
+    if stray is not None:
+        raise CheckpointError(
+            f"{folder} holds {shown(stray)}, which its {CHECKPOINT_MANIFEST} does not list and a loader would read; "
+            "what is loaded would not be what was verified. Move it away, or write the checkpoint again."
+        )
+
+
+def _loaded_names(folder: Path) -> Iterator[str]:
+    """What a loader would read of a folder, by name; links and folders count as well, hidden files do not."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+    for name in names:
+        if name.lower() in LOADED_FOLDERS:
+            inside = sorted(path for path in (folder / name).rglob("*") if path.is_symlink() or not path.is_dir())
+            yield from (path.relative_to(folder).as_posix() for path in inside)
+        elif _is_loaded(name):
+            yield name
+
+
+def _is_loaded(name: str) -> bool:
+    own = name == CHECKPOINT_MANIFEST or name.startswith(".")
+    return not own and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
+
+
+# --- once for a server ---------------------------------------------------------------------------
+
+
+def _compare_once(folder: Path, record: PruningRecord, server: str) -> None:
+    """Every rank of a server asks this at the same time: the first one compares, the others wait and believe it."""
+    facts = _facts(folder, record, server)
+    with _verdict(facts) as file:
+        if file is not None and os.pread(file, len(VERDICT) + 1, 0) == VERDICT:
+            return
+        _compare(folder, record)
+        if file is not None and _facts(folder, record, server) == facts and _are_settled(folder, record):
+            os.pwrite(file, VERDICT, 0)
+            _remove_old_verdicts()
+
+
+def _facts(folder: Path, record: PruningRecord, server: str) -> str:
+    """What a verdict holds for: one server, one folder, one record, and its files as they are now."""
+    seen = {}
+    for name in record.files:
+        _refuse_missing(folder, name)
+        found = os.stat(folder / name)
+        seen[name] = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return json.dumps([server, str(folder.resolve()), record.files, record.tokenizer_config, seen])
+
+
+def _are_settled(folder: Path, record: PruningRecord) -> bool:
+    times = [max(found.st_mtime, found.st_ctime) for found in map(os.stat, (folder / name for name in record.files))]
+    return time.time() - max(times, default=0.0) > SETTLED_S
+
+
+@contextmanager
+def _verdict(facts: str) -> Iterator[int | None]:
+    """A file of this user's own for these facts, which one process at a time holds; None where there can be none."""
+    descriptor = _opened_verdict(hashlib.sha256(facts.encode()).hexdigest())
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # the lock ends with it
+
+
+def _opened_verdict(name: str) -> int | None:
+    try:
+        path = _verdict_folder() / name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise PermissionError
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _verdict_folder() -> Path:
+    """A folder that nobody else can write to; on a shared machine another user may have taken its name.
+
+    Raises:
+        OSError: there is none.
+    """
+    folder = Path(tempfile.gettempdir()) / f"pyprune-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    return folder
+
+
+def _remove_old_verdicts() -> None:
+    with suppress(OSError):
+        for path in _verdict_folder().iterdir():
+            if time.time() - path.lstat().st_mtime > VERDICT_LIFETIME_S:
+                path.unlink()
