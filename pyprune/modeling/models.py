@@ -1,4 +1,4 @@
-"""Pruned causal LMs: the stock model with every layer rebuilt to its own sizes."""
+"""Pruned causal LMs: the stock model with every layer rebuilt to its own sizes. Each class is made on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any, ClassVar, cast
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from pyprune.families import Family, all_families, resolve
 from pyprune.families.base import Block
@@ -103,5 +103,20 @@ def _made(family: Family) -> Any:
     return type(family.pruned_model, (PrunedModelMixin, stock), facts)
 
 
-PRUNED_MODELS: dict[str, Any] = {family.model_type: _made(family) for family in all_families().values()}
-globals().update({cls.__name__: cls for cls in PRUNED_MODELS.values()})
+def pruned_model_class(model_type: str) -> Any:
+    """The pruned causal LM of a dense model type; made, and registered with the Auto class, when first asked for."""
+    family = all_families()[model_type]
+    if family.pruned_model not in globals():
+        made = globals().setdefault(family.pruned_model, _made(family))
+        AutoModelForCausalLM.register(made.config_class, made, exist_ok=True)
+    return globals()[family.pruned_model]
+
+
+def __getattr__(name: str) -> Any:
+    """PRUNED_MODELS (dense model type -> class), and the classes that checkpoints name: PrunedLlamaForCausalLM, ..."""
+    if name == "PRUNED_MODELS":
+        return {model_type: pruned_model_class(model_type) for model_type in all_families()}
+    for family in all_families().values():
+        if family.pruned_model == name:
+            return pruned_model_class(family.model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

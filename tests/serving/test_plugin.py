@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class FakeRegistry:
 
 
 def test_registration_is_lazy_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYPRUNE_SERVER", "this test")  # or it would stay for the tests that follow
     registry = FakeRegistry()
     fake = ModuleType("vllm")
     fake.ModelRegistry = registry  # type: ignore[attr-defined]
@@ -88,7 +90,7 @@ def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
     with pytest.raises(ConfigError, match="widths differ between layers"):
         export(model, tmp_path / "stock", plan=plan, target="stock")
     written = export(model, tmp_path / "out", plan=plan)
-    assert any("the vLLM plugin serves PrunedLlama" in warning for warning in written.warnings)
+    assert any("the vLLM plugin serves Pruned" in warning for warning in written.warnings)
     with pytest.raises(CheckpointError, match=f"{written.architecture}, which the vLLM plugin does not serve"):
         serve_command(tmp_path / "out")
 
@@ -124,6 +126,83 @@ def test_what_goes_wrong_in_a_plugin_is_one_line_in_the_log(
     assert type(error).__name__ in message
     assert "Other models are not affected" in message
     assert "transformers 5" in message
+
+
+REGISTERED = """
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+models = {}
+fake = ModuleType("vllm")
+fake.__spec__ = ModuleSpec("vllm", None)
+fake.ModelRegistry = SimpleNamespace(get_supported_archs=lambda: models, register_model=models.__setitem__)
+sys.modules["vllm"] = fake
+from pyprune.serving.plugin import register
+register()
+assert "PrunedLlamaForCausalLM" in models
+"""
+UNUSED = """
+stock = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+stock.remove("transformers.models.auto.modeling_auto")  # names of classes, which vLLM imports itself
+ours = [name for name in sys.modules if name.startswith(("pyprune.modeling.models", "pyprune.modeling.layers"))]
+assert not stock + ours, stock + ours
+from transformers import AutoConfig
+config = AutoConfig.for_model("pruned_llama")
+assert "pyprune.modeling.models" not in sys.modules
+"""
+USED = """
+from transformers import AutoModelForCausalLM
+import pyprune.modeling
+sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "num_attention_heads": 2}
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("pruned_llama", **sizes, head_dim=16))
+assert type(model) is pyprune.modeling.PrunedLlamaForCausalLM is pyprune.modeling.PRUNED_MODELS["llama"]
+"""
+
+
+def run_code(code: str, **environment: str) -> None:
+    """Run a program in a new process, where nothing is imported yet."""
+    variables = {**os.environ, **environment}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_registering_imports_no_model_class_until_one_is_built() -> None:
+    """Stock models of all families take most of a second, in each of vLLM's processes and whatever it serves."""
+    run_code(REGISTERED + UNUSED + USED)
+
+
+LOADED = """
+import sys
+from transformers import AutoModelForCausalLM
+import pyprune.modeling
+assert "pyprune.modeling.models" not in sys.modules
+for _ in range(2):  # the second time the Auto class has the model itself
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    assert type(model).__name__ == "PrunedLlamaForCausalLM", type(model)
+    assert AutoModelForCausalLM._model_mapping[type(model.config)] is type(model)
+"""
+
+
+def test_plain_transformers_loads_a_checkpoint_after_the_import(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    compact_(model, axis_plans(family_for(model).plan(model.config))["unequal"])
+    model.save_pretrained(tmp_path / "m")
+    run_code(LOADED.replace("sys.argv[1]", repr(str(tmp_path / "m"))))
+
+
+TOKEN = """
+import os
+first = os.environ["PYPRUNE_SERVER"]
+assert len(first) > 16
+register()
+assert os.environ["PYPRUNE_SERVER"] == first
+"""
+
+
+def test_processes_that_a_server_starts_know_that_they_belong_together() -> None:
+    """The first process registers before it starts the others, which inherit its environment."""
+    run_code(REGISTERED + TOKEN, PYPRUNE_SERVER="")
 
 
 def test_importing_the_plugin_imports_no_model_code() -> None:
