@@ -151,14 +151,14 @@ class Engine:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the child and its living descendants have used (0 without /proc)."""
-        return _group_cpu_seconds(self._process.pid)
+        return group_cpu_seconds(self._process.pid)
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory that the child and its living descendants held at a time, each by itself.
 
         Pages that processes share are counted in each of them; 0 without /proc.
         """
-        return _group_peak_bytes(self._process.pid)
+        return group_peak_bytes(self._process.pid)
 
     def close(self) -> None:
         """End the child and its descendants; safe to call twice."""
@@ -201,9 +201,19 @@ class Engine:
         return reply
 
     def _error(self, what: str) -> EngineError:
-        lines = Path(self._log.name).read_text(encoding="utf-8", errors="replace").splitlines()
-        tail = "\n".join(f"    {line}" for line in lines[-LOG_LINES:]) or "    (it wrote nothing)"
-        return EngineError(f"The {self.engine} engine for {self.model} {what}. Its last log lines:\n{tail}")
+        return engine_error(f"The {self.engine} engine for {self.model} {what}", Path(self._log.name))
+
+
+def engine_error(what: str, log: Path) -> EngineError:
+    """The error for what happened to a process, with the last lines of its log.
+
+    Args:
+        what: a sentence without its full stop.
+        log: file with everything that the process printed.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    tail = "\n".join(f"    {line}" for line in lines[-LOG_LINES:]) or "    (it wrote nothing)"
+    return EngineError(f"{what}. Its last log lines:\n{tail}")
 
 
 @contextlib.contextmanager
@@ -233,13 +243,15 @@ def as_gguf(model: str, quantise: str) -> Iterator[str]:
         yield str(written.path)
 
 
-def _group_cpu_seconds(group: int) -> float:
+def group_cpu_seconds(group: int) -> float:
+    """Return the CPU time in seconds that the living processes of a process group have used (0 without /proc)."""
     # Field 0 is the state; user and system time are 11 and 12.
     ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _processes(group))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _group_peak_bytes(group: int) -> int:
+def group_peak_bytes(group: int) -> int:
+    """Return the sum of the most bytes that each living process of a group held (0 without /proc)."""
     total = 0
     for folder, _ in _processes(group):
         with contextlib.suppress(OSError):

@@ -24,7 +24,9 @@ from pyprune.runtime.progress import end_bars, printable, say
 ERROR_CODE = 2
 FAILURE_CODE = 1
 INTERRUPTED_CODE = 130
-PATH_OPTIONS = ("model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl")
+PATH_OPTIONS = (
+    "model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl", "report",
+)  # fmt: skip
 """Parameters of commands that may name something on the disk, which the file for the figures must not be."""
 P = ParamSpec("P")
 

@@ -1,16 +1,29 @@
-"""bench: speed of checkpoints against the dense model."""
+"""bench: speed of checkpoints against the dense model, of the engine alone or of servers under load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pyprune.cli.base import Annotate, Debug, JsonFile, add_to_record, guarded, output
 from pyprune.cli.evaluate import loaded_perplexity
+from pyprune.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from pyprune.report import Report
+
+DENSE = "dense"
+PROMPT_TOKENS, SERVED_PROMPT_TOKENS = 2048, 512
+"""Default length of prompts: of the one that is timed alone, and of those that servers get."""
+BATCH_SIZE = 64
+KV_GIB = 1.0
 
 
 def _as_gguf_files(files: ExitStack, engine: str, quantise: str | None, models: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +47,8 @@ def _perplexity(path: str, file: str | None, source: str, protocol: str) -> floa
 @guarded
 def bench(
     pruned: Annotated[
-        str, typer.Argument(metavar="PRUNED", help="Pruned checkpoint folder; with llamacpp also a GGUF file.")
+        list[str],
+        typer.Argument(metavar="PRUNED...", help="Pruned checkpoint folders; with llamacpp also GGUF files."),
     ],
     against: Annotated[
         str,
@@ -45,10 +59,30 @@ def bench(
     engine: Annotated[
         str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
     ] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = BATCH_SIZE,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="Length in tokens of the one prompt (prompt processing).")] = 2048,
-    repeats: Annotated[int, typer.Option(help="Timed turns of each model and column, after a warm-up.")] = 3,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length in tokens of the one prompt (prompt processing); with --serving, of every prompt. "
+            f"(default: {PROMPT_TOKENS}; with --serving: {SERVED_PROMPT_TOKENS})",
+            show_default=False,
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed turns of each model and column, after a warm-up; the least.")] = 3,
+    precision: Annotated[
+        float,
+        typer.Option(
+            help="Go on until the 95 % interval of every ratio is no wider than this share of it (0.02 = 2 %), or say "
+            "that it is not. 0: exactly --repeats turns."
+        ),
+    ] = 0.02,
+    max_repeats: Annotated[
+        int | None,
+        typer.Option(
+            help="Most turns for --precision. Default: 10, or --repeats where that is more.", show_default=False
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations; not with llamacpp.")
     ] = "bfloat16",
@@ -65,7 +99,56 @@ def bench(
         typer.Option(metavar="SOURCE", help="Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file."),
     ] = None,
     protocol: Annotated[str, typer.Option(help="Protocol of --ppl: ppl-2048 or ppl-128.")] = "ppl-2048",
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
+    serving: Annotated[
+        bool,
+        typer.Option(
+            "--serving", help="Measure `vllm serve` under load with vLLM's own `vllm bench serve`, every model in turn."
+        ),
+    ] = False,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="With --serving: requests in flight, one after the other. Default: 1,4,16."),
+    ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(metavar="R,R", help="With --serving, instead: requests per second, at random moments."),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="With --serving: requests of a turn. Default: twice those in flight, or ten seconds of the rate, and "
+            "8 or more.",
+            show_default=False,
+        ),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMITS",
+            help="With --serving: goodput, the requests per second that keep limits of ttft, tpot and e2e, such as "
+            "ttft:500ms,tpot:50ms.",
+        ),
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="With --serving: servers do not compile (--enforce-eager).")
+    ] = False,
+    kv_gib: Annotated[
+        float, typer.Option("--kv-gib", help="With --serving: GiB of key-value cache of each server.")
+    ] = KV_GIB,
+    vllm_args: Annotated[
+        str | None,
+        typer.Option(metavar="'OPTIONS'", help="With --serving: further options of `vllm serve`, in one argument."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts and of the order of servers.")] = 0,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write report.md and report.html into DIR: quality against speed. Needs --ppl."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace --report if pyprune wrote all that it holds. Default: refuse.")
+    ] = False,
     jsonl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append every sample to FILE as it is taken (JSON lines).")
     ] = None,
@@ -73,10 +156,11 @@ def bench(
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing.
+    """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing, or servers under load.
 
     Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup; for
-    llama.cpp, whose PPL is computed by it in the format that is timed, also load time and memory.
+    llama.cpp, whose PPL is computed by it in the format that is timed, also load time and memory. With --serving:
+    output tokens/s, TTFT, TPOT, ITL and end-to-end times, goodput, load time, memory, and what the cache holds.
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
@@ -84,18 +168,38 @@ def bench(
     from pyprune.data.sources import check_source
     from pyprune.runtime.device import resolve_device, warn_of_slow_dtype
     from pyprune.runtime.figures import check_lines
-    from pyprune.serving.engines import choose_engine
-    from pyprune.serving.measure import measure
-    from pyprune.serving.table import conditions, speed_table
 
+    common: dict[str, Any] = {
+        "new_tokens": new_tokens,
+        "prompt_tokens": prompt_tokens,
+        "repeats": repeats,
+        "precision": precision,
+        "max_repeats": max_repeats,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    load: dict[str, Any] = {
+        "concurrency": concurrency,
+        "request_rate": request_rate,
+        "requests": requests,
+        "slo": slo,
+        "eager": eager,
+        "kv_gib": None if kv_gib == KV_GIB else kv_gib,
+        "vllm_args": vllm_args,
+    }
+    alone = {"engine": engine, "batch_size": batch_size, "quantise": quantise}
+    prepare = _servers if serving else _engine
+    measure = prepare(common, load, alone, jsonl)
     if jsonl is not None:
         check_lines(jsonl)
-    choose_engine(engine)  # a missing engine is an error now, not after the perplexities
+    if report is not None:
+        _check_report(report, ppl, overwrite=overwrite, reads=[against, *pruned, ppl])
     if engine != "llamacpp":
         warn_of_slow_dtype(dtype, resolve_device("auto"))
-    if annotate:
-        check_annotatable(pruned)
-    models = {"dense": against, "pruned": pruned}
+    models = {DENSE: against, **named(pruned)}
+    annotated = named(pruned) if annotate else {}
+    for folder in annotated.values():
+        check_annotatable(folder)
     perplexity = None
     with ExitStack() as written:
         files: dict[str, str] = {}
@@ -103,25 +207,166 @@ def bench(
             check_source(ppl)
             files = _as_gguf_files(written, engine, quantise, models)
             perplexity = {name: _perplexity(path, files.get(name), ppl, protocol) for name, path in models.items()}
-        report = measure(
-            models,
-            engine=engine,
-            batch_size=batch_size,
-            new_tokens=new_tokens,
-            prompt_tokens=prompt_tokens,
-            repeats=repeats,
-            dtype=dtype,
-            quantise=quantise,
-            seed=seed,
-            jsonl=jsonl,
-            gguf_files=files,
+        found = measure(models, files, perplexity)
+    output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
+    if report is not None and perplexity is not None:
+        _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
+    for name, folder in annotated.items():
+        add_to_record(folder, speed=found.facts(name))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was measured, in the forms in which it goes out.
+
+    Attributes:
+        figures: for --json.
+        printed: tables and texts.
+        tradeoff: gives the report, for the perplexities and what they were measured on.
+        facts: gives what the record of a model of this name is to hold.
+    """
+
+    figures: dict[str, Any]
+    printed: tuple[Any, ...]
+    tradeoff: Callable[[Mapping[str, float], str], Report]
+    facts: Callable[[str], dict[str, Any]]
+
+
+Measure = Callable[[Mapping[str, str], Mapping[str, str], Mapping[str, float] | None], _Found]
+"""(models, GGUF files of some of them, perplexities) -> what was measured."""
+
+
+def named(pruned: Sequence[str]) -> dict[str, str]:
+    """Names for checkpoints in tables: "pruned" for a single one, otherwise the last part of each path."""
+    if len(pruned) == 1:
+        return {"pruned": pruned[0]}
+    found: dict[str, str] = {}
+    for path in pruned:
+        short = Path(path).name or path
+        taken = {DENSE, *found}
+        number = next(n for n in range(1, len(pruned) + 2) if (short if n == 1 else f"{short} ({n})") not in taken)
+        found[short if number == 1 else f"{short} ({number})"] = path
+    return found
+
+
+def _engine(
+    common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
+) -> Measure:
+    """Check the options of the engine alone; return what measures with them."""
+    from pyprune.serving.engines import choose_engine
+    from pyprune.serving.measure import measure
+    from pyprune.serving.speed import Workload
+    from pyprune.serving.table import conditions, speed_table
+    from pyprune.serving.tradeoff import speed_tradeoff
+
+    given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value not in (None, False)]
+    if given:
+        raise ConfigError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to servers; add --serving.")
+    choose_engine(alone["engine"])  # a missing engine is an error now, not after the perplexities
+    options = {**common, **alone, "jsonl": jsonl}
+    if options["prompt_tokens"] is None:
+        options["prompt_tokens"] = PROMPT_TOKENS
+    Workload(**{field.name: options[field.name] for field in fields(Workload)}).validate()
+
+    def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
+        report = measure(models, **options, gguf_files=files)
+        return _Found(
+            report.to_dict(),
+            (speed_table(report, perplexity=perplexity), conditions(report)),
+            partial(speed_tradeoff, report),
+            lambda name: {
+                "throughput increase (TI)": round(report.throughput_increase(name), 4),
+                "prompt speedup": round(report.speedup(name), 4),
+                "conditions": conditions(report).replace("\n", " "),
+            },
         )
-    table = speed_table(report, perplexity=perplexity)
-    output({**report.to_dict(), "perplexity": perplexity}, json_file, table, conditions(report))
-    if annotate:
-        speed = {
-            "throughput increase (TI)": round(report.throughput_increase("pruned"), 4),
-            "prompt speedup": round(report.speedup("pruned"), 4),
-            "conditions": conditions(report).replace("\n", " "),
-        }
-        add_to_record(pruned, speed=speed)
+
+    return found
+
+
+def _servers(
+    common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
+) -> Measure:
+    """Check the options of servers under load; return what measures with them."""
+    from pyprune.serving.engines import choose_engine
+    from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo
+    from pyprune.serving.load.run import measure_serving
+    from pyprune.serving.load.table import load_table, load_text, server_table
+    from pyprune.serving.tradeoff import load_tradeoff
+
+    _refuse_with_serving(alone)
+    choose_engine("vllm")
+    options = LoadOptions(
+        **{
+            **common,
+            "prompt_tokens": SERVED_PROMPT_TOKENS if common["prompt_tokens"] is None else common["prompt_tokens"],
+        },
+        loads=parse_loads(load["concurrency"], load["request_rate"]),
+        requests=load["requests"],
+        slo=parse_slo(load["slo"]),
+        eager=load["eager"],
+        kv_gib=KV_GIB if load["kv_gib"] is None else load["kv_gib"],
+        vllm_args=tuple(_words(load["vllm_args"] or "")),
+    )
+    options.validate()
+
+    def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
+        report = measure_serving(models, options, jsonl=jsonl)
+        text = load_text(report)
+        return _Found(
+            report.to_dict(),
+            (load_table(report), server_table(report, perplexity=perplexity), text),
+            partial(load_tradeoff, report),
+            lambda name: {
+                **{
+                    f"output tokens/s, {x}, over the dense model's": round(report.ratio(name, x), 4)
+                    for x in options.loads
+                },
+                "conditions of servers": text.replace("\n", "; "),
+            },
+        )
+
+    return found
+
+
+def _refuse_with_serving(alone: Mapping[str, Any]) -> None:
+    wrong = {
+        f"--engine {alone['engine']}": alone["engine"] not in ("auto", "vllm"),
+        f"--batch-size {alone['batch_size']}": alone["batch_size"] != BATCH_SIZE,
+        f"--quantise {alone['quantise']}": alone["quantise"] is not None,
+    }
+    given = [name for name, is_given in wrong.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be combined with --serving, which measures `vllm serve` under the load of "
+            "--concurrency or --request-rate."
+        )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--vllm-args is {shown(text)}, which cannot be divided into words ({error}).") from error
+
+
+def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequence[str | None]) -> None:
+    """Refuse, before anything is measured, a report that could not be written."""
+    from pyprune.report import check_charts
+    from pyprune.runtime.files import check_output
+
+    if ppl is None:
+        raise ConfigError("--report shows quality against speed, so it needs the quality: give --ppl SOURCE.")
+    check_charts()
+    check_output(folder, overwrite=overwrite, reads=reads)
+
+
+def _write_report(report: Report, folder: Path, figures: Mapping[str, Any], *, overwrite: bool) -> None:
+    from pyprune.report import write_report
+    from pyprune.runtime.files import atomic_folder, write_report_manifest
+    from pyprune.runtime.progress import say
+
+    with atomic_folder(folder, overwrite=overwrite) as work:
+        write_report(report, work)
+        write_report_manifest(work, figures)
+    say(f"Wrote {folder}: report.md and report.html")

@@ -1,0 +1,129 @@
+"""vLLM's own client, `vllm bench serve`: how it is called, and what is read from the file that it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError, engine_environment, engine_error
+from pyprune.serving.load.options import SLO_METRICS, Load, LoadOptions
+from pyprune.serving.load.results import Request, Turn
+
+RESULT = "result.json"
+METRICS = "ttft,tpot,itl,e2el"
+
+
+def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat: int, folder: Path) -> list[str]:
+    """Return the command line of one turn; its result goes to :data:`RESULT` in ``folder``.
+
+    Every model gets the same prompts in a turn, and every turn others. As many requests as come at once go ahead, which
+    are not measured.
+
+    Args:
+        url: of the server.
+        model: the folder, which is its name there and has the tokenizer.
+        load: how requests come.
+        options: lengths, number of requests and the service level.
+        repeat: number of the turn; with the seed it decides the prompts.
+        folder: for the result.
+    """
+    asked: dict[str, object] = {
+        "--backend": "vllm",
+        "--base-url": url,
+        "--endpoint": "/v1/completions",
+        "--model": model,
+        "--dataset-name": "random",
+        "--random-input-len": options.prompt_tokens,
+        "--random-output-len": options.new_tokens,
+        "--num-prompts": options.requests_of(load),
+        "--num-warmups": load.concurrency or 1,
+        "--seed": options.seed + repeat,
+        "--temperature": 0,
+        "--percentile-metrics": METRICS,
+        "--metric-percentiles": "50,90,99",
+        "--result-dir": folder,
+        "--result-filename": RESULT,
+    }
+    if load.rate is None:
+        asked["--max-concurrency"] = load.concurrency
+    else:
+        asked["--request-rate"] = load.rate
+    words = [str(word) for pair in asked.items() for word in pair]
+    words += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+    if options.slo:
+        words += ["--goodput", *(f"{SLO_METRICS[name]}:{limit:g}" for name, limit in options.slo.items())]
+    return [sys.executable, "-m", "pyprune.serving.launch", "bench", "serve", *words]
+
+
+def run_client(command: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run the client and return what it wrote.
+
+    Raises:
+        EngineError: it failed, wrote nothing that can be read, or took too long; with the end of its log.
+    """
+    with tempfile.NamedTemporaryFile(prefix="pyprune-client-", suffix=".log") as log:
+        path = Path(log.name)
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=client_environment(),
+                timeout=COMMAND_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise engine_error(f"`vllm bench serve` took more than {COMMAND_TIMEOUT_S:.0f} s", path) from None
+        if done.returncode:
+            raise engine_error(f"`vllm bench serve` ended with status {done.returncode}", path)
+        try:
+            found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise engine_error(f"`vllm bench serve` wrote no result that can be read ({error})", path) from error
+        failed = found.get("failed")
+        if failed:
+            why = next((str(text) for text in found.get("errors", ()) if text), "no reason was given")
+            raise engine_error(f"{failed} of {found.get('num_prompts')} requests failed: {why.strip()[-500:]}", path)
+        return dict(found)
+
+
+def client_environment() -> dict[str, str]:
+    """The environment of the client, which must not ask a proxy for the loopback interface."""
+    ours = engine_environment()
+    known = [ours.get(name) for name in ("no_proxy", "NO_PROXY")]
+    direct = ",".join(dict.fromkeys([*(text for text in known if text), "127.0.0.1"]))
+    return {**ours, "no_proxy": direct, "NO_PROXY": direct}
+
+
+def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
+    """Return one turn of the client's result.
+
+    Args:
+        found: what the client wrote, with --save-detailed.
+        facts: the attributes of the turn that it does not know.
+
+    Raises:
+        EngineError: the result lacks what is needed: another release of vLLM.
+    """
+    try:
+        rows = zip(found["ttfts"], found["itls"], found["latencies"], found["output_lens"], strict=True)
+        requests = [Request(ttft, tuple(itl), latency, int(tokens)) for ttft, itl, latency, tokens in rows]
+        goodput = found["request_goodput"]
+        return Turn(
+            seconds=float(found["duration"]),
+            prompt_tokens=int(found["total_input_tokens"]),
+            output_tokens=int(found["total_output_tokens"]),
+            goodput=None if goodput is None else float(goodput),
+            requests=tuple(requests),
+            **facts,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It "
+            "comes from a release of vLLM that was not tested; 0.32 was."
+        ) from error

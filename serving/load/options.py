@@ -1,0 +1,161 @@
+"""What servers are measured under: the load, the lengths, the service level, and how the servers are started."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyprune.errors import ConfigError, did_you_mean, shown
+from pyprune.serving.precision import most_repeats, precision_problems
+from pyprune.serving.speed import DTYPES
+
+SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
+"""What a service level can limit for each request -> its name in vLLM: the time to the first token, the mean time of
+the tokens after it, and the time from end to end."""
+LEAST_REQUESTS = 8
+LENGTH_SLACK = 16
+"""Tokens by which a prompt may come out longer than asked: vLLM makes it as text, and the server reads it again."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests come: a number of them at once, or a rate. One of the two is set.
+
+    Attributes:
+        concurrency: requests in flight; the next one is sent when one is answered.
+        rate: requests per second on average, at random moments (a Poisson process), however many are in flight.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests/s"
+
+    @property
+    def default_requests(self) -> int:
+        """Requests of one turn where nothing else is asked for: two rounds, or ten seconds."""
+        least = 2 * (self.concurrency or 0) if self.rate is None else math.ceil(10 * self.rate)
+        return max(LEAST_REQUESTS, least)
+
+
+DEFAULT_LOADS = (Load(1), Load(4), Load(16))
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is measured, and how.
+
+    Attributes:
+        prompt_tokens: length of every prompt (vLLM's dataset "random").
+        new_tokens: tokens generated for every prompt; the end of a text is ignored.
+        loads: one after the other, for every model.
+        requests: of one turn; None = :attr:`Load.default_requests`.
+        slo: what a good request keeps: a key of :data:`SLO_METRICS` -> milliseconds; empty = no goodput.
+        repeats: turns of each model and load; with ``precision`` the least number.
+        precision: see :class:`pyprune.serving.speed.Workload`; here of the ratios of output tokens/s.
+        max_repeats: see there.
+        dtype: of weights and activations.
+        eager: start servers with --enforce-eager; by default they compile, as `vllm serve` does.
+        kv_gib: key-value cache of each server in GiB.
+        seed: of the prompts and of the order of the models.
+        vllm_args: further options of `vllm serve`, the same for every model.
+    """
+
+    prompt_tokens: int = 512
+    new_tokens: int = 128
+    loads: tuple[Load, ...] = DEFAULT_LOADS
+    requests: int | None = None
+    slo: Mapping[str, float] = field(default_factory=dict)
+    repeats: int = 3
+    precision: float = 0.0
+    max_repeats: int | None = None
+    dtype: str = "bfloat16"
+    eager: bool = False
+    kv_gib: float = 1.0
+    seed: int = 0
+    vllm_args: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Raise :class:`ConfigError` with every invalid option."""
+        whole = {name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+        found = [f"{name} is {value}; it must be at least 1." for name, value in whole.items() if value < 1]
+        if self.requests is not None and self.requests < 1:
+            found.append(f"requests is {self.requests}; it must be at least 1.")
+        if self.dtype not in DTYPES:
+            found.append(f"dtype is {self.dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+        if not 0 < self.kv_gib < math.inf:
+            found.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
+        if not self.loads:
+            found.append("No load was given; name at least one concurrency or request rate.")
+        found += precision_problems(self.repeats, self.precision, self.max_repeats)
+        if found:
+            raise ConfigError(found)
+
+    @property
+    def most_repeats(self) -> int:
+        """The most turns of each model and load."""
+        return most_repeats(self.repeats, self.precision, self.max_repeats)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Key-value cache of each server in bytes."""
+        return int(self.kv_gib * 2**30)
+
+    def requests_of(self, load: Load) -> int:
+        """Requests of one turn of ``load``."""
+        return self.requests or load.default_requests
+
+
+def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:
+    """Read "1,4,16" as concurrencies or "0.5,2" as requests per second; the default loads for neither.
+
+    Raises:
+        ConfigError: both are given, or one holds something else than numbers above 0.
+    """
+    if concurrency is not None and request_rate is not None:
+        raise ConfigError("--concurrency and --request-rate exclude each other: give the one that is to be swept.")
+    if concurrency is not None:
+        return tuple(Load(concurrency=int(number)) for number in _numbers(concurrency, "--concurrency", whole=True))
+    if request_rate is not None:
+        return tuple(Load(rate=number) for number in _numbers(request_rate, "--request-rate", whole=False))
+    return DEFAULT_LOADS
+
+
+def _numbers(text: str, option: str, *, whole: bool) -> list[float]:
+    found = []
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        pattern = r"\d{1,9}" if whole else r"\d{1,9}(\.\d{1,9})?"
+        if not re.fullmatch(pattern, part) or float(part) <= 0:
+            what = "whole numbers of at least 1, such as 1,4,16" if whole else "numbers above 0, such as 0.5,2"
+            raise ConfigError(f"{option} holds {shown(part)}; it takes {what}.")
+        found.append(float(part))
+    if not found:
+        raise ConfigError(f"{option} is empty; give at least one number, or leave the option out.")
+    return list(dict.fromkeys(found))
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """Read "ttft:500ms,tpot:0.05s" as milliseconds of each metric; nothing for None.
+
+    Raises:
+        ConfigError: an unknown metric, one that is named twice, or a value that is no time.
+    """
+    found: dict[str, float] = {}
+    for part in (part.strip() for part in (text or "").split(",") if part.strip()):
+        name, _, value = part.partition(":")
+        if name not in SLO_METRICS:
+            raise ConfigError(did_you_mean(name, SLO_METRICS, "metric of --slo"))
+        if name in found:
+            raise ConfigError(f"--slo limits {name} twice; give each metric once.")
+        time = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s)", value)
+        if time is None or float(time[1]) == 0:
+            raise ConfigError(
+                f"--slo holds {shown(part)}; a limit is a time above 0 with its unit, such as ttft:500ms."
+            )
+        found[name] = float(time[1]) * (1000 if time[2] == "s" else 1)
+    if text is not None and not found:
+        raise ConfigError("--slo is empty; give a limit such as ttft:500ms, or leave the option out.")
+    return found

@@ -1,0 +1,268 @@
+"""Measure servers of several models in turn, under every load, in an order that is drawn."""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pyprune.errors import ConfigError, MissingDependencyError
+from pyprune.runtime.progress import say, track
+from pyprune.runtime.records import append_jsonl
+from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
+from pyprune.serving.engines import EngineError, vllm_installed
+from pyprune.serving.export import serve_command
+from pyprune.serving.load.capacity import Capacity, token_bytes
+from pyprune.serving.load.client import bench_command, read_turn, run_client
+from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
+from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
+from pyprune.serving.load.server import Server
+from pyprune.serving.measure import IDLE_SHARE, PROCESS_BYTES, SETTLE_S, available_bytes
+from pyprune.serving.precision import Interval, paired_interval, rounds
+from pyprune.serving.stats import environment_record
+
+CLIENT_BYTES = 2 * 2**30
+"""What the client takes while it runs (vLLM and torch, imported; rounded up)."""
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def measure_serving(
+    models: Mapping[str, str | Path], options: LoadOptions | None = None, *, jsonl: Path | None = None
+) -> LoadReport:
+    """Serve every model with `vllm serve` and measure it with vLLM's own `vllm bench serve`.
+
+    On a CPU all servers are up at once where memory allows, idle but for the one that is measured; otherwise, and on a
+    GPU always, one at a time, each started when its turn comes. The order of the models is drawn anew every time.
+    Prefix caching is off.
+
+    Args:
+        models: name -> checkpoint folder or hub id; the first is the baseline. Each needs a tokenizer.
+        options: the load and the lengths; None = the defaults.
+        jsonl: file to which every turn is appended at once, with every request of it and the environment.
+
+    Raises:
+        ConfigError: an invalid option, no model, or sequences longer than a model's context.
+        CheckpointError: a folder that is no checkpoint, or that vLLM does not serve.
+        MissingDependencyError: vLLM is not installed.
+        EngineError: a server or the client failed; its last log lines are in the message.
+    """
+    options = options or LoadOptions()
+    options.validate()
+    if not models:
+        raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
+    if not vllm_installed():
+        raise MissingDependencyError("vllm", "vllm", "Measuring servers")
+    found = {name: read_checkpoint(source) for name, source in models.items()}
+    _check_lengths(found, options)
+    run = _Run(found, options, jsonl)
+    run.take()
+    return run.report()
+
+
+def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
+    needed = options.prompt_tokens + options.new_tokens
+    found = [
+        f"{name} reads at most {model.max_length} tokens, the load needs {needed}; lower prompt_tokens "
+        f"({options.prompt_tokens}) or new_tokens ({options.new_tokens})."
+        for name, model in models.items()
+        if model.max_length is not None and model.max_length < needed
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+@dataclass
+class _Seen:
+    """What was seen of a model's servers."""
+
+    load_seconds: tuple[float, ...] = ()
+    compile_seconds: tuple[float, ...] = ()
+    memory: int = 0
+    capacity: Capacity | None = None
+
+
+class _Run:
+    """State of one measurement: the turns so far and where they are written."""
+
+    def __init__(self, models: dict[str, Checkpoint], options: LoadOptions, jsonl: Path | None) -> None:
+        self.models, self.options, self.jsonl = models, options, jsonl
+        self.seen = {name: _Seen() for name in models}
+        self.turns: list[Turn] = []
+        accelerator = accelerator_name()
+        self.environment = environment_record(accelerator)
+        self.resident = len(models) == 1 or (accelerator is None and self._fits())
+        self.id = uuid.uuid4().hex[:12]
+
+    def take(self) -> None:
+        """Take every turn, round by round."""
+        with ExitStack() as stack:
+            pool = stack.enter_context(_Pool(self))
+            for repeat, load, name in track(self._plan(), "measuring servers"):
+                self._record(self._turn(pool, repeat, load, name))
+
+    def _plan(self) -> Iterator[tuple[int, Load, str]]:
+        """Every turn to take; how many rounds follow depends on the turns before."""
+        o = self.options
+        for repeat in rounds(o.repeats, o.most_repeats, o.precision, self._intervals):
+            yield from ((repeat, load, name) for load, name in self._round(repeat))
+
+    def _round(self, repeat: int) -> list[tuple[Load, str]]:
+        """Servers that are up side by side take turns under each load; those that are started anew keep theirs."""
+        if self.resident:
+            return [(load, name) for load in self.options.loads for name in self._drawn(f"{repeat}/{load}")]
+        return [(load, name) for name in self._drawn(str(repeat)) for load in self.options.loads]
+
+    def _drawn(self, moment: str) -> list[str]:
+        names = list(self.models)
+        random.Random(f"{self.options.seed}/{moment}").shuffle(names)
+        return names
+
+    def _intervals(self) -> list[Interval | None]:
+        baseline, *others = self.models
+        return [
+            paired_interval(speeds(self.turns, load), baseline, name) for load in self.options.loads for name in others
+        ]
+
+    def _turn(self, pool: _Pool, repeat: int, load: Load, name: str) -> Turn:
+        server, others = pool.server(name)
+        if others:
+            time.sleep(SETTLE_S)
+        before, started = sum(other.cpu_seconds() for other in others), time.perf_counter()
+        found = self._measured(server, load, repeat)
+        seen = self.seen[name]
+        seen.memory = max(seen.memory, server.peak_memory_bytes())
+        return read_turn(
+            found,
+            model=name,
+            load=str(load),
+            repeat=repeat,
+            order=len(self.turns),
+            client_seconds=time.perf_counter() - started,
+            idle_cpu_seconds=sum(other.cpu_seconds() for other in others) - before,
+        )
+
+    def _measured(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
+        with TemporaryDirectory(prefix="pyprune-bench-") as folder:
+            command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
+            try:
+                return run_client(command, Path(folder))
+            except EngineError:
+                server.check()  # a server that has ended says more than the client
+                raise
+
+    def _record(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        if self.jsonl is None:
+            return
+        record = {
+            "run": self.id,
+            "engine": "vllm serve",
+            **asdict(turn),
+            "tokens_per_second": turn.tokens_per_second,
+            "checkpoint": asdict(self.served(turn.model)),
+            "options": {**asdict(self.options), "loads": [str(load) for load in self.options.loads]},
+            "resident": self.resident,
+            "environment": self.environment,
+        }
+        append_jsonl(self.jsonl, [record])
+
+    def started(self, name: str, server: Server) -> None:
+        """Keep what a server that has just come up says about itself."""
+        seen, facts = self.seen[name], server.facts
+        seen.load_seconds += (server.load_seconds,)
+        if facts.compile_seconds is not None:
+            seen.compile_seconds += (facts.compile_seconds,)
+        size = token_bytes(self.models[name].config, self.options.dtype)
+        if size and facts.block_tokens and facts.context:
+            seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, facts.sequences)
+
+    def served(self, name: str) -> ServedModel:
+        """A model of the report, with what is known of it so far."""
+        c, seen = self.models[name], self.seen[name]
+        sizes = ServedModel(str(c.folder), c.architecture, c.parameters, c.bytes)
+        return replace(
+            sizes,
+            load_seconds=seen.load_seconds,
+            compile_seconds=seen.compile_seconds,
+            memory=seen.memory or None,
+            capacity=seen.capacity,
+        )
+
+    def server_command(self, name: str) -> list[str]:
+        """The command line of a model's server, up to its address."""
+        o, checkpoint = self.options, self.models[name]
+        length = o.prompt_tokens + o.new_tokens + LENGTH_SLACK
+        options: dict[str, Any] = {
+            "--dtype": o.dtype,
+            "--seed": o.seed,
+            "--max-model-len": min(length, checkpoint.max_length or length),
+            "--kv-cache-memory-bytes": o.kv_bytes,
+        }
+        words = [str(word) for pair in options.items() for word in pair]
+        words += ["--no-enable-prefix-caching", *(["--enforce-eager"] if o.eager else []), *o.vllm_args]
+        return serve_command(checkpoint.folder, words)
+
+    def report(self) -> LoadReport:
+        """Return the report, with a warning when a waiting server was not idle."""
+        busy = max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns)
+        note = None
+        if busy > IDLE_SHARE:
+            note = f"Waiting servers used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
+        models = {name: self.served(name) for name in self.models}
+        return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment)
+
+    def _fits(self) -> bool:
+        each = PROCESS_BYTES["vllm"] + self.options.kv_bytes
+        return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_bytes()
+
+
+class _Pool:
+    """The servers of a run: all of them, or the one whose turn it is."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._servers: dict[str, Server] = {}
+
+    def __enter__(self) -> _Pool:
+        if not self._run.resident:
+            say("One server is up at a time; each is started when its turn comes.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers.values():
+            server.close()
+
+    def server(self, name: str) -> tuple[Server, list[Server]]:
+        """The server of a model, started if it is not up, and the others that are."""
+        if name not in self._servers:
+            for missing in self._run.models if self._run.resident else [name]:
+                self._start(missing)
+        return self._servers[name], [server for other, server in self._servers.items() if other != name]
+
+    def _start(self, name: str) -> None:
+        if not self._run.resident:
+            while self._servers:
+                self._servers.popitem()[1].close()
+        server = Server(self._run.server_command(name), str(self._run.models[name].folder))
+        self._servers[name] = server
+        self._run.started(name, server)
+
+
+def accelerator_name() -> str | None:
+    """Name of the GPU that vLLM will use, None for the CPU; asks no library that would take some of its memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    for path in sorted(NVIDIA.glob("*/information")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                return value.strip()
+    return "GPU"

