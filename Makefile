@@ -6,6 +6,7 @@
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  optimizer, hook-mode memory and streamed compaction on SmolLM2-135M
+# make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
 # make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
 # make lock     rewrite requirements.lock from the current environment
 # make clean    remove build products (the virtual environment stays)
@@ -25,7 +26,7 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz sanitize setup lint types bench-ops bench-optimizer container lock clean
+.PHONY: demo test fuzz sanitize setup lint types bench-ops bench-optimizer matrix container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
@@ -84,6 +85,9 @@ bench-ops: setup
 
 bench-optimizer: setup
 	$(PY) bench/optimizer.py
+
+matrix: setup
+	$(PY) -m bench.matrix
 
 DEVICE ?= cpu
 container:
