@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MODELS = ("dense", "plain", "quantised", "other")
 
 
+@pytest.mark.slow  # for the engines of four models
 def test_every_checkpoint_is_in_the_tables_and_the_figures(folder: Path) -> None:
     text = (folder / "report" / "report.md").read_text(encoding="utf-8")
     data = json.loads((folder / "a.json").read_text())
