@@ -233,10 +233,3 @@ def test_env_prints_versions_and_backends() -> None:
     text = run("env").stdout
     assert "torch" in text
     assert "ops: cpp" in text
-
-
-def test_serve_hands_options_to_vllm(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("pyprune.serving.export.serve", lambda *a: seen.append(a))
-    assert run("serve", pruned, "--", "--port", "9000").exit_code == 0
-    assert seen == [(pruned, ["--port", "9000"])]
