@@ -18,6 +18,7 @@ from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures
+from pyprune.serving.releases import vllm_version, why_not_unequal_heads
 from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples
 
 if TYPE_CHECKING:
@@ -270,6 +271,9 @@ def serve_command(
             f"{folder} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
             "which makes it one that the vLLM plugin serves."
         )
+    reason = why_not_unequal_heads(layer_widths(checkpoint.config), vllm_version())
+    if reason:
+        raise CheckpointError(f"{folder} cannot be served: {reason}")
     for warning in serving_warnings(checkpoint.config):
         warn(warning)
     return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
