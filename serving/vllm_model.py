@@ -1,117 +1,59 @@
 """The pruned architectures for vLLM: every decoder layer reads its own query heads, KV heads and FFN width.
 
-All LLaMA-like families share one layer class on top of vLLM's own LLaMA; the engine sizes the key-value cache
-layer by layer by itself. Which family is served by which layer is in its table (``vllm_layer``). Imported by vLLM only
-when a checkpoint names one of these architectures.
+All but OPT stand on vLLM's own LLaMA with layers of :mod:`pyprune.serving.vllm_layers`; the engine sizes the key-value
+cache layer by layer by itself. Which family is served by which layer is in its table (``vllm_layer``). Imported by vLLM
+only when a checkpoint names one of these architectures.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import RowParallelLinear
-from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.distributed import get_pp_group
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+from vllm.model_executor.models.utils import maybe_prefix
 
+from pyprune.errors import ConfigError
 from pyprune.families import Family, all_families, resolve
 from pyprune.serving.checkpoints import verify_checkpoint
+from pyprune.serving.releases import vllm_version, why_not_unequal_heads
+from pyprune.serving.vllm_layers import PrunedDecoderLayer
+from pyprune.serving.widths import layer_widths, why_not_drafting, why_not_split, why_not_staged
 
 
-class NoAttention(nn.Module):
-    """Stands in while a layer without attention is built: no weights, and no key-value cache is registered."""
+def check_served(vllm_config: VllmConfig) -> None:
+    """Refuse, before any layer is built, a folder that was changed and what a rank would later die of.
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-
-
-class NormedAttention(LlamaAttention):
-    """LLaMA attention with an RMSNorm over every query and key head before the rotation (Qwen3)."""
-
-    def __init__(self, config: Any, **options: Any) -> None:
-        super().__init__(config=config, **options)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
-        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
-        q, k = self.rotary_emb(positions, q, k)
-        output, _ = self.o_proj(self.attn(q, k, v))
-        return output  # type: ignore[no-any-return]
+    Raises:
+        CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
+        ConfigError: query heads that differ between layers in a vLLM that is too old for it, sizes that the ranks of
+            tensor parallelism cannot share, a rank of pipeline parallelism without attention, or a draft model whose
+            layers have different heads.
+    """
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    verify_checkpoint(model_config.model)
+    widths = layer_widths(model_config.hf_config.to_dict())
+    ranks = parallel.pipeline_parallel_size
+    stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
+    reason = why_not_unequal_heads(widths, vllm_version())
+    reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
+    if not reason and _is_draft(vllm_config):
+        reason = why_not_drafting(widths)
+    if reason:
+        raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
 
 
-class PrunedDecoderLayer(LlamaDecoderLayer):
-    """A LLaMA layer at the sizes of its own index; a sub-block that was removed is not built at all."""
-
-    attention_class: type[nn.Module] = LlamaAttention
-
-    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        whole = config or vllm_config.model_config.hf_config
-        own = self.adapt(whole.layer_config(extract_layer_index(prefix)))
-        skip = getattr(own, "skip", ())
-        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
-        attention = self.attention_class if self.attends else NoAttention
-        super().__init__(vllm_config, prefix, own, attn_layer_type=attention)
-        if getattr(whole, "output_bias", False):
-            self._give_output_biases(own, self.get_quant_config(vllm_config), prefix)
-        if not self.attends:
-            del self.self_attn, self.input_layernorm
-        if not self.feeds:
-            del self.mlp, self.post_attention_layernorm
-
-    def _give_output_biases(self, own: Any, quant_config: Any, prefix: str) -> None:
-        """Let the output projections carry a bias; vLLM's switch for the MLP would ask for one on gate and up too."""
-        options = {"output_size": own.hidden_size, "bias": True, "quant_config": quant_config}
-        if self.attends:
-            width = own.num_attention_heads * own.head_dim
-            self.self_attn.o_proj = RowParallelLinear(width, prefix=f"{prefix}.self_attn.o_proj", **options)
-        if self.feeds:
-            self.mlp.down_proj = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.down_proj", **options)
-
-    def adapt(self, config: Any) -> Any:
-        """Return the layer's configuration with what vLLM's LLaMA layer reads under another name."""
-        return config
-
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        if self.attends:
-            hidden_states, residual = _normalised(self.input_layernorm, hidden_states, residual)
-            hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
-        if self.feeds:
-            hidden_states, residual = _normalised(self.post_attention_layernorm, hidden_states, residual)
-            hidden_states = self.mlp(hidden_states)
-        return hidden_states, residual
-
-
-def _normalised(norm: Any, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (norm(stream), stream)."""
-    if residual is None:
-        return norm(hidden_states), hidden_states
-    normed, stream = norm(hidden_states, residual)
-    return normed, stream
-
-
-class BiasedDecoderLayer(PrunedDecoderLayer):
-    """Qwen2: biases on the query, key and value projections, none on the output projection."""
-
-    def adapt(self, config: Any) -> Any:
-        """See :meth:`PrunedDecoderLayer.adapt`."""
-        config.qkv_bias = True
-        return config
-
-
-class NormedDecoderLayer(PrunedDecoderLayer):
-    """Qwen3: norms on query and key heads."""
-
-    attention_class = NormedAttention
+def _is_draft(vllm_config: VllmConfig) -> bool:
+    """Whether the model is to propose tokens for another one."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_model():
+        return False
+    return speculative.draft_model_config.hf_config is vllm_config.model_config.hf_config
 
 
 class PrunedCausalLM(LlamaForCausalLM):
@@ -120,22 +62,48 @@ class PrunedCausalLM(LlamaForCausalLM):
     A sliding window reaches the layers through vLLM's cache configuration.
 
     Raises:
-        CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
+        CheckpointError, ConfigError: see :func:`check_served`.
     """
 
-    layer_class: type[PrunedDecoderLayer] = PrunedDecoderLayer
+    layer_class: Any = PrunedDecoderLayer
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        verify_checkpoint(vllm_config.model_config.model)
+        check_served(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=self.layer_class)
+        if not get_pp_group().is_last_rank:
+            return
+        options = self.layer_class.logits_options(self.config)
+        if options:
+            self.logits_processor = LogitsProcessor(self.config.vocab_size, **options)
+        if self.layer_class.head_bias:
+            sizes, quant_config = (self.config.vocab_size, self.config.hidden_size), vllm_config.quant_config
+            name = maybe_prefix(prefix, "lm_head")
+            self.lm_head = ParallelLMHead(*sizes, bias=True, quant_config=quant_config, prefix=name)
+            if self.config.tie_word_embeddings:
+                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = None) -> LlamaModel:
+        return layer_type.model_class(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """[tokens, hidden] -> [tokens, vocabulary]; None on ranks that do not sample."""
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)  # type: ignore[no-any-return]
+
+    def compute_logits_local(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, this rank's part of the vocabulary]."""
+        return self.logits_processor(  # type: ignore[no-any-return]
+            self.lm_head, hidden_states, self.lm_head.bias, skip_gather=True
+        )
 
 
 def _made(family: Family) -> type[PrunedCausalLM]:
     """The vLLM model of one family with ``vllm_layer``."""
+    layer_class: Any = resolve(family.vllm_layer)
     facts: dict[str, Any] = {
         "__module__": __name__,
         "__doc__": f"{family.pruned_model.removeprefix('Pruned')} with per-layer sizes.",
-        "layer_class": resolve(family.vllm_layer),
+        "layer_class": layer_class,
+        "hf_to_vllm_mapper": layer_class.model_class.hf_to_vllm_mapper,
     }
     fused = {row.pattern.split(".")[-2] for row in family.rows if row.fused_dim is not None}
     if fused:

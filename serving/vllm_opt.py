@@ -6,21 +6,37 @@ stored size: both are given by the configuration here. Imported by vLLM only whe
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CacheConfig, VllmConfig
 from vllm.model_executor.layers.activation import get_act_fn
-from vllm.model_executor.layers.layernorm import LayerNorm
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.models.opt import OPTAttention, OPTForCausalLM
-from vllm.model_executor.models.utils import extract_layer_index, make_layers, maybe_prefix
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.opt import (
+    OPTAttention,
+    OPTDecoder,
+    OPTForCausalLM,
+    OPTLearnedPositionalEmbedding,
+    OPTModel,
+)
+from vllm.model_executor.models.utils import (
+    extract_layer_index,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+    maybe_prefix,
+)
 
-from pyprune.modeling.layers import VirtualLayerNorm
-from pyprune.serving.checkpoints import verify_checkpoint
+from pyprune.serving.vllm_layers import layer_norm
+from pyprune.serving.vllm_model import check_served
 
 LAYER_NORM_EPS = 1e-5
 """OPT's configuration holds no epsilon: every implementation uses this default of torch's LayerNorm."""
@@ -80,50 +96,57 @@ class PrunedOPTDecoderLayer(nn.Module):
 
 
 def _layer_norm(config: Any) -> nn.Module:
-    """Return OPT's LayerNorm, or, where channels of the stream were removed, the one that divides by the dense size."""
-    size, affine = config.hidden_size, config.layer_norm_elementwise_affine
-    norm_size = getattr(config, "norm_size", None)
-    if norm_size is None:
-        return LayerNorm(size, LAYER_NORM_EPS, elementwise_affine=affine)  # type: ignore[no-any-return]
-    return VirtualLayerNorm(size, norm_size, LAYER_NORM_EPS, affine=affine)
+    return layer_norm(config, LAYER_NORM_EPS, affine=config.layer_norm_elementwise_affine)
 
 
-@contextmanager
-def _without_layers(model_config: ModelConfig) -> Iterator[None]:
-    """Let vLLM's constructors see a model of no layers; afterwards the configuration is the whole one again."""
-    whole = model_config.hf_config
-    stub = copy.deepcopy(whole)
-    stub.per_layer_config = None
-    stub.num_hidden_layers = 0
-    model_config.hf_config = stub
-    try:
-        yield
-    finally:
-        model_config.hf_config = whole
+class PrunedOPTDecoder(OPTDecoder):
+    """vLLM's OPT decoder around layers of their own sizes. Its own constructor builds layers of one size."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        nn.Module.__init__(self)
+        self.config = config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.word_embed_proj_dim)
+        self.embed_positions = OPTLearnedPositionalEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.project_in = self.project_out = None
+        if config.word_embed_proj_dim != config.hidden_size:
+            options: dict[str, Any] = {"bias": False, "quant_config": vllm_config.quant_config}
+            outer, inner = config.word_embed_proj_dim, config.hidden_size
+            self.project_in = ReplicatedLinear(outer, inner, prefix=f"{prefix}.project_in", **options)
+            self.project_out = ReplicatedLinear(inner, outer, prefix=f"{prefix}.project_out", **options)
+        ends_with_norm = config.do_layer_norm_before and not config._remove_final_layer_norm
+        self.final_layer_norm = _layer_norm(config) if ends_with_norm else None
+        self.start_layer, self.end_layer, self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: PrunedOPTDecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix),
+            prefix=f"{prefix}.layers",
+        )
+
+
+@support_torch_compile
+class PrunedOPTModel(OPTModel):
+    """vLLM's OPT model around the decoder above."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.decoder = PrunedOPTDecoder(vllm_config, f"{prefix}.decoder")
+        hidden = vllm_config.model_config.hf_config.hidden_size
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(["hidden_states"], hidden)
 
 
 class PrunedOPTForCausalLM(OPTForCausalLM):
     """OPT with per-layer sizes, a decoupled head_dim and a LayerNorm over a virtual size.
 
     Raises:
-        CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
+        CheckpointError, ConfigError: see :func:`pyprune.serving.vllm_model.check_served`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        model_config = vllm_config.model_config
-        verify_checkpoint(model_config.model)
-        with _without_layers(model_config):
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.config = config = model_config.hf_config
-        self.model.decoder.config = config
-        self._build_layers(config, vllm_config, maybe_prefix(prefix, "model.decoder"))
-
-    def _build_layers(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        decoder = self.model.decoder
-        decoder.start_layer, decoder.end_layer, decoder.layers = make_layers(
-            config.num_hidden_layers,
-            lambda prefix: PrunedOPTDecoderLayer(config, vllm_config.cache_config, vllm_config.quant_config, prefix),
-            prefix=f"{prefix}.layers",
-        )
-        if decoder.final_layer_norm is not None:
-            decoder.final_layer_norm = _layer_norm(config)
+        check_served(vllm_config)
+        nn.Module.__init__(self)
+        self.config = config = vllm_config.model_config.hf_config
+        self.quant_config = vllm_config.quant_config
+        self.model = PrunedOPTModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        head = ParallelLMHead(config.vocab_size, config.word_embed_proj_dim, prefix=maybe_prefix(prefix, "lm_head"))
+        self.lm_head = head.tie_weights(self.model.decoder.embed_tokens) if config.tie_word_embeddings else head
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors

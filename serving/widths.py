@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pyprune.families import all_families
@@ -66,3 +66,83 @@ def off_multiples(widths: Iterable[int], multiple: int, dense: int | None = None
 def named_layers(indices: list[int]) -> str:
     """The layers of these indices for a message: "layer 3", "layers 0-2,7"."""
     return f"layer {indices[0]}" if len(indices) == 1 else f"layers {format_ranges(indices)}"
+
+
+def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
+    """Why vLLM cannot share these layers among the ranks of tensor parallelism; empty where it can.
+
+    Every rank gets as many query heads and FFN channels of a layer as every other one. KV heads are shared out too;
+    where a layer has fewer of them than there are ranks, several ranks hold the same one.
+
+    Args:
+        widths: of every layer.
+        ranks: tensor parallel size.
+    """
+    if not widths or ranks == 1:
+        return ""
+    for column, what in enumerate(("query heads", "KV heads", "FFN channels")):
+        sizes = [layer[column] for layer in widths]
+        unfit = [i for i, size in enumerate(sizes) if not _can_share(size, ranks, copies=what == "KV heads")]
+        if unfit:
+            size = sizes[unfit[0]]
+            layers = [i for i in unfit if sizes[i] == size]
+            allowed = f"a multiple{' or a divisor' if what == 'KV heads' else ''} of {ranks}"
+            fitting = " or ".join(str(n) for n in range(1, ranks) if not why_not_split(widths, n))
+            have, several = "has" if len(layers) == 1 else "have", what if size > 1 else what[:-1]
+            return (
+                f"{named_layers(layers)} {have} {size} {several}, which {ranks} tensor parallel ranks cannot share "
+                f"equally (allowed: {allowed}). Serve it with --tensor-parallel-size {fitting}, or prune to sizes that "
+                "divide."
+            )
+    return ""
+
+
+def _can_share(size: int, ranks: int, *, copies: bool) -> bool:
+    return size % ranks == 0 or (copies and 0 < size < ranks and ranks % size == 0)
+
+
+def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int]]) -> str:
+    """Why vLLM cannot put these layers on the ranks of pipeline parallelism; empty where it can.
+
+    vLLM divides the memory of a rank by what the attention of its layers stores, so that no rank may be without.
+
+    Args:
+        widths: of every layer.
+        stages: first layer of each rank, and the one after its last; nothing where there is no such parallelism.
+    """
+    if len(stages) < 2:
+        return ""
+    for rank, (start, end) in enumerate(stages):
+        if any(heads for heads, _, _ in widths[start:end]):
+            continue
+        holds = f"only {named_layers(list(range(start, end)))}" if start < end else "no layer"
+        counts = ",".join(str(end - start) for start, end in stages)
+        attend = format_ranges([i for i, (heads, _, _) in enumerate(widths) if heads])
+        return (
+            f"pipeline parallel rank {rank} would hold {holds}, and vLLM cannot plan the key-value cache of a rank "
+            f"without attention. The layers are divided {counts}; attention is in {attend}. Set "
+            "VLLM_PP_LAYER_PARTITION to layers per rank so that each has one of these, or use fewer ranks."
+        )
+    return ""
+
+
+def why_not_drafting(widths: Sequence[LayerSizes]) -> str:
+    """Why vLLM cannot use a model with these layers as the draft of another one; empty where it can.
+
+    Its proposer prepares attention once for all layers of a draft, with the head counts of one of them.
+
+    Args:
+        widths: of every layer.
+    """
+    pairs: dict[tuple[int, int], int] = {}
+    for index, (heads, kv_heads, _) in enumerate(widths):
+        if heads:
+            pairs.setdefault((heads, kv_heads), index)
+    if len(pairs) < 2:
+        return ""
+    (one, first), (other, second) = list(pairs.items())[:2]
+    return (
+        f"a draft model needs the same heads in all layers, because vLLM prepares attention once for all of them; "
+        f"layer {first} has {one[0]} query and {one[1]} KV heads, layer {second} has {other[0]} and {other[1]}. Use a "
+        "model that has lost layers, blocks or FFN channels, or the same number of heads everywhere."
+    )

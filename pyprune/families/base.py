@@ -202,7 +202,7 @@ class Family:
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
-            vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm_model`` has some, and makes the model.
+            vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm_layers`` has some.
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported, or "".

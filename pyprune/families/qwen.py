@@ -57,7 +57,7 @@ FAMILIES = (
     Family(
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
-        vllm_layer="pyprune.serving.vllm_model:BiasedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm_layers:BiasedDecoderLayer",
         gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, why_not=square_or_why), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
@@ -68,7 +68,7 @@ FAMILIES = (
     Family(
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
-        vllm_layer="pyprune.serving.vllm_model:NormedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm_layers:NormedDecoderLayer",
         gguf=(
             GgufForm("qwen3", NORMED_DECODER),
             GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, why_not=_why_not_openelm),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
@@ -81,9 +82,9 @@ def everything(plan: PrunePlan) -> PrunePlan:
     return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
 
 
-def write_case(case: Case, out: Path) -> None:
-    """Cut the case's model and export it to ``out``."""
-    model = tiny_model(case.model, **(OPT_SIZES if case.model.startswith("opt") else SIZES))
+def write_case(case: Case, out: Path, **sizes: Any) -> None:
+    """Cut the case's model, with other values in its configuration if given, and export it to ``out``."""
+    model = tiny_model(case.model, **{**(OPT_SIZES if case.model.startswith("opt") else SIZES), **sizes})
     damp_(model)
     plan = case.cut(family_for(model).plan(model.config))
     if case.compensated:
@@ -110,13 +111,31 @@ def prompts(lengths: Sequence[int] = (2, 9, 40, 150)) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def compare(folder: Path, asked: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
-    """Prompt tokens, the most likely tokens of every generated position, and the greedy choice itself."""
-    model, _ = load_model(folder)
+@torch.no_grad()
+def log_probabilities(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Of every next token after each of these, by Transformers: float32 [tokens, vocabulary]."""
+    return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)  # type: ignore[no-any-return]
+
+
+def assert_greedy(rows: Tensor, tokens: Sequence[int]) -> None:
+    """Each token is the most likely one of its row [vocabulary]; two that float32 cannot tell apart are as good."""
+    for row, token in zip(rows, tokens, strict=True):
+        assert row[token] >= row.max() - TOLERANCE
+
+
+def compare(model: Any, asked: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    """Prompt tokens, the most likely tokens of every generated position, and the greedy choice itself.
+
+    Args:
+        model: what the answers are compared with, or the folder that it is read from.
+        asked: the prompts' token ids.
+        answers: what was answered to each.
+    """
+    if isinstance(model, Path):
+        model, _ = load_model(model)
     for prompt, answer in zip(asked, answers, strict=True):
         assert len(answer["tokens"]) == len(answer["top"]) == NEW_TOKENS
-        with torch.no_grad():
-            expected = model(torch.tensor([[*prompt, *answer["tokens"]]])).logits[0].log_softmax(-1)
+        expected = log_probabilities(model, [*prompt, *answer["tokens"]])
         own = expected[range(len(prompt) - 1), list(prompt[1:])]
         torch.testing.assert_close(torch.tensor(answer["prompt"]), own, rtol=0, atol=TOLERANCE)
         for step, top in enumerate(answer["top"]):
@@ -124,7 +143,7 @@ def compare(folder: Path, asked: Sequence[Sequence[int]], answers: Sequence[Answ
             ids = [int(token) for token in top]
             assert len(ids) >= TOP
             torch.testing.assert_close(torch.tensor(list(top.values())), row[ids], rtol=0, atol=TOLERANCE)
-            assert row[answer["tokens"][step]] >= row.max() - TOLERANCE
+        assert_greedy(expected[len(prompt) - 1 : -1], answer["tokens"])
 
 
 def flip_a_weight_bit(folder: Path) -> str:

@@ -30,17 +30,23 @@ class Server:
         model: the name that requests give, which is the folder.
         log: file for everything that the server prints.
         environment: added to the engine's usual variables.
+        options: vLLM's options behind the command.
     """
 
     def __init__(
-        self, command: Sequence[str], model: Path, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        model: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = OPTIONS,
     ) -> None:
         self.model, self.log = str(model), log
         self.port = _free_port()
         variables = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, *OPTIONS, "--port", str(self.port)],
+                [*command, *options, "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -72,11 +78,16 @@ class Server:
         """Return the exit status of a server that ends by itself."""
         return self.process.wait(timeout=START_S)
 
-    def complete(self, prompt: Sequence[int]) -> Answer:
-        """One greedy completion of token ids, with log probabilities of the prompt and of every new token."""
+    def complete(self, prompt: Sequence[int], model: str | None = None) -> Answer:
+        """One greedy completion of token ids, with log probabilities of the prompt and of every new token.
+
+        Args:
+            prompt: token ids.
+            model: the name of an adapter; None = the model itself.
+        """
         reply = self._post(
             "/v1/completions",
-            model=self.model,
+            model=model or self.model,
             prompt=list(prompt),
             max_tokens=NEW_TOKENS,
             temperature=0,
@@ -96,6 +107,14 @@ class Server:
                 for step in choice["logprobs"]["top_logprobs"]
             ],
         }
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The value of a Prometheus metric, summed over the lines that hold this label, such as `le="512.0"`."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=ANSWER_S) as reply:
+            lines = reply.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and label in line]
+        assert found, f"/metrics has no {name}"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
         """Ask the server to stop, as a supervisor or Ctrl-C does; return its exit status."""

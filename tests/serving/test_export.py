@@ -168,7 +168,7 @@ def test_serve_refuses_what_the_record_does_not_list(tmp_path: Path, name: str) 
 
 @pytest.mark.usefixtures("with_vllm")
 def test_serve_refuses_what_the_plugin_cannot(tmp_path: Path) -> None:
-    model, plan = _compacted("phi", uniform=False)
+    model, plan = _compacted("olmo2", uniform=False)
     export(model, tmp_path / "out", plan=plan)
     with pytest.raises(CheckpointError, match="does not serve"):
         serve_command(tmp_path / "out")

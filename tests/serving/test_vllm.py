@@ -27,6 +27,7 @@ from tests._support.served import (
     Case,
     compare,
     damp_,
+    everything,
     narrower,
     opt_per_layer,
     per_layer,
@@ -59,11 +60,24 @@ CASES = {
     "opt-per-layer": Case("opt", opt_per_layer, "PrunedOPTForCausalLM"),
     "opt-skipped-blocks": Case("opt-untied", skipping, "PrunedOPTForCausalLM"),
 }
+CASES["phi-tied-everything"] = Case("phi-tied", everything, "PrunedPhiForCausalLM")
 LAYERED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).vllm_layer}
 CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
 OPT_350M = "opt-350m-layout"
 DAMAGED = [(name, kind) for name in ("mistral-per-layer", "opt-per-layer") for kind in DAMAGE]
 """vLLM's LLaMA-like models and its OPT are two classes of ours; each must look at the files by itself."""
+NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-tensor": ("llama-per-layer", {"tensor": 4}, "layers 0,2 have 2 query heads, which 4 tensor parallel ranks"),
+    "opt-tensor": ("opt-per-layer", {"tensor": 2}, "layer 2 has 1 query head, which 2 tensor parallel ranks"),
+    "llama-stages": ("skipped-blocks", {"stages": 4}, "pipeline parallel rank 0 would hold only layer 0, and"),
+    "opt-stages": (
+        "opt-skipped-blocks",
+        {"stages": 2, "partition": "1,3"},
+        "The layers are divided 1,3; attention is in 1-3.",
+    ),
+    "draft": ("mistral-per-layer", {"draft": True}, "layer 0 has 2 query and 2 KV heads, layer 1 has 4 and 2."),
+}
+"""What cannot be served like this: the folder, the ranks, and what the message says."""
 
 
 def _write_opt_350m(out: Path) -> None:
@@ -79,7 +93,7 @@ def _write_opt_350m(out: Path) -> None:
     save_checkpoint(model.eval(), tiny_tokenizer(), out, plan=None, provenance={})
 
 
-def _run_vllm(models: list[Path], damaged: list[Path]) -> dict[str, Any]:
+def _run_vllm(models: list[Path], damaged: list[Path], built: dict[str, Any]) -> dict[str, Any]:
     """What vLLM makes of the prompts, and how it refuses: one engine after the other, in another process than this.
 
     Engine and worker live in that process too, and model classes are imported there: starting processes is what costs
@@ -88,6 +102,7 @@ def _run_vllm(models: list[Path], damaged: list[Path]) -> dict[str, Any]:
     job = {
         "models": [str(folder) for folder in models],
         "damaged": [str(folder) for folder in damaged],
+        "built": built,
         "prompts": prompts(),
         "new_tokens": NEW_TOKENS,
         "top": TOP,
@@ -120,7 +135,8 @@ def served(root: Path) -> dict[str, Any]:
     for name, kind in DAMAGED:
         DAMAGE[kind](Path(shutil.copytree(root / name, root / f"{name}-{kind}")))
     models = [root / name for name in (*CASES, OPT_350M)]
-    return _run_vllm(models, [root / f"{name}-{kind}" for name, kind in DAMAGED])
+    built = {name: {"model": str(root / case), **ranks} for name, (case, ranks, _) in NOT_BUILT.items()}
+    return _run_vllm(models, [root / f"{name}-{kind}" for name, kind in DAMAGED], built)
 
 
 @pytest.mark.parametrize("name", [*CASES, OPT_350M])
@@ -136,3 +152,13 @@ def test_damaged_checkpoint_is_refused(
     file = DAMAGE[kind](Path(shutil.copytree(root / name, tmp_path / "again")))
     message = served[str(root / f"{name}-{kind}")]
     assert message.startswith(f"CheckpointError: {root / f'{name}-{kind}' / file} ")
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_ranks_that_cannot_hold_the_layers_are_refused_before_one_is_built(
+    name: str, root: Path, served: dict[str, Any]
+) -> None:
+    case, _, said = NOT_BUILT[name]
+    message = served[name]
+    assert message.startswith(f"ConfigError: {root / case} cannot be served like this: ")
+    assert said in message

@@ -10,7 +10,15 @@ import pytest
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.serving.export import export, serving_warnings
-from pyprune.serving.widths import layer_widths, named_layers, off_multiples
+from pyprune.serving.widths import (
+    LayerSizes,
+    layer_widths,
+    named_layers,
+    off_multiples,
+    why_not_drafting,
+    why_not_split,
+    why_not_staged,
+)
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.plans import keep_kv_groups
@@ -57,3 +65,38 @@ def test_layers_are_named_in_ranges() -> None:
     assert named_layers([3]) == "layer 3"
     assert named_layers([0, 1, 2, 7]) == "layers 0-2,7"
     assert off_multiples([0, 8, 9, 12, 9], 8, dense=12) == {9: [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("widths", "ranks", "said"),
+    [
+        ([(4, 2, 40), (3, 1, 40)], 2, "layer 1 has 3 query heads, which 2 tensor parallel ranks cannot share equally"),
+        ([(12, 2, 24), (12, 3, 24), (12, 3, 24)], 4, "layers 1-2 have 3 KV heads"),
+        ([(4, 2, 40), (4, 2, 25)], 2, "layer 1 has 25 FFN channels"),
+        ([(6, 3, 42)], 4, "(allowed: a multiple of 4). Serve it with --tensor-parallel-size 1 or 3, or prune"),
+        ([(4, 3, 42)], 2, "(allowed: a multiple or a divisor of 2). Serve it with --tensor-parallel-size 1, or prune"),
+        ([(4, 2, 40), (8, 1, 24), (0, 0, 40), (4, 2, 0)], 4, ""),
+        ([(6, 3, 42)], 6, ""),
+        ([(3, 1, 25)], 1, ""),
+        ([], 2, ""),
+    ],
+)
+def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSizes], ranks: int, said: str) -> None:
+    message = why_not_split(widths, ranks)
+    assert said in message if said else message == ""
+
+
+def test_a_rank_of_a_pipeline_needs_attention() -> None:
+    widths = [(0, 0, 40), (4, 2, 40), (4, 2, 0), (0, 0, 40), (0, 0, 40)]
+    assert why_not_staged(widths, []) == ""
+    assert why_not_staged(widths, [(0, 2), (2, 5)]) == ""
+    assert "rank 1 would hold only layers 3-4, and" in why_not_staged(widths, [(0, 3), (3, 5)])
+    assert "rank 2 would hold no layer, and" in why_not_staged(widths, [(0, 2), (2, 5), (5, 5)])
+    assert "divided 1,4; attention is in 1-2." in why_not_staged(widths, [(0, 1), (1, 5)])
+
+
+def test_a_draft_needs_the_same_heads_in_all_layers_with_attention() -> None:
+    assert why_not_drafting([(4, 2, 40), (0, 0, 24), (4, 2, 0)]) == ""
+    assert "layer 0 has 4 query and 2 KV heads, layer 2 has 4 and 1." in why_not_drafting(
+        [(4, 2, 40), (4, 2, 24), (4, 1, 40)]
+    )

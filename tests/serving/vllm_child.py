@@ -1,9 +1,10 @@
 """Greedy generation by real vLLM, log probabilities as JSON on stdout: a program that test_vllm.py and others run.
 
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
-and perhaps "dtype" (default: float32)
+and perhaps "dtype" (default: float32) and "built": {name: {"model": folder, "tensor": ranks, "stages": ranks,
+"partition": layers per rank, "draft": bool}}, of which the model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
-a damaged folder the error instead: {folder: "Type: message"}, or null when there was none
+a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 
 def main() -> None:
@@ -20,7 +23,9 @@ def main() -> None:
     os.dup2(2, 1)
     job = json.load(sys.stdin)
     _load_classes(job["models"])
-    answers: dict[str, Any] = {model: _answers(model, job) for model in job["models"]}
+    # First of all: an engine keeps the environment variables that it has seen.
+    answers: dict[str, Any] = {name: _built(**case) for name, case in job.get("built", {}).items()}
+    answers |= {model: _answers(model, job) for model in job["models"]}
     json.dump(answers | {model: _refusal(model, job) for model in job["damaged"]}, replies)
     replies.close()
 
@@ -45,6 +50,28 @@ def _refusal(model: str, job: dict[str, Any]) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         cleanup_dist_env_and_memory()
+    return None
+
+
+def _built(
+    model: str, tensor: int = 1, stages: int = 1, partition: str | None = None, draft: bool = False
+) -> str | None:
+    """How the class refuses to be built in a rank; no rank is there, so that nothing else can come of it."""
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    config = AutoConfig.from_pretrained(model)
+    model_config = SimpleNamespace(model=model, hf_config=config)
+    whole = SimpleNamespace(
+        model_config=model_config,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace(uses_draft_model=lambda: draft, draft_model_config=model_config),
+    )
+    try:
+        with mock.patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": partition} if partition else {}):
+            ModelRegistry.models[config.architectures[0]].load_model_cls()(vllm_config=whole)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return None
 
 

@@ -1,0 +1,412 @@
+"""Decoder layers for vLLM at the sizes of their own index, and what stands around them in each family.
+
+A family's table names its layer (``vllm_layer``). Each of them takes the residual stream in two parts, as vLLM's LLaMA
+hands it on, and does not build a sub-block that was removed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.activation import get_act_fn
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.models.gemma3 import Gemma3Attention, Gemma3MLP
+from vllm.model_executor.models.granite import GraniteAttention
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
+
+from pyprune.modeling.layers import VirtualLayerNorm
+
+
+class NoAttention(nn.Module):
+    """Stands in while a layer without attention is built: no weights, and no key-value cache is registered."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+class NormedAttention(LlamaAttention):
+    """LLaMA attention with an RMSNorm over every query and key head before the rotation (Qwen3)."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config=config, **options)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
+        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
+        q, k = self.rotary_emb(positions, q, k)
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output  # type: ignore[no-any-return]
+
+
+class Surroundings:
+    """What a family does before its first layer and after its last; vLLM's LLaMA where it says nothing else.
+
+    Attributes:
+        model_class: embedding, layers and last norm.
+        head_bias: the head adds a bias to the logits.
+    """
+
+    model_class: type[LlamaModel] = LlamaModel
+    head_bias = False
+
+    @staticmethod
+    def logits_options(config: Any) -> dict[str, Any]:
+        """What vLLM's logits processor is to do to the logits; empty = nothing."""
+        return {}
+
+
+class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
+    """A LLaMA layer at the sizes of its own index; a sub-block that was removed is not built at all."""
+
+    attention_class: type[nn.Module] = LlamaAttention
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        whole = config or vllm_config.model_config.hf_config
+        own = self.adapt(whole.layer_config(extract_layer_index(prefix)))
+        skip = getattr(own, "skip", ())
+        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
+        attention = self.attention_class if self.attends else NoAttention
+        super().__init__(vllm_config, prefix, own, attn_layer_type=attention)
+        if getattr(whole, "output_bias", False):
+            _give_output_biases(self, own, vllm_config, prefix)
+        if not self.attends:
+            del self.self_attn, self.input_layernorm
+        if not self.feeds:
+            del self.mlp, self.post_attention_layernorm
+
+    def adapt(self, config: Any) -> Any:
+        """Return the layer's configuration with what vLLM's LLaMA layer reads under another name."""
+        return config
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        if self.attends:
+            hidden_states, residual = _normalised(self.input_layernorm, hidden_states, residual)
+            hidden_states = self.added(self.self_attn(positions=positions, hidden_states=hidden_states))
+        if self.feeds:
+            hidden_states, residual = _normalised(self.post_attention_layernorm, hidden_states, residual)
+            hidden_states = self.added(self.mlp(hidden_states))
+        return hidden_states, residual
+
+    def added(self, output: Tensor) -> Tensor:
+        """What is added to the stream, of the output of a sub-block."""
+        return output
+
+
+def _give_output_biases(layer: Any, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+    """Let the output projections carry a bias; vLLM's switch for the MLP would ask for one on gate and up too."""
+    options = {"output_size": own.hidden_size, "bias": True, "quant_config": vllm_config.quant_config}
+    if layer.attends:
+        width = own.num_attention_heads * own.head_dim
+        layer.self_attn.o_proj = RowParallelLinear(width, prefix=f"{prefix}.self_attn.o_proj", **options)
+    if layer.feeds:
+        layer.mlp.down_proj = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.down_proj", **options)
+
+
+def _normalised(norm: Any, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (norm(stream), stream)."""
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    normed, stream = norm(hidden_states, residual)
+    return normed, stream
+
+
+class BiasedDecoderLayer(PrunedDecoderLayer):
+    """Qwen2: biases on the query, key and value projections, none on the output projection."""
+
+    def adapt(self, config: Any) -> Any:
+        """See :meth:`PrunedDecoderLayer.adapt`."""
+        config.qkv_bias = True
+        return config
+
+
+class NormedDecoderLayer(PrunedDecoderLayer):
+    """Qwen3: norms on query and key heads."""
+
+    attention_class = NormedAttention
+
+
+class ScaledAttention(GraniteAttention):
+    """vLLM's Granite attention, whose scores have a factor of their own; its output projection follows ``bias``."""
+
+    def __init__(self, *, bias_o_proj: bool, attn_type: str, **options: Any) -> None:
+        super().__init__(**options)
+
+
+class ScaledEmbedding(LlamaModel):
+    """Granite: the embedding is multiplied by a constant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding_multiplier = self.config.embedding_multiplier
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """[tokens] -> [tokens, hidden]."""
+        return super().embed_input_ids(input_ids) * self.embedding_multiplier  # type: ignore[no-any-return]
+
+
+class ScaledDecoderLayer(PrunedDecoderLayer):
+    """Granite: constant factors on scores, outputs of sub-blocks, embedding and logits."""
+
+    attention_class = ScaledAttention
+    model_class = ScaledEmbedding
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        super().__init__(vllm_config, prefix, config)
+        self.residual_multiplier = (config or vllm_config.model_config.hf_config).residual_multiplier
+
+    @staticmethod
+    def logits_options(config: Any) -> dict[str, Any]:
+        """See :meth:`Surroundings.logits_options`."""
+        return {"scale": 1 / config.logits_scaling}
+
+    def added(self, output: Tensor) -> Tensor:
+        """See :meth:`PrunedDecoderLayer.added`."""
+        return output * self.residual_multiplier
+
+
+class GemmaModel(LlamaModel):
+    """Gemma 3: the embedding is multiplied by the root of the hidden size, and norms by 1 + w."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if get_pp_group().is_last_rank:
+            self.norm = GemmaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        # Rounded to the model's dtype before it is used, as in Transformers.
+        self.register_buffer("normalizer", torch.tensor(self.config.hidden_size**0.5), persistent=False)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """[tokens] -> [tokens, hidden]."""
+        return super().embed_input_ids(input_ids) * self.normalizer  # type: ignore[no-any-return]
+
+
+class OwnDecoderLayer(Surroundings, nn.Module):
+    """A layer that vLLM's LLaMA layer has no room for; families build theirs."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
+        super().__init__()
+        own = (config or vllm_config.model_config.hf_config).layer_config(extract_layer_index(prefix))
+        skip = getattr(own, "skip", ())
+        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
+        self.build(own, vllm_config, prefix)
+
+    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+        """Make the modules of the sub-blocks that are there.
+
+        Args:
+            own: configuration with the sizes of this layer.
+            vllm_config: of the engine.
+            prefix: name of the layer.
+        """
+        raise NotImplementedError
+
+
+class GemmaDecoderLayer(OwnDecoderLayer):
+    """Gemma 3: norms before and after each sub-block."""
+
+    model_class = GemmaModel
+
+    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+        """See :meth:`OwnDecoderLayer.build`."""
+        size, eps, quant_config = own.hidden_size, own.rms_norm_eps, vllm_config.quant_config
+        if self.attends:
+            self.input_layernorm = GemmaRMSNorm(size, eps=eps)
+            self.self_attn = Gemma3Attention(
+                config=own,
+                hidden_size=size,
+                num_heads=own.num_attention_heads,
+                num_kv_heads=own.num_key_value_heads,
+                head_dim=own.head_dim,
+                max_position_embeddings=own.max_position_embeddings,
+                cache_config=vllm_config.cache_config,
+                quant_config=quant_config,
+                attn_logits_soft_cap=own.attn_logit_softcapping,
+                prefix=f"{prefix}.self_attn",
+            )
+            self.post_attention_layernorm = GemmaRMSNorm(size, eps=eps)
+        if self.feeds:
+            self.pre_feedforward_layernorm = GemmaRMSNorm(size, eps=eps)
+            self.mlp = Gemma3MLP(size, own.intermediate_size, own.hidden_activation, quant_config, f"{prefix}.mlp")
+            self.post_feedforward_layernorm = GemmaRMSNorm(size, eps=eps)
+        if getattr(own, "output_bias", False):
+            _give_output_biases(self, own, vllm_config, prefix)
+
+    @staticmethod
+    def logits_options(config: Any) -> dict[str, Any]:
+        """See :meth:`Surroundings.logits_options`."""
+        return {"soft_cap": config.final_logit_softcapping}
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        if self.attends:
+            hidden_states, residual = _normalised(self.input_layernorm, hidden_states, residual)
+            hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+            hidden_states = self.post_attention_layernorm(hidden_states)
+        if self.feeds:
+            hidden_states, residual = _normalised(self.pre_feedforward_layernorm, hidden_states, residual)
+            hidden_states = self.post_feedforward_layernorm(self.mlp(hidden_states))
+        return hidden_states, residual
+
+
+def layer_norm(config: Any, eps: float, *, affine: bool = True) -> nn.Module:
+    """A LayerNorm over the stream or, where channels of it were removed, the one that divides by the dense size.
+
+    Args:
+        config: of the pruned model.
+        eps: added to the variance.
+        affine: whether it has a weight and a bias.
+    """
+    norm_size = getattr(config, "norm_size", None)
+    if norm_size is None:
+        return LayerNorm(config.hidden_size, eps, elementwise_affine=affine)  # type: ignore[no-any-return]
+    return VirtualLayerNorm(config.hidden_size, norm_size, eps, affine=affine)
+
+
+class FinalLayerNorm(nn.Module):
+    """The norm behind the last layer, called as vLLM's LLaMA calls its own: with the stream in two parts."""
+
+    def __init__(self, config: Any, eps: float) -> None:
+        super().__init__()
+        self.norm = layer_norm(config, eps)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Two tensors [tokens, hidden] -> (norm(stream), stream)."""
+        stream = hidden_states + residual
+        return self.norm(stream), stream
+
+
+class LayerNormModel(LlamaModel):
+    """A LayerNorm behind the last layer."""
+
+    eps_field = "layer_norm_eps"
+
+    def __init__(self, *, vllm_config: VllmConfig, **options: Any) -> None:
+        config = vllm_config.model_config.hf_config
+        eps = getattr(config, self.eps_field)
+        config.rms_norm_eps = eps  # for a norm that is replaced at once
+        super().__init__(vllm_config=vllm_config, **options)
+        if get_pp_group().is_last_rank:
+            self.norm = FinalLayerNorm(config, eps)
+
+
+_QKV = {f".{part}_proj": (".qkv_proj", part) for part in "qkv"}
+
+
+class PhiModel(LayerNormModel):
+    """Phi-1/1.5/2: other names in the checkpoint."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr={".dense.": ".o_proj.", "final_layernorm.": "norm.norm."}, orig_to_new_stacked=_QKV
+    )
+
+
+class Starcoder2Model(LayerNormModel):
+    """StarCoder2: the same with other names again."""
+
+    eps_field = "norm_epsilon"
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr={".c_fc.": ".fc1.", ".c_proj.": ".fc2."},
+        orig_to_new_stacked=_QKV,
+        orig_to_new_prefix={"norm.": "norm.norm."},
+    )
+
+
+class PlainMLP(nn.Module):
+    """Two projections without a gate."""
+
+    def __init__(self, own: Any, vllm_config: VllmConfig, prefix: str, *, bias: bool, output_bias: bool) -> None:
+        super().__init__()
+        inner, outer, options = own.intermediate_size, own.hidden_size, {"quant_config": vllm_config.quant_config}
+        self.fc1 = ColumnParallelLinear(outer, inner, bias=bias, prefix=f"{prefix}.fc1", **options)
+        self.act = get_act_fn(own.hidden_act)
+        self.fc2 = RowParallelLinear(inner, outer, bias=output_bias, prefix=f"{prefix}.fc2", **options)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        inner, _ = self.fc1(hidden_states)
+        output, _ = self.fc2(self.act(inner))
+        return output  # type: ignore[no-any-return]
+
+
+def _attention(own: Any, vllm_config: VllmConfig, prefix: str, *, bias: bool, output_bias: bool) -> nn.Module:
+    return LlamaAttention(  # type: ignore[no-any-return]
+        config=own,
+        hidden_size=own.hidden_size,
+        num_heads=own.num_attention_heads,
+        num_kv_heads=own.num_key_value_heads or own.num_attention_heads,
+        max_position_embeddings=own.max_position_embeddings,
+        quant_config=vllm_config.quant_config,
+        bias=bias,
+        bias_o_proj=output_bias,
+        cache_config=vllm_config.cache_config,
+        prefix=prefix,
+    )
+
+
+class PhiDecoderLayer(OwnDecoderLayer):
+    """Phi-1/1.5/2: attention and MLP side by side after one LayerNorm, biases everywhere."""
+
+    model_class = PhiModel
+    head_bias = True
+
+    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+        """See :meth:`OwnDecoderLayer.build`."""
+        self.input_layernorm = layer_norm(own, own.layer_norm_eps)
+        biases = {"bias": True, "output_bias": True}
+        if self.attends:
+            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **biases)
+        if self.feeds:
+            self.mlp = PlainMLP(own, vllm_config, f"{prefix}.mlp", **biases)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        stream = hidden_states if residual is None else hidden_states + residual
+        normed = self.input_layernorm(stream)
+        if not self.feeds:
+            return self.self_attn(positions=positions, hidden_states=normed), stream
+        output = self.mlp(normed)
+        if self.attends:
+            output = output + self.self_attn(positions=positions, hidden_states=normed)
+        return output, stream
+
+
+class Starcoder2DecoderLayer(OwnDecoderLayer):
+    """StarCoder2: a LayerNorm before attention and one before the MLP; all projections have a bias, or none."""
+
+    model_class = Starcoder2Model
+
+    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+        """See :meth:`OwnDecoderLayer.build`."""
+        biases = {"bias": own.use_bias, "output_bias": own.use_bias or getattr(own, "output_bias", False)}
+        if self.attends:
+            self.input_layernorm = layer_norm(own, own.norm_epsilon)
+            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **biases)
+        if self.feeds:
+            self.post_attention_layernorm = layer_norm(own, own.norm_epsilon)
+            self.mlp = PlainMLP(own, vllm_config, f"{prefix}.mlp", **biases)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        stream = hidden_states if residual is None else hidden_states + residual
+        if not self.attends:
+            return self.mlp(self.post_attention_layernorm(stream)), stream
+        output = self.self_attn(positions=positions, hidden_states=self.input_layernorm(stream))
+        if not self.feeds:
+            return output, stream
+        stream = stream + output
+        return self.mlp(self.post_attention_layernorm(stream)), stream

@@ -1,0 +1,281 @@
+"""What people turn on in vLLM, on real servers: sizes per layer and a stock export answer as Transformers does.
+
+A server takes half a minute to start, so each answers all that fits its options. Int8 is in test_quantise_vllm.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from pyprune.checkpoint.load import load_model
+from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.cut.compact import compact_
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.serving.export import export
+from pyprune.serving.widths import layer_widths
+from pyprune.train.loop import train
+from pyprune.train.lora import adapters, target_names
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.served import (
+    SIZES,
+    TOLERANCE,
+    Case,
+    assert_greedy,
+    compare,
+    damp_,
+    log_probabilities,
+    prompts,
+    uniform,
+    write_case,
+)
+from tests._support.server import Server
+from tests._support.tokenizer import CHAT_TEMPLATE, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+VLLM = str(Path(sys.executable).parent / "vllm")
+CONTEXT, CHUNK, BLOCK = 4096, 512, 128
+"""Tokens of a sequence, of one step of the engine, and of a block of vLLM's cache on a CPU."""
+COMPILED = ("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", str(CONTEXT))
+
+
+def shareable(plan: PrunePlan) -> PrunePlan:
+    """Other heads and FFN widths in every layer, two blocks missing; two ranks can share all of it, a KV head twice."""
+    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
+    plan = plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
+    return plan.with_layer(3, query_heads=[1, 3], ffn=[])
+
+
+UNEQUAL = Case("llama", shareable, "PrunedLlamaForCausalLM")
+STOCK = Case("llama", uniform(96), "LlamaForCausalLM")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, an OpenAI client of it, and the served model in Transformers."""
+
+    server: Server
+    client: Any
+    model: PreTrainedModel
+
+    def ask(self, prompt: Sequence[int], new: int, **options: Any) -> Any:
+        """A completion through the OpenAI client; greedy unless said otherwise, never ended by a token."""
+        wanted = {"temperature": 0, "max_tokens": new, "prompt": list(prompt), "model": self.server.model, **options}
+        return self.client.completions.create(**wanted, extra_body={"ignore_eos": True, "return_token_ids": True})
+
+    def chat(self, **options: Any) -> Any:
+        """A message in answer to another, drawn at random: a greedy random model might write blanks for ever."""
+        messages = [{"role": "user", "content": "Switch the light."}]
+        wanted = {"messages": messages, "model": self.server.model, "temperature": 1, "seed": 1, "max_tokens": 600}
+        return self.client.chat.completions.create(**wanted, **options).choices[0]
+
+    def answers_right(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        """These are the greedy tokens of Transformers."""
+        assert_greedy(log_probabilities(self.model, [*prompt, *tokens])[len(prompt) - 1 : -1], tokens)
+
+
+@contextmanager
+def asked_by_client(server: Server, folder: Path) -> Iterator[Served]:
+    from openai import OpenAI
+
+    server.wait_until_healthy()
+    with OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+        yield Served(server, client, load_model(folder)[0])
+
+
+def until(reached: Callable[[], bool], patience: float = 60) -> None:
+    """Metrics are counted a moment after the answer."""
+    end = time.monotonic() + patience
+    while not reached() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert reached()
+
+
+@pytest.fixture(scope="module", params=[UNEQUAL, STOCK], ids=["unequal", "stock"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Plain `vllm serve`: compiled, with long prompts in chunks, a prefix cache, and tools."""
+    root = tmp_path_factory.mktemp("features")
+    folder, template = root / "model", root / "template.jinja"
+    write_case(request.param, folder, max_position_embeddings=CONTEXT)
+    template.write_text(CHAT_TEMPLATE)
+    command = [VLLM, "serve", str(folder), "--max-num-batched-tokens", str(CHUNK), "--chat-template", str(template)]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with Server(command, folder, root / "log", options=COMPILED) as server, asked_by_client(server, folder) as served:
+        yield served
+
+
+def test_the_compiled_model_gives_the_log_probabilities_of_transformers(served: Served) -> None:
+    assert "Warming up model for the compilation" in served.server.text()
+    asked = prompts()
+    compare(served.model, asked, [served.server.complete(prompt) for prompt in asked])
+
+
+def test_a_prompt_of_thousands_of_tokens_is_read_in_chunks_and_then_from_the_cache(served: Served) -> None:
+    [prompt] = prompts([3000])
+    server = served.server
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    first = served.ask(prompt, 8).choices[0].token_ids
+    served.answers_right(prompt, first)
+    assert server.metric("vllm:prefix_cache_hits_total") == hits
+    again = served.ask(prompt, 8).choices[0].token_ids
+    assert again == first
+    until(lambda: server.metric("vllm:prefix_cache_hits_total") - hits == len(prompt) // BLOCK * BLOCK)
+    assert f"Chunked prefill is enabled with max_num_batched_tokens={CHUNK}." in server.text()
+
+
+def test_a_stream_brings_the_same_tokens(served: Served) -> None:
+    [prompt] = prompts([40])
+    parts = [part.choices[0].token_ids or [] for part in served.ask(prompt, 12, stream=True) if part.choices]
+    assert len([part for part in parts if part]) > 1
+    tokens = [token for part in parts for token in part]
+    assert tokens == served.ask(prompt, 12).choices[0].token_ids
+    served.answers_right(prompt, tokens)
+
+
+def test_several_answers_to_one_prompt_have_the_probabilities_of_transformers(served: Served) -> None:
+    [prompt] = prompts([9])
+    choices = served.ask(prompt, 6, n=3, temperature=1, seed=5, logprobs=1).choices
+    assert len({tuple(choice.token_ids) for choice in choices}) == 3
+    for choice in choices:
+        rows = log_probabilities(served.model, [*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
+        own = rows[range(6), choice.token_ids]
+        torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), own, rtol=0, atol=TOLERANCE)
+
+
+LIGHT = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "attic"]}},
+    "required": ["on", "room"],
+    "additionalProperties": False,
+}
+
+
+def assert_light(text: str) -> None:
+    answer = json.loads(text)
+    assert set(answer) == {"on", "room"}
+    assert isinstance(answer["on"], bool)
+    assert answer["room"] in LIGHT["properties"]["room"]["enum"]  # type: ignore[index]
+
+
+def test_an_answer_keeps_to_a_json_schema(served: Served) -> None:
+    schema = {"name": "light", "schema": LIGHT}
+    answer = served.chat(response_format={"type": "json_schema", "json_schema": schema})
+    assert answer.finish_reason == "stop"
+    assert_light(answer.message.content)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch"}}])
+def test_tools_are_called_as_their_schema_says(choice: Any, served: Served) -> None:
+    tool = {"type": "function", "function": {"name": "switch", "parameters": LIGHT, "strict": True}}
+    answer = served.chat(tools=[tool], tool_choice=choice)
+    for call in answer.message.tool_calls:
+        assert call.function.name == "switch"
+        assert_light(call.function.arguments)
+
+
+def test_cancelled_requests_stop_and_the_others_are_answered(served: Served) -> None:
+    server, long = served.server, CONTEXT - 100
+    generated = server.metric("vllm:generation_tokens_total")
+    streams = [served.ask(prompt, long, stream=True) for prompt in prompts([5, 20, 33])]
+    for stream in streams:
+        assert next(iter(stream)).choices
+    until(lambda: server.metric("vllm:num_requests_running") > 0)
+    for stream in streams:
+        stream.close()
+    [prompt] = prompts([40])
+    served.answers_right(prompt, served.ask(prompt, 8).choices[0].token_ids)
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:generation_tokens_total") - generated < long
+
+
+PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""By itself vLLM gives every rank a memory node of its own."""
+
+
+def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_case(UNEQUAL, folder)
+    asked = prompts()
+    command = [VLLM, "serve", str(folder), "--tensor-parallel-size", "2"]
+    with Server(command, folder, tmp_path / "log", PARALLEL) as server:
+        server.wait_until_healthy()
+        compare(folder, asked, [server.complete(prompt) for prompt in asked])
+
+
+def test_an_adapter_of_our_recovery_is_served_unmerged(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder, adapter = tmp_path / "model", tmp_path / "adapter"
+    write_case(UNEQUAL, folder)
+    model = load_model(folder)[0]
+    options = TrainConfig(steps=6, batch_size=4, micro_batch_size=4, learning_rate=1e-2)
+    config = RecoverConfig(rank=4, alpha=8.0, train=options)
+    with adapters(model, target_names(model, config), config) as adapted:
+        train(adapted, tiny_batch(1, 8, 12), options)
+        adapted.save_pretrained(adapter, save_embedding_layers=False)
+    plain = load_model(folder)[0]
+    recovered = PeftModel.from_pretrained(load_model(folder)[0], adapter).eval()
+    asked = prompts()
+    assert not torch.allclose(log_probabilities(plain, asked[-1]), log_probabilities(recovered, asked[-1]), atol=0.1)
+    command = [VLLM, "serve", str(folder), "--enable-lora", "--lora-modules", f"recovered={adapter}"]
+    with Server(command, folder, tmp_path / "log") as server:
+        server.wait_until_healthy()
+        compare(recovered, asked, [server.complete(prompt, "recovered") for prompt in asked])
+        compare(plain, asked, [server.complete(prompt) for prompt in asked])
+
+
+def test_a_pruned_model_drafts_for_its_own_dense_model(tmp_path: Path) -> None:
+    """What is cut contributes little here, so that most of the drafted tokens must be accepted."""
+    model = tiny_model("llama", **SIZES)
+    damp_(model)
+    plan = family_for(model).plan(model.config).with_layer(1, query_heads=[], kv_heads=[]).with_layer(2, ffn=range(24))
+    layers: Any = family_for(model).layers(model)
+    with torch.no_grad():
+        layers[1].self_attn.o_proj.weight.mul_(0.01)
+        layers[2].mlp.down_proj.weight[:, 24:].mul_(0.01)
+    dense, draft = tmp_path / "dense", tmp_path / "draft"
+    export(model, dense, tokenizer=tiny_tokenizer())
+    compact_(model, plan)
+    written = export(model, draft, plan=plan, tokenizer=tiny_tokenizer())
+    assert written.architecture == "PrunedLlamaForCausalLM"
+    assert len(set(layer_widths(model.config.to_dict()))) == 3
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    command = [VLLM, "serve", str(dense), "--speculative-config", json.dumps(speculation)]
+    with Server(command, dense, tmp_path / "log") as server, asked_by_client(server, dense) as served:
+        for prompt in prompts():
+            served.answers_right(prompt, served.ask(prompt, 32).choices[0].token_ids)
+        until(lambda: server.metric("vllm:spec_decode_num_draft_tokens_total") > 60)
+        drafted, accepted = (
+            server.metric(f"vllm:spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")
+        )
+    assert accepted > drafted / 2
+
+
+def test_a_draft_whose_layers_have_different_heads_is_refused(tmp_path: Path) -> None:
+    """vLLM would start, and read past the end of what it prepared for another layer."""
+    dense, draft = tmp_path / "dense", tmp_path / "draft"
+    write_case(STOCK, dense)
+    write_case(UNEQUAL, draft)
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    command = [VLLM, "serve", str(dense), "--speculative-config", json.dumps(speculation)]
+    with Server(command, dense, tmp_path / "log") as server:
+        assert server.wait_until_it_ends() != 0
+        assert server.left_over() == []
+        assert f"ConfigError: {draft} cannot be served like this: a draft model needs the same heads" in server.text()
