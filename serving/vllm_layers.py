@@ -166,7 +166,7 @@ class ScaledDecoderLayer(PrunedDecoderLayer):
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__(vllm_config, prefix, config)
-        self.residual_multiplier = (config or vllm_config.model_config.hf_config).residual_multiplier
+        self.residual_multiplier: float = (config or vllm_config.model_config.hf_config).residual_multiplier
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
