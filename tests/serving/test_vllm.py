@@ -60,7 +60,15 @@ CASES = {
     "opt-per-layer": Case("opt", opt_per_layer, "PrunedOPTForCausalLM"),
     "opt-skipped-blocks": Case("opt-untied", skipping, "PrunedOPTForCausalLM"),
 }
-CASES["phi-tied-everything"] = Case("phi-tied", everything, "PrunedPhiForCausalLM")
+CASES |= {
+    "granite-bias-everything": Case("granite-tied-bias", everything, "PrunedGraniteForCausalLM"),
+    "starcoder2-window-everything": Case("starcoder2-tied", everything, "PrunedStarcoder2ForCausalLM"),
+    "starcoder2-compensated": Case(
+        "starcoder2-no-bias", skipping_and_narrower, "PrunedStarcoder2ForCausalLM", compensated=True
+    ),
+    "phi-tied-everything": Case("phi-tied", everything, "PrunedPhiForCausalLM"),
+    "gemma3-compensated": Case("gemma3-untied", skipping_and_narrower, "PrunedGemma3ForCausalLM", compensated=True),
+}
 LAYERED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).vllm_layer}
 CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
 OPT_350M = "opt-350m-layout"
