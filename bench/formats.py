@@ -130,7 +130,7 @@ class Bench:
             from pyprune.checkpoint.load import load_model
             from pyprune.quality.perplexity import evaluate_perplexity
 
-            model, tokenizer = load_model(file, dtype="bfloat16")
+            model, tokenizer = load_model(file, dtype="bfloat16", quantised=True)
             found = {
                 name: evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=limit)
                 for name, text in self.texts.items()

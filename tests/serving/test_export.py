@@ -117,7 +117,7 @@ def test_warnings_name_what_a_server_refuses() -> None:
     assert serving_warnings(good) == ()
     assert "head_dim is 8" in serving_warnings({**good, "head_dim": 8})[0]
     assert "head_dim is 16" in serving_warnings({**good, "head_dim": None, "num_attention_heads": 4})[0]
-    assert "PrunedPhi" in serving_warnings({**good, "architectures": ["PrunedPhiForCausalLM"]})[0]
+    assert "PrunedOlmo2" in serving_warnings({**good, "architectures": ["PrunedOlmo2ForCausalLM"]})[0]
     assert serving_warnings({**good, "architectures": ["PrunedOPTForCausalLM"]}) == ()
     assert "hidden_size is 70" in serving_warnings({**good, "hidden_size": 70})[0]
 
