@@ -104,6 +104,8 @@ class Bench:
         report = measure(dict(files), engine=self.engine, repeats=o.repeats, **options)
         pruned = o.pruned.name if o.pruned else "layers 13 to 19 removed, reconstructed"
         found = {**report.to_dict(), "perplexity": perplexity, "protocol": o.protocol, "pruned": pruned}
+        for model in found["models"].values():
+            model["path"] = Path(model["path"]).name  # the folder is temporary
         key = digest([self.name, self.engine, pruned, found["workload"]])[:16]
         return {"kind": "run", "key": key, "sizes": {name: _bytes(file) for name, file in files.items()}, **found}
 
