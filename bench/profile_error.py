@@ -27,9 +27,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench._beside import beside_dense
 from bench._command import exit_status, known
 from bench._profile_plans import never_profiled
-from pyprune.budget.measured import MeasuredCosts, relative_seconds
+from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import Model, dense_config, write_served
 from pyprune.budget.profile import DENSE, Profile, Timing
 from pyprune.budget.quantities import Quantity
@@ -116,17 +117,7 @@ class Bench:
     def _record(self, plans: Mapping[str, PrunePlan], turns: Sequence[Timing]) -> None:
         """Record what some plans took, and remove their checkpoints."""
         for name, plan in plans.items():
-            measured = {}
-            for quantity in WORKLOADS:
-                seconds, spread = relative_seconds(turns, quantity)
-                own = [t.seconds for t in turns if t.probe == name and t.quantity == quantity]
-                beside = [t.seconds for t in turns if t.probe == DENSE and t.quantity == quantity]
-                measured[str(quantity)] = {
-                    "seconds": own,
-                    "dense_seconds": beside,
-                    "share_of_dense": seconds[name] / seconds[DENSE],
-                    "spread": spread[name],
-                }
+            measured = {str(quantity): beside_dense(turns, name, quantity) for quantity in WORKLOADS}
             self.records.add(
                 {
                     "kind": "row",

@@ -162,15 +162,9 @@ class Engine:
 
     def close(self) -> None:
         """End the child and its descendants; safe to call twice."""
-        if self._process.poll() is None:
-            with contextlib.suppress(OSError, ValueError):
-                self._stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=15)
-        # The session is ours alone (start_new_session), so this reaches only what this child started.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(OSError, ValueError):
+            self._stdin.close()
+        end_group(self._process, patience=15)
         self._stdout.close()
         self._log.close()
         self._files.close()
@@ -241,6 +235,20 @@ def as_gguf(model: str, quantise: str) -> Iterator[str]:
         for note in written.notes:
             say(note)
         yield str(written.path)
+
+
+def end_group(process: subprocess.Popen[Any], patience: float) -> None:
+    """Wait for a process that was asked to end, then kill what is left of it and of everything that it started.
+
+    Args:
+        process: started with ``start_new_session``, so that its group holds nothing else.
+        patience: seconds until it is killed.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def group_cpu_seconds(group: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,19 @@ SHORT_PROMPT_TOKENS = 16
 """Prompts of the generation column have 1 to this many random tokens."""
 FIRST_TOKEN_ID = 3
 """Ids below this are special tokens in most vocabularies."""
+
+
+def invalid_options(counts: Mapping[str, int], dtype: str) -> list[str]:
+    """What is wrong with options that every measurement of speed has, one sentence each.
+
+    Args:
+        counts: name -> what must be at least 1.
+        dtype: of weights and activations.
+    """
+    found = [f"{name} is {value}; it must be at least 1." for name, value in counts.items() if value < 1]
+    if dtype not in DTYPES:
+        found.append(f"dtype is {dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,8 @@ class Workload:
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
-        found = [
-            f"{name} is {getattr(self, name)}; it must be at least 1."
-            for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")
-            if getattr(self, name) < 1
-        ]
-        if self.dtype not in DTYPES:
-            found.append(f"dtype is {self.dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+        counts = {name: getattr(self, name) for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")}
+        found = invalid_options(counts, self.dtype)
         found += precision_problems(self.repeats, self.precision, self.max_repeats)
         if found:
             raise ConfigError(found)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.serving.precision import most_repeats, precision_problems
-from pyprune.serving.speed import DTYPES
+from pyprune.serving.speed import invalid_options
 
 SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
 """What a service level can limit for each request -> its name in vLLM: the time to the first token, the mean time of
@@ -80,12 +80,10 @@ class LoadOptions:
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
-        whole = {name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
-        found = [f"{name} is {value}; it must be at least 1." for name, value in whole.items() if value < 1]
-        if self.requests is not None and self.requests < 1:
-            found.append(f"requests is {self.requests}; it must be at least 1.")
-        if self.dtype not in DTYPES:
-            found.append(f"dtype is {self.dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+        counts = {name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+        if self.requests is not None:
+            counts["requests"] = self.requests
+        found = invalid_options(counts, self.dtype)
         if not 0 < self.kv_gib < math.inf:
             found.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
         if not self.loads:

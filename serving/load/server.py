@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +15,7 @@ from typing import Self
 
 from pyprune.serving.engines import (
     LOAD_TIMEOUT_S,
+    end_group,
     engine_environment,
     engine_error,
     group_cpu_seconds,
@@ -85,14 +83,8 @@ class Server:
 
     def close(self) -> None:
         """End the server and its processes; safe to call twice."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=STOP_S)
-        # The session is ours alone (start_new_session), so this reaches only what this server started.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.terminate()
+        end_group(self._process, STOP_S)
         self._log.close()
 
     def __enter__(self) -> Self:

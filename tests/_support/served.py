@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +20,13 @@ from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
 from tests._support.models import VOCAB, tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
+
+REAL_VLLM = [
+    pytest.mark.serving,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+"""Marks of a file whose tests run a real vLLM."""
 
 Answer = dict[str, Any]
 """{"tokens": [generated], "prompt": [log probability of prompt[1:]], "top": [{token: log probability}]}"""

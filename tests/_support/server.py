@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyprune.serving.engines import engine_environment
+from pyprune.serving.load.server import free_port
 from tests._support.served import NEW_TOKENS, TOP, Answer
 
 START_S, STOP_S, ANSWER_S = 400.0, 60.0, 120.0
@@ -42,7 +42,7 @@ class Server:
         options: Sequence[str] = OPTIONS,
     ) -> None:
         self.model, self.log = str(model), log
-        self.port = _free_port()
+        self.port = free_port()
         variables = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -157,9 +157,3 @@ class Server:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
             answer: dict[str, Any] = json.load(reply)
         return answer
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench.fit import ARMS, _best_layers, _first_that_keeps, _plans, _spread_layers, _stored, _widths, table
+from bench.fit import ARMS, Bench, _best_layers, _first_that_keeps, _plans, _spread_layers, _stored, _widths, table
+from pyprune.budget import turns
 from pyprune.budget.choices import ChoiceOptions
 from pyprune.budget.limits import Budget
 from pyprune.budget.options import FitOptions
+from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.data import DataConfig
 from pyprune.fitting.search import Fitting
+from pyprune.runtime.records import RecordFile
 from tests._support.models import tiny_model
 from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
+from tests.budget._profiles import fake_profile
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +96,43 @@ def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
     share = least / fitting.costs.predicted(Quantity("parameters"), fitting.identity)
     budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
     assert [plan for _, plan, _ in _plans(fitting, budget, ["one width"])] == [None]
+
+
+class _Engine:
+    """The dense model takes twice the time of every other."""
+
+    device = None
+
+    def __init__(self, engine: str, options: dict[str, Any]) -> None:
+        self.seconds = 0.4 if Path(options["model"]).name == DENSE else 0.2
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
+        return self.seconds, len(prompts) * new_tokens
+
+    def close(self) -> None:
+        pass
+
+
+def test_recorded_plans_are_timed_beside_the_dense_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "QUICK_S", 0.0)
+    text = write_text(tmp_path / "text.txt", words=200)
+    monkeypatch.setattr("bench._demo_data.load_dense", lambda _: ("tiny", tiny_model("llama"), tiny_tokenizer()))
+    monkeypatch.setattr("bench._demo_data.write_demo_mixture", lambda _: SimpleNamespace(tests={"prose": text}))
+    quantity = Quantity("prefill", 64)
+    options = argparse.Namespace(
+        profile=fake_profile(quantities=[quantity]).save(tmp_path / "p.json"), budget=["prefill@64<=80%"], seeds=[0],
+        arms=["fitted", "one width"], cache=tmp_path, data=None, resident=2, repeats=1, times=True,
+    )  # fmt: skip
+    bench = Bench(options, RecordFile(None), tmp_path)
+    (budget,) = bench.budgets
+    for arm in options.arms:
+        key = bench._key(budget, arm, 0)
+        bench._plan_file(key).write_text(bench.identity.drop_layers([1]).to_json())
+        bench.records.add({"kind": "row", "key": key, "arm": arm})
+    bench._time(Profile.load(options.profile))
+    found = bench.records.of("time")
+    assert set(found) == set(bench.records.of("row"))
+    assert {row["measured_share"] for row in found.values()} == {0.5}
+    assert all(row["seconds"] == [0.2] and row["dense_seconds"] == [0.4, 0.4] for row in found.values())
+    assert not bench._untimed(), "nothing is measured twice"

@@ -5,7 +5,6 @@ A server takes half a minute to start, so each answers all that fits its options
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -30,6 +29,7 @@ from pyprune.train.loop import train
 from pyprune.train.lora import adapters, target_names
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.served import (
+    REAL_VLLM,
     SIZES,
     TOLERANCE,
     Case,
@@ -44,11 +44,7 @@ from tests._support.served import (
 from tests._support.server import Server
 from tests._support.tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 VLLM = str(Path(sys.executable).parent / "vllm")
 CONTEXT, CHUNK, BLOCK = 4096, 512, 128

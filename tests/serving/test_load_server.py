@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,14 +10,10 @@ import pytest
 from pyprune.checkpoint.save import save_checkpoint
 from tests._support.cli import run
 from tests._support.models import tiny_model
-from tests._support.served import SIZES, Case, everything, write_case
+from tests._support.served import REAL_VLLM, SIZES, Case, everything, write_case
 from tests._support.tokenizer import tiny_tokenizer
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 
 def test_dense_and_pruned_servers_are_measured(tmp_path: Path) -> None:

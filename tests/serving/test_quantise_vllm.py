@@ -7,7 +7,6 @@ the rounding itself does.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -27,13 +26,9 @@ from pyprune.serving.engines import engine_environment
 from pyprune.serving.quantise import SCHEMES
 from tests._support.models import TINY, one_of_each
 from tests._support.quantised import in_32s, round_inputs_, with_weights_of, write_pair
-from tests._support.served import opt_per_layer, per_layer, prompts, uniform
+from tests._support.served import REAL_VLLM, opt_per_layer, per_layer, prompts, uniform
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 
 @dataclass(frozen=True)

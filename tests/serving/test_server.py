@@ -5,7 +5,6 @@ A start takes half a minute, so every server answers all that is asked of its ki
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 
 from tests._support.paths import REPO
 from tests._support.served import (
+    REAL_VLLM,
     Case,
     compare,
     everything,
@@ -30,11 +30,7 @@ from tests._support.served import (
 )
 from tests._support.server import Server
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 BIN = Path(sys.executable).parent
 VLLM, PYPRUNE = str(BIN / "vllm"), str(BIN / "pyprune")

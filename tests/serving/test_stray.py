@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pyprune.serving.engines import engine_environment
-from tests._support.served import Case, everything, uniform, write_case
+from tests._support.served import REAL_VLLM, Case, everything, uniform, write_case
 from tests._support.server import Server
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 BIN = Path(sys.executable).parent
 STRAY = "zz.safetensors"

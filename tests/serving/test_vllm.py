@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from tests._support.served import (
     DAMAGE,
     NEW_TOKENS,
     OPT_SIZES,
+    REAL_VLLM,
     TOP,
     Answer,
     Case,
@@ -39,11 +39,7 @@ from tests._support.served import (
 )
 from tests._support.tokenizer import tiny_tokenizer
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
 CASES = {
     "llama": Case("llama-head-dim", uniform(96), "LlamaForCausalLM"),
