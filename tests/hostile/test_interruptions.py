@@ -44,6 +44,7 @@ def assert_interrupted(outcome: Outcome, number: int, folder: Path, before: dict
     assert outcome.code in ((0, KILLS[number]) if done else (KILLS[number],)), outcome.stderr
     if number == signal.SIGKILL:
         return
+    assert not done or not (folder / ".c.work").exists()
     check_message(outcome, Case("", ""))
     if not done:
         check_left(outcome, folder, before)
@@ -52,9 +53,13 @@ def assert_interrupted(outcome: Outcome, number: int, folder: Path, before: dict
 def assert_goes_on(server: Server, folder: Path, command: str, before: dict[str, str]) -> None:
     """Run the command again, resumed where something was kept, and compare with a run that nothing interrupted."""
     reference = folder.with_name("reference")
-    if not whole(folder):
-        kept = any((folder / ".c.work").rglob("state.json")) or (folder / ".c.work/decision.json").exists()
-        (outcome,) = server.run(Run([*command.split(), *(["--resume"] if kept else [])], str(folder), seconds=60))
+    work = folder / ".c.work"
+    if not whole(folder) or work.exists():
+        again = ["--overwrite"] if whole(folder) else []  # killed after the renaming, before its work folder went
+        kept = any(work.rglob("state.json")) or (work / "decision.json").exists()
+        (outcome,) = server.run(
+            Run([*command.split(), *again, *(["--resume"] if kept else [])], str(folder), seconds=60)
+        )
         assert outcome.code == 0, outcome.stderr
     assert whole(folder)
     left = {name for name in snapshot(folder).keys() - before.keys() if not (name == "c" or name.startswith("c/"))}
