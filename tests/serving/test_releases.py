@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from pyprune.cut.compact import compact_
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.serving.export import export, serve_command
 from pyprune.serving.releases import HEADS_PER_LAYER, TESTED, vllm_version, why_not_unequal_heads
 from pyprune.serving.widths import LayerSizes
+from tests._support.cli import refused
+from tests._support.models import tiny_model
 from tests._support.paths import REPO
 
 UNEQUAL: list[LayerSizes] = [(0, 0, 8), (4, 2, 8), (4, 2, 6), (2, 1, 8)]
@@ -38,6 +45,27 @@ def test_unequal_query_heads_need_a_newer_vllm(version: str) -> None:
 )
 def test_everything_else_is_not_refused(widths: list[LayerSizes], version: str) -> None:
     assert why_not_unequal_heads(widths, version) == ""
+
+
+def fewer_heads(plan: PrunePlan) -> PrunePlan:
+    return plan.with_layer(2, query_heads=[0, 3])
+
+
+def narrower_ffn(plan: PrunePlan) -> PrunePlan:
+    return plan.with_layer(2, ffn=range(24))
+
+
+def test_serve_refuses_them_before_vllm_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: OLD)
+    for cut in (fewer_heads, narrower_ffn):
+        model = tiny_model("llama-head-dim")
+        plan = cut(family_for(model).plan(model.config))
+        compact_(model, plan)
+        export(model, tmp_path / cut.__name__, plan=plan)
+    message = refused("serve", tmp_path / "fewer_heads")
+    assert f"{tmp_path / 'fewer_heads'} cannot be served: layer 0 has 6 query heads and layer 2 2" in message
+    assert serve_command(tmp_path / "narrower_ffn")
 
 
 def test_the_version_is_found_under_either_name() -> None:
