@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ from pyprune.runtime.progress import warn
 from pyprune.stages import was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
+
+ADAPTER = "adapter"
+"""Name of the folder inside a recovered checkpoint that holds the adapters by themselves."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class _Work:
         folder: where an interrupted run is kept.
         report: of what was done, as plain data; to be filled in.
         warnings: what was found about the text.
+        adapter: the trained adapters in PEFT's format, to be written into the checkpoint; None = none.
     """
 
     model: PreTrainedModel
@@ -106,6 +111,12 @@ class _Work:
     folder: RunFolder
     report: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    adapter: Path | None = None
+
+    def add_adapter(self, checkpoint: Path) -> None:
+        """Move the adapters into the checkpoint's folder."""
+        if self.adapter is not None:
+            self.adapter.rename(checkpoint / ADAPTER)
 
 
 def recover_checkpoint(
@@ -124,7 +135,8 @@ def recover_checkpoint(
 
     The record keeps everything it held; what this run did is added under "recoveries", the training text's marks are
     joined, and quality and speed that were measured before move into the run's entry. An interrupted run keeps its
-    training checkpoints in a hidden folder next to ``out``.
+    training checkpoints in a hidden folder next to ``out``. With ``config.keep_adapter`` the folder :data:`ADAPTER`
+    inside ``out`` holds the adapters by themselves, which are for ``pruned``.
 
     Args:
         pruned: checkpoint folder (or hub id) of the model to recover.
@@ -155,6 +167,9 @@ def recover_checkpoint(
     if config.recover.distill is not None and config.recover.distill.hidden:
         _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
     with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
+        if config.keep_adapter:
+            work.adapter = work.folder.path / ADAPTER
+            shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
         report = recover(
             work.model,
             work.samples,
@@ -163,6 +178,7 @@ def recover_checkpoint(
             plan=work.plan,
             checkpoint_dir=work.folder.path / "recover",
             resume=resume,
+            adapter_out=work.adapter,
         )
         report.warnings += work.warnings
         work.report = report.to_dict()
@@ -271,7 +287,16 @@ def _reworked(
             "training_marks": training_marks([samples], marks),
         }
         dtype = config.export_dtype or stored_dtype(pruned, **remote)
-        save_checkpoint(model, tokenizer, out, plan=plan, provenance=provenance, overwrite=overwrite, dtype=dtype)
+        save_checkpoint(
+            model,
+            tokenizer,
+            out,
+            plan=plan,
+            provenance=provenance,
+            overwrite=overwrite,
+            dtype=dtype,
+            convert=work.add_adapter,
+        )
 
 
 def teacher_dtype(config: RecoverConfig) -> str:

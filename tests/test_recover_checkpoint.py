@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from pyprune import pipeline
+from pyprune import pipeline, rework
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.trained_on import assert_not_trained_on
@@ -28,8 +28,9 @@ from pyprune.methods.registry import read_config
 from pyprune.pipeline import prune, prune_
 from pyprune.quality.perplexity import perplexity
 from pyprune.recipe import build_config, build_recovery, merge
-from pyprune.rework import recover_checkpoint
+from pyprune.rework import ADAPTER, recover_checkpoint
 from pyprune.train.distill import Distillation
+from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.plans import axis_plans
 from tests._support.text import prose, write_model, write_text
@@ -37,6 +38,7 @@ from tests._support.tokenizer import tiny_tokenizer
 
 TRAIN: dict[str, Any] = {"steps": 4, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3}
 DISTILL: dict[str, Any] = {"alpha": 0.8, "hidden": 0.1}
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -262,16 +264,26 @@ def test_recovery_of_a_checkpoint_helps(pruned: Path, dense: Path, text: Path, t
 def test_an_interrupted_recovery_leaves_nothing_and_resumes_to_the_same_bytes(
     pruned: Path, dense: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(records)
+    config = run_config(records, keep_adapter=True)
     recover_checkpoint(pruned, config, out=tmp_path / "straight", teacher=dense)
     interrupt(monkeypatch, lambda: recover_checkpoint(pruned, config, out=tmp_path / "again", teacher=dense))
     assert not (tmp_path / "again").exists()
-    other = run_config(records, recover={"distill": {"alpha": 0.5}})
+    other = run_config(records, keep_adapter=True, recover={"distill": {"alpha": 0.5}})
     with pytest.raises(ConfigError, match=r"recover\.distill\.alpha was 0\.8, now 0\.5"):
         recover_checkpoint(pruned, other, out=tmp_path / "again", teacher=dense, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(rework, "save_checkpoint", stopped)  # the adapters are in the work folder by then
+        with pytest.raises(KeyboardInterrupt):
+            recover_checkpoint(pruned, config, out=tmp_path / "again", teacher=dense, resume=True)
     recover_checkpoint(pruned, config, out=tmp_path / "again", teacher=dense, resume=True)
     first, second = weights(tmp_path / "straight"), weights(tmp_path / "again")
     assert all(torch.equal(first[n], second[n]) for n in first)
+    one, other_one = ((tmp_path / name / ADAPTER / ADAPTER_WEIGHTS).read_bytes() for name in ("straight", "again"))
+    assert one == other_one
+
+
+def stopped(*_: Any, **__: Any) -> Never:
+    raise KeyboardInterrupt
 
 
 def test_what_cannot_be_recovered_is_refused_first(pruned: Path, dense: Path, records: Path, tmp_path: Path) -> None:
@@ -318,6 +330,38 @@ def test_the_command_line_recovers(pruned: Path, dense: Path, records: Path, tmp
     refused = CliRunner().invoke(app, [*base, "--overwrite", "--set", "recover.distill=null"])
     assert refused.exit_code == ERROR_CODE
     assert "would not be used" in refused.stderr
+
+
+def test_the_command_line_keeps_the_adapters_for_the_checkpoint_that_was_given(
+    pruned: Path, records: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    out, adapter = tmp_path / "out", tmp_path / "out" / ADAPTER
+    base = ["recover", pruned, "--data", records, "--samples", "16", "--sequence-length", "400"]
+    for key, value in TRAIN.items():
+        base += ["--set", f"recover.train.{key}={value}"]
+    assert run(*base, "--out", tmp_path / "merged").exit_code == 0
+    assert not (tmp_path / "merged" / ADAPTER).exists()
+    for more in ([], ["--overwrite"]):
+        result = run(*base, "--out", out, "--keep-adapter", *more)
+        assert result.exit_code == 0, result.output
+        assert f"{adapter}; they belong on {pruned}" in result.stdout
+    files = {path.name for path in adapter.iterdir()}
+    assert files == {"adapter_config.json", ADAPTER_WEIGHTS}
+    assert {f"{ADAPTER}/{name}" for name in files} <= read_pruning_json(out, verify_files=True).files.keys()
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(pruned)
+    merged, alone = weights(out), weights(tmp_path / "merged")
+    assert all(torch.equal(merged[name], alone[name]) for name in alone)
+    ids = torch.tensor([tiny_tokenizer()(prose(60, 3))["input_ids"][:50]])
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load_model(pruned)[0], adapter).eval().double()(ids).logits
+        expected, before = (load_model(folder)[0].double()(ids).logits for folder in (out, pruned))
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-5)
+    assert (adapted - before).abs().max() > 0.1
+    message = refused(*base, "--out", tmp_path / "none", "--keep-adapter", "--set", "recover.adapters=none")
+    assert "keep_adapter is true, but recover.adapters is 'none'" in message
+    assert not (tmp_path / "none").exists()
 
 
 # presets

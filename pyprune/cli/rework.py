@@ -62,6 +62,14 @@ def recover(
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
     ] = None,
+    keep_adapter: Annotated[
+        bool,
+        typer.Option(
+            "--keep-adapter",
+            help="Also write the LoRA adapters by themselves, in PEFT's format, to the folder adapter inside DIR. Load "
+            "them on top of PRUNED, not of DIR. Default: they are merged only.",
+        ),
+    ] = False,
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -83,10 +91,11 @@ def recover(
             "data.samples": samples,
             "data.sequence_length": sequence_length,
             "recover.distill": {} if teacher is not None else None,  # a teacher alone means the default weights
+            "keep_adapter": True if keep_adapter else None,
         },
         settings=set_ or (),
     )
-    from pyprune.rework import recover_checkpoint
+    from pyprune.rework import ADAPTER, recover_checkpoint
 
     report = recover_checkpoint(
         pruned,
@@ -100,6 +109,8 @@ def recover(
         overwrite=overwrite,
     )
     _print_recovered(report, out)
+    if options.keep_adapter:
+        print(f"The adapters alone are in {out / ADAPTER}; they belong on {pruned}, which is as it was.")
 
 
 def _print_recovered(report: TrainReport, out: Path) -> None:

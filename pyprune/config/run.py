@@ -65,6 +65,7 @@ class RecoverCheckpointConfig(Config):
         export_dtype: dtype of the written checkpoint; None = the pruned checkpoint's.
         data: recovery text.
         recover: what is trained, and on which loss.
+        keep_adapter: write the LoRA adapters too, before they are merged: in PEFT's format, for the pruned checkpoint.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -72,11 +73,19 @@ class RecoverCheckpointConfig(Config):
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     data: DataConfig = field(default_factory=DataConfig)
     recover: RecoverConfig = field(default_factory=RecoverConfig)
+    keep_adapter: bool = False
 
     @override
     def problems(self) -> list[str]:
-        trained = Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
-        return trained.problems(self.dtype)
+        all_weights = self.recover.adapters == "none"
+        found = Training("recover", "recover.train", self.recover.train, self.data, all_weights).problems(self.dtype)
+        _require(
+            not (self.keep_adapter and all_weights),
+            "keep_adapter is true, but recover.adapters is 'none': all weights are trained, and there is no adapter to "
+            "keep. Set recover.adapters to lora, or leave keep_adapter out.",
+            found,
+        )
+        return found
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import RecoverConfig
 from pyprune.errors import ConfigError, MissingDependencyError, UnsupportedModelError
+from pyprune.runtime.files import CARD_NAME, atomic_folder
 
 
 def projection_names(model: PreTrainedModel) -> list[str]:
@@ -127,3 +129,18 @@ def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) 
         model.train(training)
         if hasattr(model, "peft_config"):
             del model.peft_config
+
+
+def save_adapters(adapted: Any, out: Path) -> None:
+    """Write trained adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+    Args:
+        adapted: a model wrapped by :func:`adapters`, before they are merged or unloaded.
+        out: the folder to create; it appears whole or not at all.
+
+    Raises:
+        OutputError: the folder exists or cannot be written.
+    """
+    with atomic_folder(out) as folder:
+        adapted.save_pretrained(str(folder), save_embedding_layers=False)  # which are never adapted here
+        (folder / CARD_NAME).unlink(missing_ok=True)  # a template of a model card, left blank

@@ -12,9 +12,10 @@ from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.plan import PrunePlan
+from pyprune.runtime.files import check_output
 from pyprune.train.distill import Distillation
 from pyprune.train.loop import train
-from pyprune.train.lora import adapters, target_names
+from pyprune.train.lora import adapters, save_adapters, target_names
 from pyprune.train.objective import LossTerms, Objective, TrainReport
 
 
@@ -61,6 +62,7 @@ def recover(
     validation: Tensor | Batch | None = None,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
+    adapter_out: str | Path | None = None,
 ) -> TrainReport:
     """Train ``model`` in place; class, configuration and names stay as they were.
 
@@ -80,16 +82,22 @@ def recover(
         validation: for early stopping, like ``samples``.
         checkpoint_dir: where resumable checkpoints go.
         resume: continue from the newest of them.
+        adapter_out: a folder to create for the trained adapters in PEFT's format, which are for the model as it was
+            before; None keeps none. Nothing is written there when the training fails.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
         UnsupportedModelError: the model has no linear projection, or none of those that PEFT chooses.
         ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit; a rank
-            larger than every projection; an architecture for which PEFT chooses nothing.
+            larger than every projection; an architecture for which PEFT chooses nothing; ``adapter_out`` without
+            adapters.
+        OutputError: ``adapter_out`` exists or cannot be written.
         PlanError: the plan is not the teacher's.
         TrainingError, DataError, ConfigError: as in :func:`pyprune.train.loop.train`.
     """
     config.validate()
+    if adapter_out is not None:
+        _check_adapter_out(Path(adapter_out), config)
     objective = _Recovery(config, _distillation(model, config, teacher, plan))
     options: dict[str, Any] = {"validation": validation, "checkpoint_dir": checkpoint_dir, "resume": resume}
     if config.adapters == "none":
@@ -100,6 +108,8 @@ def recover(
         try:
             report = train(adapted, samples, config.train, objective, description="LoRA recovery", **options)
             keep = True
+            if adapter_out is not None:
+                save_adapters(adapted, Path(adapter_out))
         except TrainingError:
             keep = True
             raise
@@ -109,6 +119,15 @@ def recover(
             else:
                 adapted.unload()
     return report
+
+
+def _check_adapter_out(out: Path, config: RecoverConfig) -> None:
+    if config.adapters == "none":
+        raise ConfigError(
+            f"adapter_out is {out}, but adapters is 'none': all weights are trained, and there is no adapter to write. "
+            "Set adapters to lora, or leave adapter_out out."
+        )
+    check_output(out)
 
 
 def _distillation(

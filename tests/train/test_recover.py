@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
-from pyprune.errors import MissingDependencyError, TrainingError
+from pyprune.errors import ConfigError, MissingDependencyError, OutputError, TrainingError
 from pyprune.families import family_for
 from pyprune.train.lora import projection_names
 from pyprune.train.loss import causal_loss
@@ -91,7 +91,7 @@ def test_an_interrupted_recovery_drops_the_adapters_and_resumes_to_the_same_bits
         assert torch.equal(a, b)
 
 
-def test_a_failed_recovery_merges_the_last_good_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_recovery_merges_the_last_good_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = tiny_model(), tiny_model()
     recover(reference, samples(), replace(CONFIG, train=replace(TRAIN, steps=2)))
     calls = 0
@@ -103,8 +103,19 @@ def test_a_failed_recovery_merges_the_last_good_adapters(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("pyprune.train.objective.causal_loss", poisoned)
     with pytest.raises(TrainingError, match="step 4"):
-        recover(model, samples(), CONFIG)
+        recover(model, samples(), CONFIG, adapter_out=tmp_path / "adapter")
     for a, b in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_that_cannot_be_written_are_refused_before_the_training(tmp_path: Path) -> None:
+    model, untrained = tiny_model(), tiny_model()
+    with pytest.raises(ConfigError, match="there is no adapter to write"):
+        recover(model, samples(), replace(CONFIG, adapters="none"), adapter_out=tmp_path / "adapter")
+    with pytest.raises(OutputError, match="exists already"):
+        recover(model, samples(), CONFIG, adapter_out=tmp_path)
+    for a, b in zip(untrained.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
