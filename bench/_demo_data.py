@@ -58,6 +58,21 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     return MODEL_NAME, loaded, tokenizer
 
 
+def config_folder(model: str | None, work: Path) -> Path:
+    """A folder with a dense model's configuration and tokenizer; None = SmolLM2's, written into ``work``.
+
+    Raises:
+        CheckpointError: as :func:`load_dense`.
+    """
+    if model is not None:
+        return Path(model)
+    _, loaded, tokenizer = load_dense(None)
+    folder = work / "source"
+    loaded.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class DemoData:
     """Two disjoint local files written by :func:`write_demo_data`.

@@ -29,6 +29,7 @@ from typing import Any
 
 from bench._beside import beside_dense
 from bench._command import exit_status, known
+from bench._demo_data import config_folder
 from bench._profile_plans import never_profiled
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import Model, dense_config, write_served
@@ -65,7 +66,7 @@ class Bench:
         self.options, self.records, self.work = options, records, work
         self.engine: str = options.engine
         self.dtype = DTYPES[self.engine]
-        self.source = _config_folder(options.model, work)
+        self.source = config_folder(options.model, work)
         self.config = dense_config(self.source)
         self.dense = family_for(self.config).plan(self.config)
         self.environment = environment_record()
@@ -135,19 +136,6 @@ class Bench:
     def _written(self, name: str, plan: PrunePlan) -> Model:
         folder = self.work / name.replace(" ", "-")
         return write_served(self.config, plan, folder, self.engine, self.dtype, self.tokenizer)
-
-
-def _config_folder(model: str | None, work: Path) -> Path:
-    """A folder with the dense model's configuration and tokenizer; None = SmolLM2's."""
-    if model is not None:
-        return Path(model)
-    from bench._demo_data import load_dense
-
-    _, loaded, tokenizer = load_dense(None)
-    folder = work / "source"
-    loaded.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def table(rows: Sequence[Json], profile: Profile) -> str:

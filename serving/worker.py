@@ -46,12 +46,13 @@ class VllmRunner(Runner):
 
         accelerator = torch.cuda.is_available()
         self.device: str | None = torch.cuda.get_device_name(0) if accelerator else None
+        eager = options.get("eager")  # None = as one would run it: compiled on an accelerator
         self._llm = LLM(
             model=options["model"],
             dtype=options["dtype"],
             seed=options["seed"],
             skip_tokenizer_init=True,
-            enforce_eager=not accelerator,
+            enforce_eager=not accelerator if eager is None else eager,
             enable_prefix_caching=False,
             max_model_len=options["max_length"],
             max_num_seqs=options["max_sequences"],

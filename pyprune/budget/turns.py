@@ -34,13 +34,21 @@ class EngineGroup:
         quantities: the workloads.
         vocab_size: token ids of prompts are below it.
         seed: of the prompts; every model gets the same ones, every repeat others.
+        eager: whether vLLM runs without compiling; None = on a CPU.
     """
 
     def __init__(
-        self, engine: EngineName, dtype: str, quantities: Sequence[Quantity], vocab_size: int, seed: int = 0
+        self,
+        engine: EngineName,
+        dtype: str,
+        quantities: Sequence[Quantity],
+        vocab_size: int,
+        seed: int = 0,
+        *,
+        eager: bool | None = None,
     ) -> None:
         self.engine, self.dtype, self.quantities = engine, dtype, list(quantities)
-        self.vocab_size, self.seed = vocab_size, seed
+        self.vocab_size, self.seed, self.eager = vocab_size, seed, eager
         self.engines: dict[str, Engine] = {}
         self.device: str | None = None
         self.began = time.perf_counter()
@@ -152,6 +160,7 @@ class EngineGroup:
             "model": str(model),
             "dtype": self.dtype,
             "seed": self.seed,
+            "eager": self.eager,
             "max_length": longest,
             "max_sequences": batch,
             "max_batched_tokens": max(longest, batch * SHORT_PROMPT_TOKENS),

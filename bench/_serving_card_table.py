@@ -1,0 +1,255 @@
+"""The tables of bench/serving_card.py, made from its records alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from bench._serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
+from bench._serving_card_plans import UNEQUAL, UNIFORM
+from pyprune.budget.profile import DENSE
+from pyprune.plan import Sizes
+from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.records import Json, RecordFile
+from pyprune.serving.load.capacity import Capacity
+from pyprune.serving.measure import KV_BLOCK_TOKENS
+from pyprune.serving.precision import Interval, ratio_interval
+from pyprune.serving.speed import SHORT_PROMPT_TOKENS
+
+ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
+CAPACITY_BYTES, CAPACITY_TOKENS = 2**30, (2048, 8192)
+SHORT_PROMPT = (1 + SHORT_PROMPT_TOKENS) / 2
+"""Mean length of the prompts of a generation turn."""
+IDEAL_COLUMNS = ("ideal by FLOPs", "ideal by bytes", "binds", "ideal reached", "left of dense")
+HOW_TO_READ = (
+    "Ratios are of speed, over the dense model in the same run; in brackets the 95 % interval from paired turns. "
+    "Ideal: the dense model's FLOPs over the smaller one's, and the same of bytes. What binds is what takes the "
+    "dense model longer at the machine's rates, and what is reached is compared with it. Left of dense: the head's, "
+    "the embedding's and the sampling's share of it, which no cut here makes smaller."
+)
+
+
+def card(records: RecordFile) -> str:
+    """All tables of what is recorded, as Markdown."""
+    machines = list(records.of("machine").values())
+    if not machines:
+        return "Nothing is recorded yet; run the bench without --only-table first."
+    rates = machines[-1]
+    found = [_machine(rates), HOW_TO_READ]
+    engines, loads = list(records.of("engine").values()), list(records.of("load").values())
+    for one in _firsts([*engines, *loads], "model"):
+        found.append(capacity_table(one))
+    for one in _firsts(engines, "model", "mode"):
+        same = [r for r in engines if (r["model"], r["mode"]) == (one["model"], one["mode"])]
+        found += [f"### {one['model']}, engine, {one['mode']}", engine_table(same, rates), *verdicts(same, rates)]
+    for record in loads:
+        found += [f"### {record['model']}, servers under load, {record['mode']}", load_table(record, rates)]
+    starts = list(records.of("startup").values())
+    if starts:
+        found += ["### Start until /health", startup_table(starts)]
+    return "\n\n".join(found)
+
+
+def _firsts(records: Sequence[Json], *names: str) -> list[Json]:
+    """The first record of every combination of values."""
+    found: dict[tuple[Any, ...], Json] = {}
+    for record in records:
+        found.setdefault(tuple(record[name] for name in names), record)
+    return list(found.values())
+
+
+def _machine(rates: Mapping[str, Any]) -> str:
+    environment = rates["environment"]
+    return (
+        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best, with {rates['threads']} threads: "
+        f"{rates['flops'] / 1e9:.0f} GFLOP/s, {rates['bytes'] / 1e9:.1f} GB/s."
+    )
+
+
+def capacity_table(record: Json) -> str:
+    """Parameters and key-value cache of every model, counted.
+
+    Args:
+        record: with "sizes", "names" of the models, and for each "layers" (their widths) and "kv_token_bytes".
+    """
+    sizes = Sizes(**record["sizes"])
+    whole = parameters(sizes, record["layers"][DENSE])
+    rows: list[tuple[Cell, ...]] = []
+    for name in record["names"]:
+        layers = record["layers"][name]
+        own, token = parameters(sizes, layers), record["kv_token_bytes"][name]
+        held = (Capacity(token, KV_BLOCK_TOKENS, CAPACITY_BYTES, tokens).sequences for tokens in CAPACITY_TOKENS)
+        rows.append((name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held)))
+    lengths = (f"sequences of {tokens:,} in 1 GiB" for tokens in CAPACITY_TOKENS)
+    return markdown_table(Table("", ("model", "parameters", "removed", "KV bytes/token", *lengths), tuple(rows)))
+
+
+def engine_table(records: Sequence[Json], rates: Mapping[str, Any]) -> str:
+    """A row for each workload and model.
+
+    Args:
+        records: of one dense model and mode.
+        rates: of the machine.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for record in records:
+        for name in record["names"]:
+            row = (record["quantity"], name, f"{median(record['seconds'][name]):.3f}")
+            if name == DENSE:
+                rows.append((*row, *[None] * (1 + len(IDEAL_COLUMNS))))
+                continue
+            rows.append((*row, shown_ratio(speed_ratios(record, name)), *_ideal_cells(record, name, rates)))
+    return markdown_table(Table("", ("workload", "model", "s", "ratio", *IDEAL_COLUMNS), tuple(rows)))
+
+
+def speed_ratios(record: Json, name: str) -> list[float]:
+    """A model's speed over the dense one's, turn by turn: against the dense turns before and after it."""
+    dense, own = record["seconds"][DENSE], record["seconds"][name]
+    around = zip(pairwise(dense), own, strict=True)
+    return [math.sqrt(before * after) / seconds for (before, after), seconds in around]
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
+
+
+def shown_ratio(ratios: Sequence[float]) -> str:
+    """Their geometric mean, with its interval where there are two or more."""
+    return f"{_mean(ratios):.3f}x{_brackets(ratio_interval(ratios))}"
+
+
+def _brackets(interval: Interval | None) -> str:
+    return "" if interval is None else f" ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def ideal_of(record: Json, name: str, load: Workload, rates: Mapping[str, Any]) -> Ideal:
+    """How much faster than the dense model one of a record could be.
+
+    Args:
+        record: with "sizes" and "layers".
+        name: of the model.
+        load: what it does.
+        rates: of the machine.
+    """
+    sizes = Sizes(**record["sizes"])
+    dense, own = (work(sizes, record["layers"][which], load) for which in (DENSE, name))
+    return ideal(dense, own, Rates(rates["flops"], rates["bytes"]))
+
+
+def _workload(record: Json) -> Workload:
+    if record["kind_of_work"] == "prefill":
+        return Workload(record["tokens"])
+    return Workload(SHORT_PROMPT, record["tokens"], record["batch"])
+
+
+def _ideal_cells(record: Json, name: str, rates: Mapping[str, Any]) -> tuple[Cell, ...]:
+    best = ideal_of(record, name, _workload(record), rates)
+    return _cells(best, _mean(speed_ratios(record, name)))
+
+
+def _cells(best: Ideal, reached: float) -> tuple[Cell, ...]:
+    share = f"{reached / best.ratio:.1%}"
+    return (f"{best.flops:.3f}x", f"{best.bytes:.3f}x", best.binds, share, f"{best.left:.1%}")
+
+
+def verdicts(records: Sequence[Json], rates: Mapping[str, Any]) -> list[str]:
+    """One line for each workload and what was asked of it.
+
+    Args:
+        records: of one dense model and mode.
+        rates: of the machine.
+    """
+    found: list[str] = []
+    for record in records:
+        found += _layers_verdict(record, rates)
+    return found + [line for record in records for line in _unequal_verdict(record)]
+
+
+def _layers_verdict(record: Json, rates: Mapping[str, Any]) -> list[str]:
+    """What share of the ideal the models with fewer layers reached."""
+    asked = ASKED_PREFILL if record["kind_of_work"] == "prefill" else ASKED_GENERATION
+    found = []
+    for name in record["names"]:
+        if name.endswith(" layers"):
+            best = ideal_of(record, name, _workload(record), rates)
+            share = _mean(speed_ratios(record, name)) / best.ratio
+            found.append(
+                f"{record['quantity']}, {name}: {share:.1%} of the ideal ({best.binds}) was reached, {asked:.0%} was "
+                f"asked: {_verdict(share >= asked)}."
+            )
+    return found
+
+
+def _unequal_verdict(record: Json) -> list[str]:
+    """How much longer the unequal widths take than the uniform ones in the same turns."""
+    if not {UNIFORM, UNEQUAL} <= set(record["seconds"]):
+        return []
+    pairs = zip(record["seconds"][UNEQUAL], record["seconds"][UNIFORM], strict=True)
+    ratios = [unequal / uniform for unequal, uniform in pairs]
+    mean, most = _mean(ratios), 1 + ASKED_UNEQUAL
+    return [
+        f"{record['quantity']}, {UNEQUAL}: {mean:.3f} times{_brackets(ratio_interval(ratios))} the seconds of "
+        f"{UNIFORM} of as many parameters, at most {most:.2f} was asked: {_verdict(mean <= most)}."
+    ]
+
+
+def _verdict(kept: bool) -> str:
+    return "kept" if kept else "missed"
+
+
+def load_table(record: Json, rates: Mapping[str, Any]) -> str:
+    """A row for each concurrency and model of one run of servers.
+
+    Args:
+        record: with the summaries of :class:`pyprune.serving.load.results.LoadReport`.
+        rates: of the machine.
+    """
+    o = record["options"]
+    rows: list[tuple[Cell, ...]] = []
+    for concurrency in record["concurrency"]:
+        load = Workload(o["prompt_tokens"], o["new_tokens"], concurrency)
+        for name in record["names"]:
+            own = record["summary"][name][f"{concurrency} at once"]
+            times = [_times(own[metric]) for metric in ("ttft_ms", "tpot_ms")]
+            row = (f"{concurrency} at once", name, f"{own['tokens_per_second']['median']:.1f}")
+            if name == DENSE:
+                rows.append((*row, *[None] * (1 + len(IDEAL_COLUMNS)), *times))
+                continue
+            interval = Interval(**own["interval"]) if own["interval"] else None
+            cells = _cells(ideal_of(record, name, load, rates), own["ratio"])
+            rows.append((*row, f"{own['ratio']:.3f}x{_brackets(interval)}", *cells, *times))
+    columns = ("load", "model", "output tokens/s", "ratio", *IDEAL_COLUMNS, "TTFT p50/p99 (ms)", "TPOT p50/p99 (ms)")
+    how = f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones. {record['note'] or ''}".strip()
+    return f"{how}\n\n{markdown_table(Table('', columns, tuple(rows)))}"
+
+
+def _times(percentiles: Mapping[str, float] | None) -> str | None:
+    return None if percentiles is None else f"{percentiles['p50']:.0f} / {percentiles['p99']:.0f}"
+
+
+def startup_table(records: Iterable[Json]) -> str:
+    """Seconds of starts in turn: the dense model as it is, and the same sizes in the pruned architecture."""
+    rows: list[tuple[Cell, ...]] = []
+    for record in records:
+        (stock, pruned), asked = (record["seconds"][name] for name in ("stock", "pruned")), record["asked"]
+        more = [b - a for a, b in zip(stock, pruned, strict=True)]
+        rows.append(
+            (
+                record["model"],
+                record["mode"],
+                _spread(stock),
+                _spread(pruned),
+                f"{median(more):+.2f} ({min(more):+.2f} to {max(more):+.2f})",
+                f"under {asked:g} s: {_verdict(median(more) < asked)}",
+            )
+        )
+    columns = ("model", "mode", "stock (s)", "pruned architecture (s)", "more (s)", "asked")
+    note = "Median (fastest to slowest) of starts in turn, after one of each that fills the caches and is not counted."
+    return f"{markdown_table(Table('', columns, tuple(rows)))}\n\n{note}"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"

