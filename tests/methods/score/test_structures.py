@@ -30,7 +30,7 @@ FAMILIES = (
     "phi", "phi-tied", "gemma3",
 )  # fmt: skip
 GROUPED = tuple(n for n in FAMILIES if n not in ("llama-mha-bias", "opt", "phi-tied"))
-METHODS = ("magnitude", "wanda", "flap", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = ("magnitude", "wanda", "flap", "obs", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
 
 
 def options(method: str, moreau: dict[str, Any] | None = None, **score: Any) -> PruneConfig:

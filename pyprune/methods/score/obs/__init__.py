@@ -1,0 +1,46 @@
+"""Optimal Brain Surgeon for structures: what the loss loses when a structure goes and the others make up for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyprune.config.base import option
+from pyprune.config.cut import CutConfig, ReconstructConfig
+from pyprune.config.data import DataConfig
+from pyprune.config.method import MethodOptions
+from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreConfig
+from pyprune.methods.score import score_method, scoring
+
+
+@dataclass(frozen=True)
+class ObsOptions(MethodOptions):
+    """Options of Optimal Brain Surgeon.
+
+    Attributes:
+        damping: added to the second moments of a module's input, relative to the mean of their diagonal.
+    """
+
+    damping: float = option(0.01, above=0.0)
+
+
+def _obs() -> PruneConfig:
+    """Optimal Brain Surgeon over heads and channels of all layers, then a reconstruction, on a mixture of texts."""
+    return replace(
+        scoring("obs", ObsOptions()),
+        data=DataConfig("mixture", samples=160, sequence_length=256),
+        score=ScoreConfig(normalise="size", first_layer=0, last_layer=-1, batch_size=8),
+        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="bfloat16")),
+    )
+
+
+METHOD = replace(
+    score_method(
+        "obs",
+        "Optimal Brain Surgeon: remove the heads and channels that the others can best replace.",
+        f"{__name__}.score:score",
+        options=ObsOptions,
+        presets={"obs": _obs},
+    ),
+    removes="heads and FFN channels",
+)

@@ -1,0 +1,213 @@
+r"""Optimal Brain Surgeon for heads and FFN channels: what is lost when they go and the others make up for it.
+
+With x [in] the input of an output projection W [out, in] (o_proj, down_proj) and g [out] the gradient of a token's loss
+with respect to what it writes, the loss without some inputs grows to second order by 1/2 E[(g^T dW x)^2], dW being the
+change of W. Kronecker factors (Martens and Grosse 2015) take the mean apart: 1/2 tr(G dW H dW^T), H = E[x x^T] plus the
+damping, G = E[g g^T]. Where the columns S go and the others are solved anew (as cut.reconstruct=least_squares does),
+that is (Hassibi and Stork 1993 for one weight, van der Ouderaa et al., "The LLM Surgeon", 2024, for columns)
+
+    cost(S) = 1/2 tr(G W_S ((H^-1)_SS)^-1 W_S^T)
+
+Units go one at a time, the cheapest first, and W and H^-1 are updated after each. So a channel whose copy has gone is
+dear, and costs are nats a token of all units that go together; those of different layers and axes compare and add up,
+if what is lost in one layer does not depend on the others. A unit's score is its cost when its turn came, or that of
+the dearest before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.errors import ConfigError, ScoreError
+from pyprune.families import NamedParam
+from pyprune.families.base import Block
+from pyprune.methods.base import own_options
+from pyprune.methods.score._gradients import take_gradients
+from pyprune.methods.score._memory import measured
+from pyprune.methods.score._structures import opened_places
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.obs import ObsOptions
+
+_BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
+FLOAT64_INPUTS = 1024
+"""Modules of up to this many inputs are ordered in float64, wider ones in float32, a quarter of the time."""
+
+
+def score(run: Scoring) -> None:
+    """Add the cost of every open head and FFN channel, in nats a token.
+
+    Raises:
+        ConfigError: the hidden axis is open, or the aggregation would change what a cost means.
+        DataError: there is no calibration sample.
+        ScoreError: the second moments of a module's input cannot be inverted.
+    """
+    _check(run)
+    family, options = run.request.family, own_options(run.request, ObsOptions)
+    names = {
+        f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}": (layer, axis)
+        for layer, axis in opened_places(run.scope)
+    }
+    with measured(run) as account:
+        modules = {name: cast(nn.Linear, run.model.get_submodule(name)) for name in names}
+        with _listening(modules) as found:
+            report = take_gradients(run, _own, _ignore)
+        account.gradients(report, copies=0)
+        account.state = sum(moments.nbytes for moments in found.values())
+    predicted = run.samples.shape[0] * (run.samples.shape[1] - 1)
+    for name, (layer, axis) in names.items():
+        moments = found.pop(name)
+        sensitivity = moments.outputs * (predicted**2 / moments.tokens)  # gradients were those of the mean loss
+        _add(run, layer, axis, modules[name], moments.inputs / moments.tokens, sensitivity, options.damping)
+    run.details |= {"tokens": run.samples.numel(), "loss": report.loss}
+    run.note("Scores are nats a token: what the loss grows by when a unit goes and the others of its block are solved.")
+
+
+def _add(
+    run: Scoring, layer: int | None, axis: str, module: nn.Linear, inputs: Tensor, outputs: Tensor, damping: float
+) -> None:
+    dense = run.scope.dense
+    grouped = axis == "heads" and run.scope.whole_groups
+    heads = {"heads": dense.group_size if grouped else 1}.get(axis)
+    size = heads * dense.head_dim if heads else 1
+    try:
+        costs = removal_costs(module.weight.detach(), inputs, outputs, size, damping=damping)
+    except torch.linalg.LinAlgError as error:
+        raise ScoreError(
+            f"The second moments of what layer {layer} gives its {axis} cannot be inverted ({error}); give more text, "
+            f"or more damping than {damping}."
+        ) from error
+    # The query heads of a group go together, and a group counts their sum.
+    run.add_units(layer, axis, costs.repeat_interleave(heads) / heads if heads else costs)
+
+
+@torch.no_grad()
+def removal_costs(weight: Tensor, inputs: Tensor, outputs: Tensor, size: int, *, damping: float) -> Tensor:
+    """What each unit costs when its turn comes, the cheapest first.
+
+    Args:
+        weight: W [out, in], any floating dtype; unit i owns the columns i * size to (i + 1) * size.
+        inputs: H [in, in], second moments of the input.
+        outputs: G [out, out], second moments of the gradient.
+        size: columns of a unit; divides ``in``.
+        damping: added to H, relative to the mean of its diagonal.
+
+    Returns:
+        float64 [in / size], no cost below that of a unit that went earlier. The last unit is counted too.
+
+    Raises:
+        LinAlgError: H is not positive definite with the damping, or not finite.
+    """
+    count = weight.shape[1] // size
+    dtype = torch.float64 if weight.shape[1] <= FLOAT64_INPUTS else torch.float32
+    # |left_S x|^2 = x^T W_S^T G W_S x
+    left = (_root(outputs.double()) @ weight.double()).to(dtype).view(len(weight), count, size)
+    inverse = _damped_inverse(inputs.double(), damping).to(dtype)
+    blocks = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, len(inverse), size)])
+    factors = torch.zeros_like(inverse)  # of what has been taken off the inverse: factors @ factors.T
+    costs = torch.zeros(count, dtype=torch.float64, device=weight.device)
+    gone = torch.zeros(count, dtype=torch.bool, device=weight.device)
+    dearest = 0.0
+    for step in range(count):
+        within = _inverses(blocks)
+        worth = torch.einsum("ong,ngh,onh->n", left, within, left) / 2
+        unit = int(worth.masked_fill(gone, torch.inf).argmin())
+        dearest = max(dearest, float(worth[unit]))
+        costs[unit] = dearest
+        gone[unit] = True
+        mine, done = slice(unit * size, (unit + 1) * size), slice(0, step * size)
+        column = inverse[:, mine] - factors[:, done] @ factors[mine, done].T
+        # W loses its columns of the unit, and what they do is given to the others.
+        given = (column @ within[unit]).view(count, size, size)
+        left -= torch.einsum("oh,ngh->ong", left[:, unit].clone(), given)
+        lost = torch.linalg.solve_triangular(_lower(blocks[unit]), column.T, upper=False).T
+        factors[:, step * size : (step + 1) * size] = lost
+        parts = lost.view(count, size, size)
+        blocks -= parts @ parts.transpose(1, 2)
+        blocks[gone] = torch.eye(size, dtype=dtype, device=weight.device)
+        left[:, unit] = 0
+    return costs
+
+
+def _root(moments: Tensor) -> Tensor:
+    """R with R^T R = G [out, out], which may lack rank: there are few tokens, or a channel has no gradient."""
+    values, vectors = torch.linalg.eigh(moments)
+    return values.clamp(min=0).sqrt()[:, None] * vectors.T
+
+
+def _damped_inverse(moments: Tensor, damping: float) -> Tensor:
+    damped = moments + damping * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
+    return torch.cholesky_inverse(_lower(damped))
+
+
+def _lower(matrix: Tensor) -> Tensor:
+    """Its Cholesky factor."""
+    return matrix.sqrt() if matrix.numel() == 1 else torch.linalg.cholesky(matrix)
+
+
+def _inverses(blocks: Tensor) -> Tensor:
+    """[n, g, g]; LAPACK takes far longer for many single numbers."""
+    return 1 / blocks if blocks.shape[1] == 1 else torch.linalg.inv(blocks)
+
+
+@dataclass
+class _Moments:
+    """Sums over tokens: x x^T [in, in] and g g^T [out, out] of one module, float32."""
+
+    inputs: Tensor
+    outputs: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> _Moments:
+        sizes = (module.in_features, module.out_features)
+        return cls(*(torch.zeros(n, n, device=module.weight.device) for n in sizes))
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.outputs.nbytes
+
+    def listen(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """A forward hook: counts only runs that are differentiated, since layers may be run without a graph before."""
+        if not output.requires_grad:
+            return
+        x = args[0].detach().flatten(0, -2).float()
+        self.inputs += x.T @ x
+        self.tokens += len(x)
+        output.register_hook(self._gradient)
+
+    def _gradient(self, grad: Tensor) -> None:
+        g = grad.detach().flatten(0, -2).float()
+        self.outputs += g.T @ g
+
+
+@contextmanager
+def _listening(modules: dict[str, nn.Linear]) -> Iterator[dict[str, _Moments]]:
+    found = {name: _Moments.of(module) for name, module in modules.items()}
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_hook(found[name].listen).remove)
+        yield found
+
+
+def _own(param: NamedParam, draw: int) -> Tensor:
+    return param.parameter.detach()
+
+
+def _ignore(param: NamedParam, part: Tensor, last: bool) -> None:
+    """The gradients of weights, which come beside those of activations, are not wanted."""
+
+
+def _check(run: Scoring) -> None:
+    score = run.score
+    if "hidden" in score.axes:
+        raise ConfigError(
+            f"score.axes is {list(score.axes)}, but obs scores the inputs of o_proj and down_proj; use heads and ffn."
+        )
+    if score.aggregation != "sum":
+        raise ConfigError(f"score.aggregation is {score.aggregation!r}, but the costs of obs add up; use sum.")
