@@ -19,15 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.load import load_model
-from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.rework import ADAPTER
 from pyprune.serving.export import export
 from pyprune.serving.widths import layer_widths
-from pyprune.train.loop import train
-from pyprune.train.lora import adapters, target_names
-from tests._support.models import tiny_batch, tiny_model
+from tests._support.cli import run
+from tests._support.models import tiny_model
 from tests._support.served import (
     REAL_VLLM,
     SIZES,
@@ -42,6 +41,7 @@ from tests._support.served import (
     write_case,
 )
 from tests._support.server import Server
+from tests._support.text import write_text
 from tests._support.tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 
 pytestmark = REAL_VLLM
@@ -61,6 +61,7 @@ def shareable(plan: PrunePlan) -> PrunePlan:
 
 UNEQUAL = Case("llama", shareable, "PrunedLlamaForCausalLM")
 STOCK = Case("llama", uniform(96), "LlamaForCausalLM")
+CASES = pytest.mark.parametrize("case", [UNEQUAL, STOCK], ids=["unequal", "stock"])
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,10 @@ PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """By itself vLLM gives every rank a memory node of its own."""
 
 
-def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
+@CASES
+def test_two_ranks_share_the_layers(case: Case, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_case(UNEQUAL, folder)
+    write_case(case, folder)
     asked = prompts()
     command = [VLLM, "serve", str(folder), "--tensor-parallel-size", "2"]
     with Server(command, folder, tmp_path / "log", PARALLEL) as server:
@@ -215,25 +217,33 @@ def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
 
 
-def test_an_adapter_of_our_recovery_is_served_unmerged(tmp_path: Path) -> None:
-    from peft import PeftModel
+RECOVERY = {
+    "rank": 4,
+    "alpha": 8,
+    "train.steps": 6,
+    "train.batch_size": 4,
+    "train.micro_batch_size": 4,
+    "train.learning_rate": 0.01,
+}
 
-    folder, adapter = tmp_path / "model", tmp_path / "adapter"
-    write_case(UNEQUAL, folder)
-    model = load_model(folder)[0]
-    options = TrainConfig(steps=6, batch_size=4, micro_batch_size=4, learning_rate=1e-2)
-    config = RecoverConfig(rank=4, alpha=8.0, train=options)
-    with adapters(model, target_names(model, config), config) as adapted:
-        train(adapted, tiny_batch(1, 8, 12), options)
-        adapted.save_pretrained(adapter, save_embedding_layers=False)
-    plain = load_model(folder)[0]
-    recovered = PeftModel.from_pretrained(load_model(folder)[0], adapter).eval()
+
+@CASES
+def test_the_adapters_of_a_recovery_are_served_unmerged(case: Case, tmp_path: Path) -> None:
+    """On the checkpoint that was recovered, they answer as the checkpoint does that they were merged into."""
+    folder, recovered = tmp_path / "model", tmp_path / "recovered"
+    write_case(case, folder)
+    settings = [part for key, value in RECOVERY.items() for part in ("--set", f"recover.{key}={value}")]
+    text = ["--data", write_text(tmp_path / "text.txt"), "--samples", "8", "--sequence-length", "12"]
+    done = run("recover", folder, "--out", recovered, "--keep-adapter", *text, *settings)
+    assert done.exit_code == 0, done.output
+    plain, merged = load_model(folder)[0], load_model(recovered)[0]
     asked = prompts()
-    assert not torch.allclose(log_probabilities(plain, asked[-1]), log_probabilities(recovered, asked[-1]), atol=0.1)
-    command = [VLLM, "serve", str(folder), "--enable-lora", "--lora-modules", f"recovered={adapter}"]
+    assert not torch.allclose(log_probabilities(plain, asked[-1]), log_probabilities(merged, asked[-1]), atol=0.1)
+    adapter = f"recovered={recovered / ADAPTER}"
+    command = [VLLM, "serve", str(folder), "--enable-lora", "--lora-modules", adapter]
     with Server(command, folder, tmp_path / "log") as server:
         server.wait_until_healthy()
-        compare(recovered, asked, [server.complete(prompt, "recovered") for prompt in asked])
+        compare(merged, asked, [server.complete(prompt, "recovered") for prompt in asked])
         compare(plain, asked, [server.complete(prompt) for prompt in asked])
 
 

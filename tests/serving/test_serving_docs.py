@@ -15,11 +15,15 @@ import pytest
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
-from tests._support.text import write_model
+from tests._support.text import write_model, write_text
 
 DOCUMENT = (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", DOCUMENT, flags=re.DOTALL)
 ASSIGNED = re.compile(r"[A-Z_]+=\S+")
+BRIEF = shlex.split(
+    "--data text.txt --samples 4 --sequence-length 16 --set recover.train.steps=1 --set recover.train.warmup_steps=0 "
+    "--set recover.train.batch_size=2 --set recover.train.micro_batch_size=2"
+)
 PARSE = """
 import json, sys
 import vllm.envs
@@ -47,10 +51,11 @@ def commands() -> list[list[str]]:
 def to_vllm(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """The arguments of `vllm serve`, of every command in order, after running those of pyprune.
 
-    They run in a folder with `dense/`, and `pruned/` cut from it.
+    They run in a folder with `dense/`, and `pruned/` cut from it; a recovery is one step on a text that lies there.
     """
     root = tmp_path_factory.mktemp("serving")
     write_model(tiny_model("llama"), root / "dense")
+    write_text(root / "text.txt")
     executed: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -72,7 +77,7 @@ def follow(words: list[str]) -> list[list[str]]:
         image = next(i for i, word in enumerate(words) if word.startswith("pyprune:"))
         return [words[image + 1 :]]
     if words[0] == "pyprune":
-        result = run(*words[1:])
+        result = run(*words[1:], *(BRIEF if words[1] == "recover" else []))
         assert result.exit_code == 0, (words, result.output)
         if words[1] == "inspect":
             assert re.search(r"\bsource\b.*\bdense\b", result.stdout), "it names the dense model"
