@@ -13,7 +13,7 @@ from pyprune.config.cut import ReconstructConfig
 from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.cut.reconstruct import reconstruct_
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.methods.registry import preset
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
@@ -173,3 +173,17 @@ def test_what_costs_cannot_mean_is_refused(score: dict[str, Any], reason: str) -
 def test_without_text_it_is_refused() -> None:
     with pytest.raises(DataError, match="give samples"):
         scored(tiny_model("llama"), options(), torch.zeros(0, 8, dtype=torch.int64))
+
+
+def test_what_cannot_be_inverted_is_refused() -> None:
+    weight, moments, sensitivity = random_moments(5, 12)
+    with pytest.raises(ScoreError, match=r"what the channels of layer 3 give cannot.*more damping than 0\.01"):
+        obs.removal_costs(weight, -moments, sensitivity, 1, damping=DAMPING, of="channels of layer 3")
+
+
+def test_a_model_with_nan_is_refused() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    with pytest.raises(ScoreError, match="are not finite"):
+        scored(model, options(layers=(0, 1)))

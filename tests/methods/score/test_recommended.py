@@ -40,6 +40,6 @@ def test_the_papers_presets_keep_the_one_order_and_differ_in_nothing_else(name: 
 
 
 def test_scores_that_do_compare_keep_the_one_order() -> None:
-    """FLAP standardises by itself, as its paper ranks; OBS counts nats; the control draws every score from one range."""
+    """FLAP standardises by itself, as in its paper; obs counts nats; the control draws every score from one range."""
     found = {name for name in score_presets() if preset(name).score_options.ranking == "global"}
     assert found == {"flap", "obs", "random"}

@@ -75,19 +75,15 @@ def _add(
     grouped = axis == "heads" and run.scope.whole_groups
     heads = {"heads": dense.group_size if grouped else 1}.get(axis)
     size = heads * dense.head_dim if heads else 1
-    try:
-        costs = removal_costs(module.weight.detach(), inputs, outputs, size, damping=damping)
-    except torch.linalg.LinAlgError as error:
-        raise ScoreError(
-            f"The second moments of what layer {layer} gives its {axis} cannot be inverted ({error}); give more text, "
-            f"or more damping than {damping}."
-        ) from error
+    costs = removal_costs(module.weight.detach(), inputs, outputs, size, damping=damping, of=f"{axis} of layer {layer}")
     # The query heads of a group go together, and a group counts their sum.
     run.add_units(layer, axis, costs.repeat_interleave(heads) / heads if heads else costs)
 
 
 @torch.no_grad()
-def removal_costs(weight: Tensor, inputs: Tensor, outputs: Tensor, size: int, *, damping: float) -> Tensor:
+def removal_costs(
+    weight: Tensor, inputs: Tensor, outputs: Tensor, size: int, *, damping: float, of: str = "units"
+) -> Tensor:
     """What each unit costs when its turn comes, the cheapest first.
 
     Args:
@@ -96,18 +92,32 @@ def removal_costs(weight: Tensor, inputs: Tensor, outputs: Tensor, size: int, *,
         outputs: G [out, out], second moments of the gradient.
         size: columns of a unit; divides ``in``.
         damping: added to H, relative to the mean of its diagonal.
+        of: what an error calls them.
 
     Returns:
         float64 [in / size], no cost below that of a unit that went earlier. The last unit is counted too.
 
     Raises:
-        LinAlgError: H is not positive definite with the damping, or not finite.
+        ScoreError: H is not positive definite with the damping, or something is not finite.
     """
     count = weight.shape[1] // size
     dtype = torch.float64 if weight.shape[1] <= FLOAT64_INPUTS else torch.float32
+    if not (torch.isfinite(weight).all() and torch.isfinite(outputs).all()):
+        raise ScoreError(
+            f"Weights or gradients of the {of} are not finite (pyprune eval says so of weights); use dtype float32."
+        )
     # |left_S x|^2 = x^T W_S^T G W_S x
     left = (_root(outputs.double()) @ weight.double()).to(dtype).view(len(weight), count, size)
-    inverse = _damped_inverse(inputs.double(), damping).to(dtype)
+    mean = inputs.diagonal().mean().double()
+    lower, failed = torch.linalg.cholesky_ex(
+        inputs.double() + torch.eye(len(inputs), device=inputs.device) * (damping * mean)
+    )
+    if failed or not torch.isfinite(lower).all():
+        raise ScoreError(
+            f"The second moments of what the {of} give cannot be inverted; give more text, or more damping than "
+            f"{damping}."
+        )
+    inverse = torch.cholesky_inverse(lower).to(dtype)
     blocks = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, len(inverse), size)])
     factors = torch.zeros_like(inverse)  # of what has been taken off the inverse: factors @ factors.T
     costs = torch.zeros(count, dtype=torch.float64, device=weight.device)
@@ -137,12 +147,7 @@ def removal_costs(weight: Tensor, inputs: Tensor, outputs: Tensor, size: int, *,
 def _root(moments: Tensor) -> Tensor:
     """R with R^T R = G [out, out], which may lack rank: there are few tokens, or a channel has no gradient."""
     values, vectors = torch.linalg.eigh(moments)
-    return values.clamp(min=0).sqrt()[:, None] * vectors.T
-
-
-def _damped_inverse(moments: Tensor, damping: float) -> Tensor:
-    damped = moments + damping * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
-    return torch.cholesky_inverse(_lower(damped))
+    return cast(Tensor, values.clamp(min=0).sqrt()[:, None] * vectors.T)
 
 
 def _lower(matrix: Tensor) -> Tensor:
@@ -165,8 +170,10 @@ class _Moments:
 
     @classmethod
     def of(cls, module: nn.Linear) -> _Moments:
-        sizes = (module.in_features, module.out_features)
-        return cls(*(torch.zeros(n, n, device=module.weight.device) for n in sizes))
+        inputs, outputs = (
+            torch.zeros(n, n, device=module.weight.device) for n in (module.in_features, module.out_features)
+        )
+        return cls(inputs, outputs)
 
     @property
     def nbytes(self) -> int:
