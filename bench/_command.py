@@ -10,8 +10,15 @@ from pyprune.errors import PypruneError, did_you_mean
 from pyprune.runtime.interrupts import interruptible
 
 
-def exit_status(run: Callable[[], None]) -> int:
-    """Run a bench whose finished rows are recorded: 0, 2 after a wrong option or input, 130 after an interruption."""
+def exit_status(
+    run: Callable[[], None], interrupted: str = "Finished rows are recorded; the same command continues."
+) -> int:
+    """Run a bench: 0, 2 after a wrong option or input, 130 after an interruption.
+
+    Args:
+        run: the bench.
+        interrupted: what to say when it was stopped.
+    """
     try:
         with interruptible():
             run()
@@ -19,7 +26,7 @@ def exit_status(run: Callable[[], None]) -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Interrupted. Finished rows are recorded; the same command continues.", file=sys.stderr)
+        print(f"Interrupted. {interrupted}", file=sys.stderr)
         return 130
     return 0
 
@@ -40,6 +47,17 @@ def known(text: str, names: Sequence[str], what: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(did_you_mean(unknown[0], names, what))
     return wanted
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 1.
+
+    Raises:
+        ArgumentTypeError: something else.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1.")
+    return int(text)
 
 
 def seeds(text: str) -> list[int]:

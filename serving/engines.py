@@ -260,12 +260,33 @@ def group_cpu_seconds(group: int) -> float:
 
 def group_peak_bytes(group: int) -> int:
     """Return the sum of the most bytes that each living process of a group held (0 without /proc)."""
+    return _group_bytes(group, "VmHWM")
+
+
+def group_resident_bytes(group: int) -> int:
+    """Return the sum of the bytes that each living process of a group holds now (0 without /proc)."""
+    return _group_bytes(group, "VmRSS")
+
+
+def _group_bytes(group: int, field: str) -> int:
+    """A field of ``status`` in /proc, added up over the processes of a group."""
     total = 0
     for folder, _ in _processes(group):
         with contextlib.suppress(OSError):
             lines = (folder / "status").read_text().splitlines()
-            total += next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+            total += next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
     return total
+
+
+def group_processes(group: int) -> dict[int, str]:
+    """Process id -> command line of the living processes of a group; ended ones that nobody collected do not count."""
+    found = {}
+    for folder, fields in _processes(group):
+        if fields[0] != "Z":
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                found[int(folder.name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
+    return found
 
 
 def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -63,10 +63,21 @@ class Server:
         try:
             self._wait_until_healthy(started)
             self.load_seconds = time.perf_counter() - started
-            self.facts: ServerFacts = server_facts(self._text(), self._get("/metrics") or "")
+            self.facts: ServerFacts = server_facts(self._text(), self.get("/metrics") or "")
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first process, and of the group of all its processes."""
+        return self._process.pid
+
+    def exit_status(self, patience: float = 0.0) -> int | None:
+        """The status with which the first process ended, waited for at most so many seconds; None while it lives."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=patience)
+        return self._process.returncode
 
     def check(self) -> None:
         """Raise :class:`EngineError` if the server has ended."""
@@ -80,6 +91,17 @@ class Server:
     def peak_memory_bytes(self) -> int:
         """Most memory that each of its processes held, added up; shared pages count in each (0 without /proc)."""
         return group_peak_bytes(self._process.pid)
+
+    def get(self, path: str) -> str | None:
+        """The answer to a request; None while there is none. Not urllib, which would ask a proxy of the user's."""
+        with closing(HTTPConnection(HOST, self._port, timeout=10)) as connection:
+            try:
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                text = answer.read().decode("utf-8", errors="replace")
+            except (OSError, HTTPException):
+                return None
+        return text if answer.status == 200 else None
 
     def close(self) -> None:
         """End the server and its processes; safe to call twice."""
@@ -103,22 +125,11 @@ class Server:
         return self._path.read_text(encoding="utf-8", errors="replace")
 
     def _wait_until_healthy(self, started: float) -> None:
-        while self._get("/health") is None:
+        while self.get("/health") is None:
             self.check()
             if time.perf_counter() - started > LOAD_TIMEOUT_S:
                 raise engine_error(f"The server of {self.model} was not healthy in {LOAD_TIMEOUT_S:.0f} s", self._path)
             time.sleep(POLL_S)
-
-    def _get(self, path: str) -> str | None:
-        """The answer to a request; None while there is none. Not urllib, which would ask a proxy of the user's."""
-        with closing(HTTPConnection(HOST, self._port, timeout=10)) as connection:
-            try:
-                connection.request("GET", path)
-                answer = connection.getresponse()
-                text = answer.read().decode("utf-8", errors="replace")
-            except (OSError, HTTPException):
-                return None
-        return text if answer.status == 200 else None
 
 
 def free_port() -> int:
