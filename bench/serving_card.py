@@ -34,7 +34,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._command import exit_status, known
+from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
 from bench._serving_card_ideal import measure_rates
 from bench._serving_card_plans import card_plans
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 RECORDS = Path(__file__).parent / "results" / "serving_card.jsonl"
 PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
 DTYPE = "bfloat16"
+LOAD_KV_GIB = 1.5
+"""Holds 64 sequences of the dense model, so that no request waits for room."""
 STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
 
 
@@ -168,6 +170,7 @@ class Bench:
             repeats=o.load_repeats,
             dtype=DTYPE,
             eager=mode == "eager",
+            kv_gib=LOAD_KV_GIB,
             seed=o.seed,
         )
         key = self._key("load", mode, asdict(options))
@@ -248,36 +251,30 @@ def _parser() -> argparse.ArgumentParser:
         help="sequences x new tokens of each (default: 64x128)",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=_count, default=6, metavar="N",
+        "--repeats", type=count, default=6, metavar="N",
         help="timed turns of each model and workload; three times as many where they are short",
     )  # fmt: skip
     parser.add_argument(
-        "--resident", type=_resident, default=5, metavar="N", help="engines up at once (default: all 5)"
-    )
+        "--resident", type=_resident, default=5, metavar="N",
+        help="engines up at once, about 3 GB each (default: all 5)",
+    )  # fmt: skip
     parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16, 64], metavar="A,B", help="of the part load")
-    parser.add_argument("--load-prompt", type=_count, default=512, metavar="N", help="tokens of a prompt under load")
-    parser.add_argument("--load-new-tokens", type=_count, default=128, metavar="N", help="new tokens of each request")
-    parser.add_argument("--load-repeats", type=_count, default=3, metavar="N", help="turns of each model and load")
-    parser.add_argument("--starts", type=_count, default=5, metavar="N", help="counted starts of each server")
+    parser.add_argument("--load-prompt", type=count, default=512, metavar="N", help="tokens of a prompt under load")
+    parser.add_argument("--load-new-tokens", type=count, default=128, metavar="N", help="new tokens of each request")
+    parser.add_argument("--load-repeats", type=count, default=3, metavar="N", help="turns of each model and load")
+    parser.add_argument("--starts", type=count, default=5, metavar="N", help="counted starts of each server")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts")
     parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
     parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     return parser
 
 
-def _count(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1.")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return [_count(part.strip()) for part in text.split(",")]
+    return [count(part.strip()) for part in text.split(",")]
 
 
 def _resident(text: str) -> int:
-    if _count(text) < 2:
+    if count(text) < 2:
         raise argparse.ArgumentTypeError(f"{text}: the dense model and one other are the least: 2.")
     return int(text)
 
@@ -285,7 +282,7 @@ def _resident(text: str) -> int:
 def _generation(text: str) -> Quantity:
     """Read "64x128"."""
     batch, _, tokens = text.partition("x")
-    return Quantity("generation", _count(tokens), _count(batch))
+    return Quantity("generation", count(tokens), count(batch))
 
 
 if __name__ == "__main__":

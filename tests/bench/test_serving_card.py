@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +226,89 @@ def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.
         ["dense", "4 layers", "3 layers"],
         ["dense", UNIFORM, UNEQUAL],
     ]
+
+
+def summaries(rate: float, ratio: float) -> dict[str, Any]:
+    times = {"p50": 20.0, "p90": 30.0, "p99": 40.0}
+    interval = {"low": ratio - 0.01, "high": ratio + 0.01, "count": 3}
+    own = {
+        "tokens_per_second": {"median": rate},
+        "ratio": ratio,
+        "interval": interval,
+        "ttft_ms": times,
+        "tpot_ms": None,
+    }
+    return {"2 at once": own}
+
+
+def load_record(**values: Any) -> Json:
+    found = {"dense": summaries(100.0, 1.0), "1 layers": summaries(150.0, 1.5)}
+    own = {"concurrency": [2], "options": {"prompt_tokens": 2, "new_tokens": 3}, "summary": found, "note": None}
+    return record(kind="load", key="l", names=list(found), **own) | values
+
+
+def test_the_table_of_servers() -> None:
+    """The same work as of generation: 4,480 and 480 FLOPs, of which half of the layers' is left."""
+    printed = card(records_of(load_record(note="Distrust these figures.")))
+    assert "Prompts of 2 tokens, 3 new ones. Distrust these figures." in printed
+    (row,) = [line for line in printed.splitlines() if line.startswith("| 2 at once | 1 layers |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:5] == ["150.0", "1.500x (1.490 to 1.510)", f"{4960 / 2720:.3f}x"]
+    assert cells[6:] == ["FLOPs", f"{1.5 / (4960 / 2720):.1%}", f"{480 / 4960:.1%}", "20 / 40", "-"]
+
+
+def test_the_table_of_starts() -> None:
+    seconds = {"stock": [5.0, 6.0, 7.0], "pruned": [6.0, 7.5, 8.0]}
+    kept = {"kind": "startup", "key": "s", "model": "tiny", "mode": "eager", "asked": 2.0, "seconds": seconds}
+    assert "| 6.00 (5.00 to 7.00) | 7.50 (6.00 to 8.00) | +1.00 (+1.00 to +1.50) | under 2 s: kept |" in card(
+        records_of(kept)
+    )
+    assert "under 1 s: missed" in card(records_of({**kept, "asked": 1.0}))
+
+
+def test_servers_are_started_in_turn(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    started: list[tuple[str, int, bool]] = []
+
+    def healthy_at_once(command: list[str], model: str) -> Any:
+        config = json.loads((Path(model) / "config.json").read_text())
+        started.append((config["architectures"][0], config["num_hidden_layers"], "--enforce-eager" in command))
+        return nullcontext(SimpleNamespace(load_seconds=1.0))
+
+    monkeypatch.setattr("pyprune.serving.load.server.Server", healthy_at_once)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "startup", "--starts", "2", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main([*given, "--mode", "eager"]) == 0
+    assert started == [("LlamaForCausalLM", 5, True), ("PrunedLlamaForCausalLM", 5, True)] * 3, "one does not count"
+    (row,) = RecordFile(tmp_path / "rows.jsonl").of("startup").values()
+    assert row["seconds"] == {"stock": [1.0, 1.0], "pruned": [1.0, 1.0]}
+    assert serving_card.main([*given, "--mode", "eager"]) == 0
+    assert len(started) == 6, "it was recorded"
+
+
+def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def measure(models: dict[str, Path], options: Any) -> Any:
+        asked.append((list(models), options))
+        assert all((folder / "tokenizer_config.json").is_file() for folder in models.values())
+        found = {name: summaries(100.0, 1.0) for name in models}
+        paths = {name: {"path": str(folder)} for name, folder in models.items()}
+        rest = {"options": {"prompt_tokens": 8, "new_tokens": 4}, "turns": [], "note": None, "resident": True}
+        return SimpleNamespace(to_dict=lambda: {"summary": found, "models": paths, **rest})
+
+    monkeypatch.setattr("pyprune.serving.load.run.measure_serving", measure)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "load", "--mode", "compiled", "--concurrency", "2", "--load-prompt", "8"]
+    given += ["--load-new-tokens", "4", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main(given) == 0
+    assert serving_card.main(given) == 0
+    ((names, options),) = asked
+    assert names == ["dense", "4 layers", "3 layers", UNIFORM, UNEQUAL]
+    assert (options.prompt_tokens, options.new_tokens, options.eager, options.dtype) == (8, 4, False, "bfloat16")
+    assert [str(load) for load in options.loads] == ["2 at once"]
+    (row,) = RecordFile(tmp_path / "rows.jsonl").of("load").values()
+    assert str(tmp_path) not in json.dumps(row["models"])
 
 
 @pytest.mark.parametrize("given", [["--resident", "1"], ["--repeats", "0"], ["--generation", "64"], ["--part", "all"]])
