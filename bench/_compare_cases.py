@@ -100,6 +100,7 @@ CASES: Mapping[str, Case] = {
     for case in (
         Case("layers-7", "7 of 30 layers (ELDeR's gates)", "elder"),
         Case("ffn-20", "20 % of the parameters as FFN channels (Taylor, local)", ""),
+        Case("ffn-20-obs", "20 % of the parameters as FFN channels (Optimal Brain Surgeon)", ""),
         Case("heads-ffn-20", "20 % of the parameters as heads and FFN channels (Taylor, by layer)", ""),
         Case("hidden-25", "144 of 576 hidden channels (smallest energy)", "dress"),
         Case("layers-15", "15 of 30 layers (ELDeR's gates)", "elder"),

@@ -239,10 +239,21 @@ class Bench:
         if case.method == "dress":
             config = build_config(preset="dress", options={"ratio": 0.25, "hidden_multiple": 72})
             return make_plan(self.dense, self.samples("mixture", 0), config)
+        return self._by_score(case)
+
+    def _by_score(self, case: Case) -> PrunePlan:
+        from pyprune.pipeline import make_plan
+        from pyprune.recipe import build_config
+
+        share = next(int(part) for part in case.name.split("-") if part.isdigit()) / 100
+        if case.name.endswith("obs"):
+            return make_plan(
+                self.dense, self.samples("mixture", 0), build_config(preset="obs", options={"ratio": share})
+            )
         ranking = {"score.ranking": "local"} if case.name.startswith("ffn") else {"score.normalise": "layer"}
         axes = ["ffn"] if case.name.startswith("ffn") else ["heads", "ffn"]
         options = {
-            "ratio": int(case.name.rpartition("-")[2]) / 100, "ratio_of": "parameters", "taylor.form": "param_second",
+            "ratio": share, "ratio_of": "parameters", "taylor.form": "param_second",
             "score.ranking": "global", "score.axes": axes, "score.first_layer": 2, "score.last_layer": 27, **ranking,
         }  # fmt: skip
         config = build_config(preset="taylor", options=options)

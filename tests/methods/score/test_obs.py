@@ -147,14 +147,26 @@ def test_heads_go_in_the_order_of_their_costs(unit: str) -> None:
     assert float(values.min()) > 0
 
 
-def test_the_preset_takes_heads_and_channels_and_reconstructs() -> None:
+def test_the_preset_takes_channels_of_all_layers_in_one_order_and_reconstructs() -> None:
     found = preset("obs")
     assert found.cut.reconstruct == "least_squares"
-    assert found.score_options.normalise == "size"
+    model = tiny_model("llama")
+    with torch.no_grad():  # a layer that writes next to nothing
+        model.model.layers[2].mlp.down_proj.weight.mul_(1e-3)
+    decision = decision_of(model, SAMPLES, replace(found, ratio=0.1))
+    widths = [len(layer.ffn) for layer in decision.plan.layers]
+    assert widths[2] == 1, "one channel always stays"
+    assert max(widths) > 30
+    assert not decision.plan.removed_hidden
+    assert all(len(layer.query_heads) == 6 for layer in decision.plan.layers)
+
+
+def test_heads_and_channels_compare_where_heads_are_opened() -> None:
     model = tiny_model("llama", num_key_value_heads=6)
     with torch.no_grad():  # a head that writes next to nothing, in one layer alone
         model.model.layers[2].self_attn.o_proj.weight[:, :4] *= 1e-3
-    decision = decision_of(model, SAMPLES, replace(options(normalise="size"), ratio=0.1))
+    config = replace(options(axes=("heads", "ffn"), normalise="size"), ratio=0.1)
+    decision = decision_of(model, SAMPLES, config)
     removed = decision.details["scores"]["removed_by_axis"]
     assert removed["heads"]["removed"] > 0
     assert removed["ffn"]["removed"] > 0

@@ -25,11 +25,13 @@ class ObsOptions(MethodOptions):
 
 
 def _obs() -> PruneConfig:
-    """Optimal Brain Surgeon over heads and channels of all layers, then a reconstruction, on a mixture of texts."""
+    """Optimal Brain Surgeon over the FFN channels of all layers, then a reconstruction, on a mixture of texts."""
+    # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that takes some loses more than was estimated, and
+    # is worse than one of channels alone.
     return replace(
         scoring("obs", ObsOptions()),
         data=DataConfig("mixture", samples=160, sequence_length=256),
-        score=ScoreConfig(normalise="size", first_layer=0, last_layer=-1, batch_size=8),
+        score=ScoreConfig(axes=("ffn",), normalise="size", batch_size=8),
         cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="bfloat16")),
     )
 
