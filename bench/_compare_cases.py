@@ -102,6 +102,7 @@ CASES: Mapping[str, Case] = {
         Case("ffn-20", "20 % of the parameters as FFN channels (Taylor, local)", ""),
         Case("ffn-20-obs", "20 % of the parameters as FFN channels (Optimal Brain Surgeon)", ""),
         Case("heads-ffn-20", "20 % of the parameters as heads and FFN channels (Taylor, by layer)", ""),
+        Case("heads-ffn-20-obs", "20 % of the parameters as heads and FFN channels (Optimal Brain Surgeon)", ""),
         Case("hidden-25", "144 of 576 hidden channels (smallest energy)", "dress"),
         Case("layers-15", "15 of 30 layers (ELDeR's gates)", "elder"),
         Case("heads-ffn-50", "50 % of the parameters as heads and FFN channels (Taylor, by layer)", ""),

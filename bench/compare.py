@@ -246,12 +246,11 @@ class Bench:
         from pyprune.recipe import build_config
 
         share = next(int(part) for part in case.name.split("-") if part.isdigit()) / 100
+        axes = ["heads", "ffn"] if case.name.startswith("heads") else ["ffn"]
         if case.name.endswith("obs"):
-            return make_plan(
-                self.dense, self.samples("mixture", 0), build_config(preset="obs", options={"ratio": share})
-            )
-        ranking = {"score.ranking": "local"} if case.name.startswith("ffn") else {"score.normalise": "layer"}
-        axes = ["ffn"] if case.name.startswith("ffn") else ["heads", "ffn"]
+            config = build_config(preset="obs", options={"ratio": share, "score.axes": axes})
+            return make_plan(self.dense, self.samples("mixture", 0), config)
+        ranking = {"score.normalise": "layer"} if "heads" in axes else {"score.ranking": "local"}
         options = {
             "ratio": share, "ratio_of": "parameters", "taylor.form": "param_second",
             "score.ranking": "global", "score.axes": axes, "score.first_layer": 2, "score.last_layer": 27, **ranking,
