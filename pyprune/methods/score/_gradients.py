@@ -285,9 +285,13 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, segment: _Segment, kwargs: dict[str, Any]) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.segment, ctx.kwargs = segment, kwargs
+        ctx.autocast = torch.is_autocast_enabled(hidden.device.type)
         return segment.run(segment.owner.leaves(segment.params, graph=False), hidden, kwargs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (hidden,) = ctx.saved_tensors
-        return ctx.segment.backward(hidden, ctx.kwargs, grad, ctx.needs_input_grad[0]), None, None, None
+        kind = hidden.device.type
+        # Devices run backward in a thread of their own, which does not know of autocast.
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=ctx.autocast):
+            return ctx.segment.backward(hidden, ctx.kwargs, grad, ctx.needs_input_grad[0]), None, None, None

@@ -28,7 +28,7 @@ DAMPING = 0.01
 
 
 def options(**score: Any) -> PruneConfig:
-    return scoring_config("obs", **score)
+    return replace(scoring_config("obs", **score), options=ObsOptions())
 
 
 def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scoring:
@@ -103,6 +103,17 @@ def test_moments_are_those_of_the_block_outputs(name: str, layerwise: bool) -> N
     expected = obs.removal_costs(module.weight.detach(), x.T @ x / len(x), g.T @ g / len(g), 1, damping=DAMPING)
     found = run.scores.group_scores(2, "ffn")
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-7)
+
+
+def test_bfloat16_gives_nearly_the_same_costs() -> None:
+    model = tiny_model("llama")
+    config = options(axes=("ffn",), layers=(1, 2))
+    wide = scored(model, config)
+    narrow = scored(model, replace(config, options=ObsOptions(dtype="bfloat16")))
+    for layer in (1, 2):
+        exact, rounded = (run.scores.group_scores(layer, "ffn") for run in (wide, narrow))
+        assert not torch.equal(exact, rounded)
+        torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.02 * float(exact.max()))
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from pyprune.methods.score._memory import measured
 from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
+from pyprune.runtime.device import warn_of_slow_dtype
 
 _BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
 FLOAT64_INPUTS = 1024
@@ -55,7 +56,10 @@ def score(run: Scoring) -> None:
     }
     with measured(run) as account:
         modules = {name: cast(nn.Linear, run.model.get_submodule(name)) for name in names}
-        with _listening(modules) as found:
+        device = run.model.device
+        warn_of_slow_dtype(options.dtype, device)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
+        with _listening(modules) as found, autocast:
             report = take_gradients(run, _own, _ignore)
         account.gradients(report, copies=0)
         account.state = sum(moments.nbytes for moments in found.values())
@@ -100,48 +104,54 @@ def removal_costs(
     Raises:
         ScoreError: H is not positive definite with the damping, or something is not finite.
     """
-    count = weight.shape[1] // size
-    dtype = torch.float64 if weight.shape[1] <= FLOAT64_INPUTS else torch.float32
     if not (torch.isfinite(weight).all() and torch.isfinite(outputs).all()):
         raise ScoreError(
             f"Weights or gradients of the {of} are not finite (pyprune eval says so of weights); use dtype float32."
         )
-    # |left_S x|^2 = x^T W_S^T G W_S x
-    left = (_root(outputs.double()) @ weight.double()).to(dtype).view(len(weight), count, size)
-    mean = inputs.diagonal().mean().double()
-    lower, failed = torch.linalg.cholesky_ex(
-        inputs.double() + torch.eye(len(inputs), device=inputs.device) * (damping * mean)
-    )
+    dtype = torch.float64 if weight.shape[1] <= FLOAT64_INPUTS else torch.float32
+    inverse = _inverse(inputs.double(), damping, of).to(dtype)
+    # Rows are W's columns, seen through a root of G: written_S^T x has the square x_S^T W_S^T G W_S x_S.
+    written = (_root(outputs.double()) @ weight.double()).T.to(dtype).contiguous()
+    return _in_turn(written, inverse, size)
+
+
+def _in_turn(written: Tensor, inverse: Tensor, size: int) -> Tensor:
+    """Costs [in / size], one unit after the other; ``written`` [in, out] is used up."""
+    count = len(inverse) // size
+    blocks = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, len(inverse), size)])
+    factors = torch.zeros_like(inverse)  # of what has been taken off the inverse: factors @ factors.T
+    costs = torch.zeros(count, dtype=torch.float64, device=inverse.device)
+    gone = torch.zeros(count, dtype=torch.bool, device=inverse.device)
+    dearest = 0.0
+    for step in range(count):
+        within, own = _inverses(blocks), written.view(count, size, -1)
+        solved = within * own if size == 1 else within @ own
+        worth = (solved * own).sum((1, 2)) / 2
+        unit = int(worth.masked_fill(gone, torch.inf).argmin())
+        dearest = max(dearest, float(worth[unit]))
+        costs[unit], gone[unit] = dearest, True
+        mine, done = slice(unit * size, (unit + 1) * size), slice(0, step * size)
+        column = inverse[:, mine] - factors[:, done] @ factors[mine, done].T
+        written -= (column @ within[unit]) @ written[mine].clone()  # the others take over what they can
+        lost = torch.linalg.solve_triangular(_lower(blocks[unit]), column.T, upper=False).T
+        factors[:, step * size : (step + 1) * size] = lost
+        parts = lost.view(count, size, size)
+        blocks -= parts @ parts.transpose(1, 2)
+        blocks[gone] = torch.eye(size, dtype=blocks.dtype, device=blocks.device)
+        written[mine] = 0
+    return costs
+
+
+def _inverse(moments: Tensor, damping: float, of: str) -> Tensor:
+    """Of H with the damping."""
+    added = damping * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
+    lower, failed = torch.linalg.cholesky_ex(moments + added)
     if failed or not torch.isfinite(lower).all():
         raise ScoreError(
             f"The second moments of what the {of} give cannot be inverted; give more text, or more damping than "
             f"{damping}."
         )
-    inverse = torch.cholesky_inverse(lower).to(dtype)
-    blocks = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, len(inverse), size)])
-    factors = torch.zeros_like(inverse)  # of what has been taken off the inverse: factors @ factors.T
-    costs = torch.zeros(count, dtype=torch.float64, device=weight.device)
-    gone = torch.zeros(count, dtype=torch.bool, device=weight.device)
-    dearest = 0.0
-    for step in range(count):
-        within = _inverses(blocks)
-        worth = torch.einsum("ong,ngh,onh->n", left, within, left) / 2
-        unit = int(worth.masked_fill(gone, torch.inf).argmin())
-        dearest = max(dearest, float(worth[unit]))
-        costs[unit] = dearest
-        gone[unit] = True
-        mine, done = slice(unit * size, (unit + 1) * size), slice(0, step * size)
-        column = inverse[:, mine] - factors[:, done] @ factors[mine, done].T
-        # W loses its columns of the unit, and what they do is given to the others.
-        given = (column @ within[unit]).view(count, size, size)
-        left -= torch.einsum("oh,ngh->ong", left[:, unit].clone(), given)
-        lost = torch.linalg.solve_triangular(_lower(blocks[unit]), column.T, upper=False).T
-        factors[:, step * size : (step + 1) * size] = lost
-        parts = lost.view(count, size, size)
-        blocks -= parts @ parts.transpose(1, 2)
-        blocks[gone] = torch.eye(size, dtype=dtype, device=weight.device)
-        left[:, unit] = 0
-    return costs
+    return torch.cholesky_inverse(lower)
 
 
 def _root(moments: Tensor) -> Tensor:
