@@ -32,6 +32,9 @@ TARGETS: tuple[ExportTarget, ...] = ("auto", "stock", "pruned")
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention accepts."""
 
+ON_TRANSFORMERS = ("PhiForCausalLM", "Starcoder2ForCausalLM", "Olmo2ForCausalLM")
+"""Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers."""
+
 WIDTH_MULTIPLE = 8
 """Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
 
@@ -228,6 +231,7 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
+    found += _int8_warnings(config, architecture)
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
         found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
@@ -236,6 +240,19 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         where = f"{ffn_field(config)} of {named_layers(layers)}"
         found.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     return tuple(found)
+
+
+def _int8_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
+    rounding = config.get("quantization_config")
+    layout = rounding.get("format") if isinstance(rounding, Mapping) else None
+    if architecture not in ON_TRANSFORMERS or layout != "int-quantized":
+        return []
+    own = f"Pruned{architecture}"
+    way_out = "Export with --target pruned" if own in architectures() else "Choose another format than w8a8-int8"
+    return [
+        f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "
+        f'("mat1 must be a 2D tensor"). {way_out}.'
+    ]
 
 
 def serve_command(

@@ -122,6 +122,19 @@ def test_warnings_name_what_a_server_refuses() -> None:
     assert "hidden_size is 70" in serving_warnings({**good, "hidden_size": 70})[0]
 
 
+def test_int8_on_layers_of_transformers_is_warned_of(tmp_path: Path) -> None:
+    """vLLM would end at the first request; test_quantise_vllm.py serves the pruned architecture in int8."""
+    pytest.importorskip("compressed_tensors")
+    model, plan = _compacted("phi", uniform=True)
+    warnings = export(model, tmp_path / "stock", plan=plan, quantise="w8a8-int8").warnings
+    assert [w for w in warnings if "PhiForCausalLM" in w and w.endswith("Export with --target pruned.")] != []
+    plain = export(model, tmp_path / "plain", plan=plan).warnings
+    own = export(model, tmp_path / "own", plan=plan, quantise="w8a8-int8", target="pruned").warnings
+    assert not any("Transformers" in w for w in (*plain, *own))
+    config = {"architectures": ["Olmo2ForCausalLM"], "quantization_config": {"format": "int-quantized"}}
+    assert any("Choose another format" in w for w in serving_warnings(config))
+
+
 @pytest.fixture
 def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM is installed."""
