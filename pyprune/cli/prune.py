@@ -54,7 +54,9 @@ def prune(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help=f"{_methods()}, none (only apply --plan). Default: elder, or none with --plan alone."),
+        typer.Option(
+            help=f"{_methods()}, none (only apply --plan). Default: elder, or none where only a plan is given."
+        ),
     ] = None,
     ratio: Annotated[
         float | None,
