@@ -41,7 +41,7 @@ def card(records: RecordFile) -> str:
     found = [_machine(rates), HOW_TO_READ]
     engines, loads = list(records.of("engine").values()), list(records.of("load").values())
     for one in _firsts([*engines, *loads], "model"):
-        found.append(capacity_table(one))
+        found.append(capacity_table([r for r in (*engines, *loads) if r["model"] == one["model"]]))
     for one in _firsts(engines, "model", "mode"):
         same = [r for r in engines if (r["model"], r["mode"]) == (one["model"], one["mode"])]
         found += [f"### {one['model']}, engine, {one['mode']}", engine_table(same, rates), *verdicts(same, rates)]
@@ -64,27 +64,27 @@ def _firsts(records: Sequence[Json], *names: str) -> list[Json]:
 def _machine(rates: Mapping[str, Any]) -> str:
     environment = rates["environment"]
     return (
-        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best, with {rates['threads']} threads: "
+        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best, on {rates['threads']} of them: "
         f"{rates['flops'] / 1e9:.0f} GFLOP/s, {rates['bytes'] / 1e9:.1f} GB/s."
     )
 
 
-def capacity_table(record: Json) -> str:
+def capacity_table(records: Sequence[Json]) -> str:
     """Parameters and key-value cache of every model, counted.
 
     Args:
-        record: with "sizes", "names" of the models, and for each "layers" (their widths) and "kv_token_bytes".
+        records: of one dense model; each with "sizes", "names" of its models, and for each "layers" (their widths) and
+            "kv_token_bytes".
     """
-    sizes = Sizes(**record["sizes"])
-    whole = parameters(sizes, record["layers"][DENSE])
-    rows: list[tuple[Cell, ...]] = []
-    for name in record["names"]:
-        layers = record["layers"][name]
-        own, token = parameters(sizes, layers), record["kv_token_bytes"][name]
+    sizes = Sizes(**records[0]["sizes"])
+    whole = parameters(sizes, records[0]["layers"][DENSE])
+    rows: dict[str, tuple[Cell, ...]] = {}
+    for record, name in ((r, name) for r in records for name in r["names"]):
+        own, token = parameters(sizes, record["layers"][name]), record["kv_token_bytes"][name]
         held = (Capacity(token, KV_BLOCK_TOKENS, CAPACITY_BYTES, tokens).sequences for tokens in CAPACITY_TOKENS)
-        rows.append((name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held)))
+        rows[name] = (name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held))
     lengths = (f"sequences of {tokens:,} in 1 GiB" for tokens in CAPACITY_TOKENS)
-    return markdown_table(Table("", ("model", "parameters", "removed", "KV bytes/token", *lengths), tuple(rows)))
+    return markdown_table(Table("", ("model", "parameters", "removed", "KV bytes/token", *lengths), tuple(rows.values())))
 
 
 def engine_table(records: Sequence[Json], rates: Mapping[str, Any]) -> str:
