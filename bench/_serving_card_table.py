@@ -84,7 +84,8 @@ def capacity_table(records: Sequence[Json]) -> str:
         held = (Capacity(token, KV_BLOCK_TOKENS, CAPACITY_BYTES, tokens).sequences for tokens in CAPACITY_TOKENS)
         rows[name] = (name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held))
     lengths = (f"sequences of {tokens:,} in 1 GiB" for tokens in CAPACITY_TOKENS)
-    return markdown_table(Table("", ("model", "parameters", "removed", "KV bytes/token", *lengths), tuple(rows.values())))
+    columns = ("model", "parameters", "removed", "KV bytes/token", *lengths)
+    return markdown_table(Table("", columns, tuple(rows.values())))
 
 
 def engine_table(records: Sequence[Json], rates: Mapping[str, Any]) -> str:
