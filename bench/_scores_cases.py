@@ -136,9 +136,14 @@ class Setting:
 
 
 def scorers() -> dict[str, list[str]]:
-    """Every scorer -> the settings that make it from its preset, the most telling ones first."""
+    """Every scorer -> the settings that make it from its preset, the most telling ones first.
+
+    Cuts are compared as they are, so that presets which reconstruct theirs are left to bench/compare.py.
+    """
     found: dict[str, list[str]] = {}
     for name, make in score_presets().items():
+        if make().cut.reconstruct == "least_squares":
+            continue
         forms = _forms(name) if make().method == name else {}
         found |= {f"{name}:{value}": [setting] for value, setting in forms.items()} or {name: []}
     return {name: found[name] for name in sorted(found, key=place)}

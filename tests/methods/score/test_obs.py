@@ -116,6 +116,15 @@ def test_bfloat16_gives_nearly_the_same_costs() -> None:
         torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.02 * float(exact.max()))
 
 
+def test_sums_of_bfloat16_values_are_float32() -> None:
+    """Products rounded to bfloat16 would give second moments that are not positive definite."""
+    values = torch.randn(4, 30, 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wide = values.flatten(0, -2).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = obs._second_moments(values)
+    torch.testing.assert_close(found.double(), wide.T @ wide, rtol=1e-5, atol=1e-4)
+
+
 @torch.no_grad()
 def copy_channel(model: Any, layer: int, kept: int, copy: int) -> None:
     """Make an FFN channel that always equals another one; both write much."""

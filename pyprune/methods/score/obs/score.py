@@ -193,14 +193,19 @@ class _Moments:
         """A forward hook: counts only runs that are differentiated, since layers may be run without a graph before."""
         if not output.requires_grad:
             return
-        x = args[0].detach().flatten(0, -2).float()
-        self.inputs += x.T @ x
-        self.tokens += len(x)
+        self.inputs += _second_moments(args[0])
+        self.tokens += args[0].numel() // args[0].shape[-1]
         output.register_hook(self._gradient)
 
     def _gradient(self, grad: Tensor) -> None:
-        g = grad.detach().flatten(0, -2).float()
-        self.outputs += g.T @ g
+        self.outputs += _second_moments(grad)
+
+
+def _second_moments(values: Tensor) -> Tensor:
+    """Sum over tokens of v v^T [n, n], float32 also where the model computes in bfloat16."""
+    wide = values.detach().flatten(0, -2).float()
+    with torch.autocast(values.device.type, enabled=False):
+        return wide.T @ wide
 
 
 @contextmanager
