@@ -49,6 +49,11 @@ class GradientReport:
     layerwise: bool
 
 
+def own_values(param: NamedParam, draw: int) -> Tensor:
+    """The values as they are: :data:`Weights` that change nothing."""
+    return param.parameter.detach()
+
+
 class Summed:
     """A consumer that wants whole gradients: sums the parts of each parameter and passes the sum on.
 

@@ -32,16 +32,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.config.score import ScoreConfig
+from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import masked
 from pyprune.families import NamedParam, parameters_after
+from pyprune.families.base import Block
 from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import OpenUnits, StructureScores, opened_places
+from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
 from pyprune.plan import PrunePlan
 
 __all__ = [
@@ -98,6 +99,15 @@ class Scoring:
     def score(self) -> ScoreConfig:
         """The options that all scoring methods share."""
         return self.request.score
+
+    def output_projections(self) -> dict[LayerAxis, str]:
+        """Name of the module that the heads or FFN channels of each open (layer, axis) are the input of."""
+        family = self.request.family
+        blocks: dict[ScoreAxis, Block] = {"heads": "attention", "ffn": "mlp"}
+        return {
+            (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(blocks[axis])}"
+            for layer, axis in opened_places(self.scope)
+        }
 
     @torch.no_grad()
     def weight(self, param: NamedParam) -> Tensor:

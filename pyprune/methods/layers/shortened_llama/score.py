@@ -21,7 +21,7 @@ from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_opti
 from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
-from pyprune.methods.score._gradients import Summed, take_gradients
+from pyprune.methods.score._gradients import Summed, own_values, take_gradients
 from pyprune.methods.score.base import Scoring
 
 
@@ -74,9 +74,5 @@ def taylor_scores(
 
     # All that heads and FFN channels own: the matrices and biases of every layer's attention and MLP.
     run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)))
-    take_gradients(run, _own, Summed(add))
+    take_gradients(run, own_values, Summed(add))
     return scores
-
-
-def _own(param: NamedParam, draw: int) -> Tensor:
-    return param.parameter.detach()

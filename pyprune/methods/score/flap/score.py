@@ -24,13 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.errors import ConfigError
-from pyprune.families.base import Block
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
 from pyprune.probe.activations import gather_moments
-
-_BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
 
 
 @torch.no_grad()
@@ -42,12 +38,8 @@ def score(run: Scoring) -> None:
         DataError: there is no calibration sample.
     """
     _check(run)
-    family = run.request.family
     run.scores.standardised = True
-    names = {
-        (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}"
-        for layer, axis in opened_places(run.scope)
-    }
+    names = run.output_projections()
     with measured(run) as account:
         moments = gather_moments(run.model, run.samples, inputs=names.values(), batch_size=run.score.batch_size)
         account.state = sum(m.bytes for m in moments.values())

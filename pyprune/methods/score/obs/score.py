@@ -26,16 +26,13 @@ from torch import Tensor, nn
 
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import NamedParam
-from pyprune.families.base import Block
 from pyprune.methods.base import own_options
-from pyprune.methods.score._gradients import take_gradients
+from pyprune.methods.score._gradients import own_values, take_gradients
 from pyprune.methods.score._memory import measured
-from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
 from pyprune.runtime.device import warn_of_slow_dtype
 
-_BLOCKS: dict[str, Block] = {"heads": "attention", "ffn": "mlp"}
 FLOAT64_INPUTS = 1024
 """Modules of up to this many inputs are ordered in float64, wider ones in float32, a quarter of the time."""
 
@@ -49,22 +46,18 @@ def score(run: Scoring) -> None:
         ScoreError: the second moments of a module's input cannot be inverted.
     """
     _check(run)
-    family, options = run.request.family, own_options(run.request, ObsOptions)
-    names = {
-        f"{family.layers_path}.{layer}.{family.output_projection(_BLOCKS[axis])}": (layer, axis)
-        for layer, axis in opened_places(run.scope)
-    }
+    options, names = own_options(run.request, ObsOptions), run.output_projections()
     with measured(run) as account:
-        modules = {name: cast(nn.Linear, run.model.get_submodule(name)) for name in names}
+        modules = {name: cast(nn.Linear, run.model.get_submodule(name)) for name in names.values()}
         device = run.model.device
         warn_of_slow_dtype(options.dtype, device)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
         with _listening(modules) as found, autocast:
-            report = take_gradients(run, _own, _ignore)
+            report = take_gradients(run, own_values, _ignore)
         account.gradients(report, copies=0)
         account.state = sum(moments.nbytes for moments in found.values())
     predicted = run.samples.shape[0] * (run.samples.shape[1] - 1)
-    for name, (layer, axis) in names.items():
+    for (layer, axis), name in names.items():
         moments = found.pop(name)
         sensitivity = moments.outputs * (predicted**2 / moments.tokens)  # gradients were those of the mean loss
         _add(run, layer, axis, modules[name], moments.inputs / moments.tokens, sensitivity, options.damping)
@@ -215,10 +208,6 @@ def _listening(modules: dict[str, nn.Linear]) -> Iterator[dict[str, _Moments]]:
         for name, module in modules.items():
             stack.callback(module.register_forward_hook(found[name].listen).remove)
         yield found
-
-
-def _own(param: NamedParam, draw: int) -> Tensor:
-    return param.parameter.detach()
 
 
 def _ignore(param: NamedParam, part: Tensor, last: bool) -> None:

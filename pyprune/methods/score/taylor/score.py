@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
-from pyprune.methods.score._gradients import GradientReport, Summed, take_gradients
+from pyprune.methods.score._gradients import GradientReport, Summed, own_values, take_gradients
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
@@ -25,16 +25,12 @@ def score(run: Scoring) -> None:
     with measured(run) as account:
         if variant in ("vectorize", "param_first"):
             add = Summed(lambda param, grad: run.add(param, grad, signed=variant == "vectorize"))
-            report = take_gradients(run, _own, add)
+            report = take_gradients(run, own_values, add)
             account.gradients(report, copies=1 if report.passes > 1 else 0)
         else:
             report = _second_order(run, mixed=variant == "param_mix")
             account.gradients(report, copies=2 if report.passes > 1 else 0)
     run.details["loss"] = report.loss
-
-
-def _own(param: NamedParam, draw: int) -> Tensor:
-    return param.parameter.detach()
 
 
 def _second_order(run: Scoring, *, mixed: bool) -> GradientReport:
@@ -52,4 +48,4 @@ def _second_order(run: Scoring, *, mixed: bool) -> GradientReport:
         curvature = second.mul_(run.weight(param).to(second.dtype))
         run.add(param, first.sub_(curvature, alpha=0.5) if mixed else curvature)
 
-    return take_gradients(run, _own, consume, per_sample=True)
+    return take_gradients(run, own_values, consume, per_sample=True)
