@@ -40,6 +40,14 @@ class TrainConfig(Config):
         max_grad_norm: global gradient-norm clip; None = no clipping.
         dtype: compute dtype (float32, or bfloat16 autocast over float32 weights).
         gradient_checkpointing: recompute activations in the backward pass.
+        memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
+            rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:
+            full where that fits in the device's memory, else lean. Lean clips each gradient by its own norm, and holds
+            the gradients of all weights, in bfloat16, only where a step has several forward passes.
+        copies: where the last good weights are kept (to return to when a loss is not finite) and the best ones (of
+            early stopping): device, host (the CPU's memory), off (neither is kept), or auto: device when memory is
+            full; when it is lean the host of a GPU, and on a CPU off unless training stops early.
+        last_good_interval: steps between two copies of the last good weights.
         early_stop_patience: evaluations without improvement before stopping; None = off.
         early_stop_min_delta: smallest improvement of the validation loss that counts.
         validation_interval: steps between two validations (used when early stopping is on).
@@ -58,6 +66,9 @@ class TrainConfig(Config):
     max_grad_norm: float | None = option(1.0, above=0, otherwise=", or null for no clipping")
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    memory: Literal["auto", "full", "lean"] = "auto"
+    copies: Literal["auto", "device", "host", "off"] = "auto"
+    last_good_interval: int = option(10, at_least=1, at_most=LONGEST_RUN)
     early_stop_patience: int | None = option(None, at_least=1, at_most=LONGEST_RUN)
     early_stop_min_delta: float = option(1e-4, at_least=0)
     validation_interval: int = option(10, at_least=1, at_most=LONGEST_RUN)
@@ -69,9 +80,27 @@ class TrainConfig(Config):
         """Sequences in one forward pass: all of them have as many."""
         return largest_divisor(self.batch_size, self.micro_batch_size)
 
+    @property
+    def passes(self) -> int:
+        """Forward passes in one optimizer step."""
+        return self.batch_size // self.sequences_per_pass
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
+        lean = self.memory == "lean"
+        _require(
+            not (lean and self.optimizer == "sgd"),
+            "memory is 'lean' with optimizer 'sgd', which has no moments to store in 8 bits and would round small "
+            "updates of bfloat16 weights to nothing; use 'adamw', 'fused_adamw' or 'adam', or memory 'full'.",
+            found,
+        )
+        _require(
+            not (lean and self.dtype == "float32"),
+            "memory is 'lean', which holds the weights in bfloat16, but dtype is 'float32'; set dtype to bfloat16, or "
+            "memory to 'full'.",
+            found,
+        )
         _require(
             self.optimizer != "adam" or not self.weight_decay,
             f"weight_decay is {shown(self.weight_decay)} with optimizer 'adam', which has none; use 'adamw'.",

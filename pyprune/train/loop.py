@@ -6,7 +6,12 @@ step is
     loss = mean over the step's predicted tokens of -log p  +  the objective's penalties,
 
 accumulated over micro batches with exact token weights, clipped, applied, and then handed to the objective
-(proximal map, shrinkage, gauge). The order of samples and all random numbers of step k are functions of
+(proximal map, shrinkage, gauge). Penalties on activations are part of the loss that is clipped; the gradient of a
+penalty on weights joins after the clipping, the same whether the optimizer adds it in its own pass or not.
+
+In lean memory (``config.memory``) the weights are bfloat16, the moments have 8 bits, and each weight is stepped inside
+backward as soon as its gradient is there (:meth:`RegularisedAdamW.stepping_in_backward`), where a step has one forward
+pass and the objective reads no gradients. The order of samples and all random numbers of step k are functions of
 (seed, k) alone, so a resumed run equals an uninterrupted one bit for bit on the same machine with the same
 number of threads.
 """
@@ -17,8 +22,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +37,10 @@ from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
+from pyprune.train.lean import decided, place_of_copies, to_bfloat16
 from pyprune.train.objective import Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
+    Clipping,
     RegularisedAdamW,
     _load_optimizer_tensors,
     _optimizer_tensors,
@@ -45,8 +52,12 @@ from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
 from pyprune.train.state import TrainState, check_same_run, latest_state, load_state, save_state
+from pyprune.train.sums import Sums, Weight
 
 _log = logging.getLogger(__name__)
+
+_SAME_RESULT = ("checkpoint_interval", "copies", "last_good_interval")
+"""Options that change nothing of what a run reaches."""
 
 
 def train(
@@ -69,25 +80,28 @@ def train(
     of the samples (the last ones, at least one) are held out for it and the report says so.
 
     Args:
-        model: a causal LM with float32 (or float64) trainable weights, on any one device.
+        model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean
+            (or auto) also bfloat16 ones. Lean turns float32 weights, those of adapters aside, to bfloat16 first.
         samples: token ids, int64 [N, T], :data:`~pyprune.data.tokens.IGNORED` marking right padding; or
             :class:`~pyprune.data.tokens.Batch`, whose labels leave out what is not to be predicted (the prompt of an
             instruction).
-        config: the loop's options.
+        config: the loop's options. ``memory`` auto is lean for bfloat16 weights and full for others: what fits on the
+            device is looked at where a run starts (:mod:`pyprune.run_memory`), before a model is loaded.
         objective: what is minimised; None = plain fine-tuning.
         validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
         checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and on
             Ctrl-C or any other exception.
         resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
-        keep_last_good: hold a copy of the trained weights (4 bytes a parameter) to return to when the loss or a
-            gradient is not finite.
+        keep_last_good: hold a copy of the trained weights, where ``config.copies`` says, to return to when the loss or
+            a gradient is not finite; it is made every ``last_good_interval`` steps.
         description: shown with the progress.
 
     Raises:
         ConfigError: options that contradict each other or the model.
         DataError: samples that the model cannot be trained on.
-        TrainingError: a loss or gradient that is not finite. The weights are put back to the last ones that gave a
-            finite loss and gradient, and with ``checkpoint_dir`` they are also written there.
+        TrainingError: a loss or gradient that is not finite. The weights are put back to the last copy that gave a
+            finite loss and gradient, and with ``checkpoint_dir`` it is also written there. Without copies the weights
+            stay as they are.
         CheckpointError: a damaged checkpoint, or one of another run.
         OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.
     """
@@ -101,6 +115,9 @@ def train(
         check_samples(model, held_out, "validation")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
+    config = decided(config, model)
+    if config.memory == "lean":
+        to_bfloat16(model)
     run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
@@ -110,19 +127,6 @@ def train(
             return run.execute(resume, description or run.objective.name)
         finally:
             run.objective.teardown(model)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """What a micro batch's means count for in the means over all of its batch.
-
-    Attributes:
-        predicted: its share of the predicted tokens: the weight of losses.
-        fed: its share of the tokens without padding: the weight of an activation penalty.
-    """
-
-    predicted: float
-    fed: float
 
 
 class _Run:
@@ -144,8 +148,9 @@ class _Run:
         self.config = config
         self.objective = objective
         self.checkpoint_dir = checkpoint_dir
-        self.keep_last_good = keep_last_good
         self.device = next(model.parameters()).device
+        self.copies = place_of_copies(config, self.device)
+        self.keep_last_good = keep_last_good and self.copies is not None
         self.report = TrainReport(objective.name)
         self.parameters: dict[str, nn.Parameter] = {}
         self.last_good: dict[str, Tensor] = {}
@@ -154,7 +159,9 @@ class _Run:
         self.best_loss = math.inf
         self.bad_validations = 0
         self.updating = False
+        self.changed = False
         self.done = False
+        self.in_backward = False
 
     def execute(self, resume: bool, description: str) -> TrainReport:
         started = time.monotonic()
@@ -163,7 +170,7 @@ class _Run:
         self._restore(resume)
         try:
             self._catch_up()
-            with _StepProgress(description, self.config.steps) as progress:
+            with self._stepping(), _StepProgress(description, self.config.steps) as progress:
                 while not self.done and self.report.steps < self.config.steps:
                     self._step(self.report.steps + 1)
                     progress.update(self.report.steps, self.report.history[-1])
@@ -187,10 +194,20 @@ class _Run:
         self.peaks = [g.learning_rate for g in groups]
         for group in groups:
             self.parameters.update(group.parameters)
-        check_trainable(self.parameters)
+        check_trainable(self.parameters, lean=self.config.memory == "lean")
         own = uses_own_optimizer(self.config, self.device)
         penalties = self.objective.optimizer_penalties(self.model, self.config) if own else {}
         self.optimizer = make_optimizer(groups, self.config, penalties)
+        lean, passes = self.config.memory == "lean", self.config.passes
+        self.in_backward = lean and passes == 1 and not self.objective.reads_gradients()
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """Where a step's weights are updated: inside backward, or after it."""
+        if not self.in_backward:
+            return nullcontext()
+        limit = self.config.max_grad_norm
+        clipping: Clipping = "none" if limit is None else "per_tensor"
+        return cast(RegularisedAdamW, self.optimizer).stepping_in_backward(clipping=clipping, max_grad_norm=limit)
 
     def _step(self, step: int) -> None:
         config = self.config
@@ -200,50 +217,68 @@ class _Run:
             group["lr"] = peak * factor
         self.objective.before_step(self.model, step)
         batch = self.samples[batch_indices(len(self.samples), config.batch_size, step, config.seed)]
-        lm, penalty, parts = self._backward(batch, step)
+        forward_backward = self._step_in_backward if self.in_backward else self._step_after_backward
+        forward_backward(batch, step, config.learning_rate * factor)
+
+    def _step_after_backward(self, batch: Batch, step: int, rate: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = Sums()
+        for micro, weight in self._micro_batches(batch):
+            self._loss(micro, weight, sums).backward()  # type: ignore[no-untyped-call]
+        self._check_finite(sums.minimised(), "loss", step)
         norm, scale = self._clip(step)
-        if self.keep_last_good:
-            self._remember_last_good(step)
+        self._remember_last_good(step)
+        penalty = self._weight_penalty(step)
         with torch.no_grad():
             self.objective.before_optimizer_step(self.model, step, scale)
         with self._update():
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                self.objective.after_optimizer_step(self.model, self.optimizer, step, config.learning_rate * factor)
-            self.report.history.append(StepRecord(step, lm, penalty, config.learning_rate * factor, norm, parts))
-            self.report.steps = step
-            self.report.tokens += batch.fed()
+            self._finish_step(step, batch, sums, penalty, norm, rate)
 
-    def _backward(self, batch: Batch, step: int) -> tuple[float, float, dict[str, float]]:
-        """Accumulate the gradient of the whole step; returns (LM loss, penalty, other terms)."""
+    def _step_in_backward(self, batch: Batch, step: int, rate: float) -> None:
+        """The same, each weight stepped as soon as its gradient is there; the loss must be finite before that."""
+        sums = Sums()
+        ((micro, weight),) = self._micro_batches(batch)
+        loss = self._loss(micro, weight, sums)
+        self._check_finite(sums.minimised(), "loss", step)
+        penalty = self._weight_penalty(step)
+        self._remember_last_good(step)
+        with self._update():
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            except FloatingPointError:
+                self._check_finite(math.nan, "gradient", step)
+            norm = math.sqrt(cast(RegularisedAdamW, self.optimizer).squared_norm)
+            self._finish_step(step, batch, sums, penalty, norm, rate)
+
+    def _finish_step(self, step: int, batch: Batch, sums: Sums, penalty: float, norm: float, rate: float) -> None:
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        lm_sum, penalty_sum = 0.0, 0.0
-        parts: dict[str, float] = {}
-        for micro, weight in self._micro_batches(batch):
-            with self._autocast():
-                terms = self.objective.micro_loss(self.model, micro)
-            loss = terms.minimised * weight.predicted
-            if terms.penalty is not None:
-                share = terms.penalty * weight.fed
-                loss = loss + share
-                penalty_sum += float(share.detach())
-            lm_sum += float(terms.lm.detach()) * weight.predicted
-            for name, part in terms.parts.items():
-                parts[name] = parts.get(name, 0.0) + float(part.detach()) * weight.predicted
-            self._check_finite(lm_sum + penalty_sum + float(loss.detach()), "loss", step)
-            loss.backward()
-        penalty = self.objective.apply_step_penalty(self.model)
-        if penalty is not None:
-            penalty_sum += float(penalty)
-            self._check_finite(penalty_sum, "penalty", step)
-        return lm_sum, penalty_sum, parts
+        with torch.no_grad():
+            self.objective.after_optimizer_step(self.model, self.optimizer, step, rate)
+        parts = {name: float(part) for name, part in sums.parts.items()}
+        record = StepRecord(step, float(sums.lm), float(sums.penalty) + penalty, rate, norm, parts)
+        self.report.history.append(record)
+        self.report.steps = step
+        self.report.tokens += batch.fed()
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, _Weight]]:
+    def _loss(self, micro: Batch, weight: Weight, sums: Sums) -> Tensor:
+        """What a micro batch adds to the step's loss, differentiable; ``sums`` gets what is reported."""
+        with self._autocast():
+            terms = self.objective.micro_loss(self.model, micro)
+        return sums.add(terms, weight)
+
+    def _weight_penalty(self, step: int) -> float:
+        """Let the penalty on the weights join the gradients; its value, finite."""
+        penalty = self.objective.apply_step_penalty(self.model)
+        value = 0.0 if penalty is None else float(penalty)
+        self._check_finite(value, "penalty", step)
+        return value
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, Weight]]:
         """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
         predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
         for micro in batch.micro_batches(self.config.sequences_per_pass):
-            weight = _Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
+            weight = Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
             yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
@@ -252,27 +287,33 @@ class _Run:
         norm = nn.utils.get_total_norm(gradients)
         self._check_finite(float(norm), "gradient norm", step)
         limit = self.config.max_grad_norm
-        if limit is not None and isinstance(self.optimizer, RegularisedAdamW):
-            self.optimizer.gradient_scale = clip_factor(float(norm), limit)
-            return float(norm), self.optimizer.gradient_scale
-        if limit is not None:
-            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
+        own = isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients()
+        if limit is None or self.config.memory == "lean":  # which clips each gradient by its own norm, in the optimizer
+            return float(norm), 1.0
+        if own:
+            cast(RegularisedAdamW, self.optimizer).gradient_scale = clip_factor(float(norm), limit)
+            return float(norm), clip_factor(float(norm), limit)
+        nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
         return float(norm), 1.0
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):
             return
-        restored = f"those after step {self.last_good_step}" if self.last_good_step else "the initial ones"
         for name, good in self.last_good.items():
             self.parameters[name].data.copy_(good)
-        written = self._write_last_good(step, what)
         rate = self.config.learning_rate
         raise TrainingError(
             f"The {what} is {value} at step {step} of {self.config.steps} ({self.objective.name}). The weights "
-            f"in memory are {restored}, the last with a finite loss and gradient{written}. Lower the learning rate "
+            f"in memory are {self._where_weights_are(step, what)}. Lower the learning rate "
             f"(now {rate:g}), clip gradients (max_grad_norm), or compute in float32.",
             step,
         )
+
+    def _where_weights_are(self, step: int, what: str) -> str:
+        if not self.last_good and self.changed:
+            return "those that gave it: no copy of earlier ones was kept"
+        restored = f"those after step {self.last_good_step}" if self.last_good_step else "the initial ones"
+        return f"{restored}, the last copy with a finite loss and gradient{self._write_last_good(step, what)}"
 
     def _write_last_good(self, step: int, what: str) -> str:
         if self.checkpoint_dir is None:
@@ -287,18 +328,24 @@ class _Run:
 
     def _remember_last_good(self, step: int) -> None:
         """Copy the weights that have just given a finite loss and gradient (those after ``step - 1``)."""
-        for name, parameter in self.parameters.items():
-            if name in self.last_good:
-                self.last_good[name].copy_(parameter.data)
-            else:
-                self.last_good[name] = parameter.data.clone()
+        if not self.keep_last_good or (self.last_good and (step - 1) % self.config.last_good_interval):
+            return
+        self._copy_to(self.last_good)
         self.last_good_step = step - 1
+
+    def _copy_to(self, kept: dict[str, Tensor]) -> None:
+        """Copy the trained weights to where copies are kept, into the memory of the earlier copy."""
+        for name, parameter in self.parameters.items():
+            if name in kept:
+                kept[name].copy_(parameter.data)
+            else:
+                kept[name] = parameter.data.to(self.copies, copy=True)
 
     @contextmanager
     def _update(self) -> Iterator[None]:
         """Ctrl-C waits until weights, optimizer and objective agree on the step again."""
         with interrupts_deferred():
-            self.updating = True
+            self.updating = self.changed = True
             yield
             self.updating = False
 
@@ -334,7 +381,8 @@ class _Run:
             return
         if loss < self.best_loss - self.config.early_stop_min_delta:
             self.best_loss, self.bad_validations = loss, 0
-            self.best = {n: p.detach().clone() for n, p in self.parameters.items()}
+            if self.copies is not None:
+                self._copy_to(self.best)
             self.report.best_step = step
             return
         self.bad_validations += 1
@@ -357,6 +405,11 @@ class _Run:
         self.done = True
         if self.checkpoint_dir is not None:
             self._save(self.checkpoint_dir)
+        if self.report.best_step is not None and not self.best:
+            self.report.warnings.append(
+                f"The weights are those of the last step, not of the best validation (step {self.report.best_step}): "
+                "copies is 'off'. Set copies to host or device to get the best ones."
+            )
         for name, tensor in self.best.items():
             self.parameters[name].data.copy_(tensor)
         with torch.no_grad():
@@ -384,9 +437,10 @@ class _Run:
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "bad_validations": self.bad_validations,
         }
+        ended = self.done and self.report.stopped != "interrupted"  # which needs no moments any more
         tensors = {
             "weights": cast(dict[str, Tensor], self.parameters),
-            "optimizer": _optimizer_tensors(self.optimizer),
+            "optimizer": {} if ended else _optimizer_tensors(self.optimizer),
             "objective": self.objective.state_dict(),
             "best": self.best,
         }
@@ -397,7 +451,7 @@ class _Run:
         return {
             "objective": self.objective.name,
             **{f"objective.{k}": v for k, v in self.objective.run_facts().items()},
-            **{k: v for k, v in asdict(self.config).items() if k != "checkpoint_interval"},
+            **{k: v for k, v in asdict(self.config).items() if k not in _SAME_RESULT},
             "samples_sha256": self.samples.digest(),
             "validation_sha256": None if self.validation is None else self.validation.digest(),
             "parameters": sum(p.numel() for p in self.parameters.values()),
@@ -425,7 +479,7 @@ class _Run:
             parameter.data.copy_(weights[name])
         _load_optimizer_tensors(self.optimizer, state.tensors.get("optimizer", {}))
         self.objective.load_state_dict(state.tensors.get("objective", {}))
-        self.best = {n: t.to(self.device) for n, t in state.tensors.get("best", {}).items()}
+        self.best = {n: t.to(self.copies) for n, t in state.tensors.get("best", {}).items()}
         meta, report = state.meta, self.report
         report.steps = report.resumed_from = self.last_good_step = state.step
         report.tokens = int(meta["tokens"])

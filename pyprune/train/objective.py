@@ -84,12 +84,17 @@ class Objective:
         return [g for g in groups if g.parameters]
 
     def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """Weight penalties that the optimizer handles in its own pass; used with ``fused_adamw`` only.
+        """Weight penalties that the optimizer handles in its own pass; asked for where the optimizer is pyprune's own.
 
-        What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too. The loop
-        clips gradients before such a penalty joins them.
+        What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too.
         """
         return {}
+
+    def reads_gradients(self) -> bool:
+        """Whether anything here needs all gradients of a step at once, so that none can be used in backward."""
+        kind = type(self)
+        penalised = kind.step_penalty is not Objective.step_penalty
+        return penalised or kind.before_optimizer_step is not Objective.before_optimizer_step
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Called before the first micro batch of a step; must depend on ``step`` and the state only.
@@ -111,7 +116,10 @@ class Objective:
         return None
 
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimizer step, and return its value."""
+        """Add the gradient of :meth:`step_penalty` to the gradients, once per optimizer step, and return its value.
+
+        Gradients of the loss are clipped before; what is added here is not.
+        """
         penalty = self.step_penalty(model)
         if penalty is None:
             return None

@@ -8,6 +8,7 @@ single gradient, and the activations.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,11 +51,15 @@ class RegularisedAdamW(torch.optim.Optimizer):
         moment_bits: 32, or 8 for block-quantised moments (2.06 bytes a weight for both instead of 8).
         stochastic: round bfloat16 weights stochastically; to nearest, small updates vanish.
         seed: of the random rounding.
+        max_tensor_norm: :meth:`step` clips each gradient by its own norm, before its penalty joins it; None = not. Not
+            used while stepping in backward, which has its own limit.
 
     Attributes:
         gradient_scale: a factor on the gradients of the next :meth:`step` (clipping without a pass of its own), which
             sets it back to 1, whether it succeeds or raises. Penalties are not scaled. Not used while stepping in
             backward.
+        squared_norm: the squared l2 norm of all gradients that a step in backward has used so far, before clipping;
+            :meth:`zero_grad` sets it back to 0.
 
     Raises:
         ConfigError: ``moment_bits`` is neither 32 nor 8, or a penalty belongs to no parameter of the optimizer.
@@ -72,6 +77,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         moment_bits: int = 32,
         stochastic: bool = True,
         seed: int = 0,
+        max_tensor_norm: float | None = None,
     ) -> None:
         if moment_bits not in (8, 32):
             raise ConfigError(f"moment_bits is {moment_bits}; use 32 (float32) or 8 (block-quantised).")
@@ -80,6 +86,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
         self.stochastic = stochastic
         self.seed = seed
         self.gradient_scale = 1.0
+        self.max_tensor_norm = max_tensor_norm
+        self.squared_norm = 0.0
         self._in_backward = False
         self._stepped: set[Tensor] = set()
         self.penalties: dict[Tensor, Penalty] = {}
@@ -91,7 +99,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy keep: all but the mode of stepping in backward, whose hooks they do not keep either."""
-        own = {name: getattr(self, name) for name in ("quantised", "stochastic", "seed", "gradient_scale", "penalties")}
+        names = ("quantised", "stochastic", "seed", "gradient_scale", "max_tensor_norm", "squared_norm", "penalties")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,10 +131,16 @@ class RegularisedAdamW(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             for group, members in self._calls():
-                self._run(group, members, [self.gradient_scale] * len(members))
+                self._run(group, members, [self._scale_of(p) for p, _ in members])
             return loss
         finally:
             self.gradient_scale = 1.0
+
+    def _scale_of(self, parameter: Tensor) -> float:
+        """The factor on one gradient of an ordinary step."""
+        if self.max_tensor_norm is None:
+            return self.gradient_scale
+        return self.gradient_scale * clip_factor(_norm(parameter.grad), self.max_tensor_norm)
 
     def _end_step(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
@@ -152,6 +167,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         """
         super().zero_grad(set_to_none)
         self._stepped.clear()
+        self.squared_norm = 0.0
 
     def _positions(self) -> dict[Tensor, int]:
         return {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
@@ -267,8 +283,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
         At most one gradient is alive at a time. Call :meth:`step` after every ``backward()``: it ends the step. After
         a ``backward()`` that raised, call :meth:`zero_grad` before the next. :meth:`load_state_dict` may be called
-        between steps. The loss must be known to be finite before ``backward()``; a gradient that is not finite reaches
-        its weight.
+        between steps. The loss must be known to be finite before ``backward()``. A gradient that is not finite ends it,
+        and does not reach its weight; weights whose gradients came before keep their step.
 
         Args:
             accumulation: backward passes a step; only 1, because a gradient is gone after the first.
@@ -280,6 +296,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
             ConfigError: another combination; or, during the block, a second gradient for a parameter in one step, or in
                 :meth:`step` a gradient that was not used: of a parameter that was added or thawed inside the block, or
                 written after ``backward()``.
+            FloatingPointError: out of ``backward()``, a gradient that is not finite.
         """
         _check_hook_mode(accumulation, clipping, max_grad_norm)
         if self._in_backward:
@@ -295,7 +312,11 @@ class RegularisedAdamW(torch.optim.Optimizer):
                     "backward is defined for one backward() a step. Call step() after each, add penalties to the loss "
                     "before backward(), or accumulate without stepping in backward."
                 )
-            scale = _clip_scale(parameter.grad, max_grad_norm)
+            norm = _norm(parameter.grad)
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"The gradient of a parameter of shape {tuple(parameter.shape)} is {norm}.")
+            self.squared_norm += norm * norm
+            scale = 1.0 if max_grad_norm is None else clip_factor(norm, max_grad_norm)
             with torch.no_grad():
                 self._run(self.param_groups[groups[parameter]], [(parameter, positions[parameter])], [scale])
             parameter.grad = None
@@ -341,19 +362,18 @@ def clip_factor(norm: float, max_grad_norm: float) -> float:
     return min(1.0, max_grad_norm / (norm + 1e-6))
 
 
-def _clip_scale(gradient: Tensor | None, max_grad_norm: float | None) -> float:
-    """The factor on one gradient that is clipped by its own norm."""
-    if gradient is None or max_grad_norm is None:
-        return 1.0
-    return clip_factor(float(torch.linalg.vector_norm(gradient, dtype=torch.float32)), max_grad_norm)
+def _norm(gradient: Tensor | None) -> float:
+    """The l2 norm of one gradient, in float32."""
+    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
 
 def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:
-    """Whether "fused_adamw" was chosen and has kernels on this device.
+    """Whether the step is this module's: always in lean memory, else with "fused_adamw" where it has kernels.
 
-    Without them torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
+    Without kernels torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
     """
-    return config.optimizer == "fused_adamw" and (device.type != "cpu" or bool(available_isas()))
+    kernels = device.type != "cpu" or bool(available_isas())
+    return config.memory == "lean" or (config.optimizer == "fused_adamw" and kernels)
 
 
 def make_optimizer(
@@ -363,15 +383,23 @@ def make_optimizer(
 
     Args:
         groups: what is trained.
-        config: the loop's options.
-        penalties: what "fused_adamw" handles in its own pass.
+        config: the loop's options, ``memory`` decided.
+        penalties: what the own optimizer handles in its pass.
     """
     parameters = [
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups
     ]
     device = next(iter(groups[0].parameters.values())).device
     if uses_own_optimizer(config, device):
-        return RegularisedAdamW(parameters, lr=config.learning_rate, penalties=penalties, seed=config.seed)
+        lean = config.memory == "lean"
+        return RegularisedAdamW(
+            parameters,
+            lr=config.learning_rate,
+            penalties=penalties,
+            seed=config.seed,
+            moment_bits=8 if lean else 32,
+            max_tensor_norm=config.max_grad_norm if lean else None,
+        )
     kinds = {p.device.type for g in groups for p in g.parameters.values()}
     fused = kinds <= {"cpu", "cuda"}
     if config.optimizer == "sgd":

@@ -61,19 +61,25 @@ def check_samples(model: nn.Module, samples: Tensor | Batch, what: str) -> None:
         raise DataError(f"{what} holds nothing but padding and masked tokens; there is nothing to predict.")
 
 
-def check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_trainable(parameters: Mapping[str, nn.Parameter], *, lean: bool = False) -> None:
     """Refuse half-precision trained weights: an update of 2e-5 on a weight of 0.02 rounds to nothing in bfloat16.
+
+    Args:
+        parameters: what is trained.
+        lean: in lean memory bfloat16 weights are rounded stochastically, so that they keep such updates on average.
 
     Raises:
         ConfigError: nothing to train, or trained weights of a half type.
     """
     if not parameters:
         raise ConfigError("Nothing to train: no parameter requires a gradient.")
-    half = [n for n, p in parameters.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    refused = (torch.float16,) if lean else (torch.bfloat16, torch.float16)
+    half = [n for n, p in parameters.items() if p.dtype in refused]
     if half:
         raise ConfigError(
             f"{len(half)} trained parameters (first: {half[0]}) are {parameters[half[0]].dtype}; small updates "
-            "round to nothing there. Load the model with dtype float32 and set the training dtype to bfloat16."
+            "round to nothing there. Load the model with dtype float32 and set the training dtype to bfloat16, or "
+            "train bfloat16 weights with memory 'lean', which rounds them stochastically."
         )
 
 

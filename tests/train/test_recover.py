@@ -102,8 +102,9 @@ def test_a_failed_recovery_merges_the_last_good_adapters(tmp_path: Path, monkeyp
         return causal_loss(model, batch) * (float("nan") if calls == 8 else 1.0)
 
     monkeypatch.setattr("pyprune.train.objective.causal_loss", poisoned)
+    config = replace(CONFIG, train=replace(TRAIN, last_good_interval=1))
     with pytest.raises(TrainingError, match="step 4"):
-        recover(model, samples(), CONFIG, adapter_out=tmp_path / "adapter")
+        recover(model, samples(), config, adapter_out=tmp_path / "adapter")
     for a, b in zip(reference.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert list(tmp_path.iterdir()) == []

@@ -226,8 +226,9 @@ def test_a_divergence_that_is_not_finite_stops_with_the_last_good_weights(monkey
     reference = copy.deepcopy(student)
     recover(reference, samples(), replace(FULL, train=replace(FULL.train, steps=2)), teacher=teacher, plan=plan)
     monkeypatch.setattr(Distillation, "terms", failing_at(8, None))
+    config = replace(FULL, train=replace(FULL.train, last_good_interval=1))
     with pytest.raises(TrainingError, match="step 4"):
-        recover(student, samples(), FULL, teacher=teacher, plan=plan)
+        recover(student, samples(), config, teacher=teacher, plan=plan)
     for a, b in zip(reference.parameters(), student.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not any(m._forward_hooks for m in (*teacher.modules(), *student.modules()))
@@ -286,8 +287,9 @@ def test_what_is_missing_or_would_be_ignored_is_refused() -> None:
         recover(student, samples(), LORA)
     with pytest.raises(ConfigError, match="would not be used"):
         recover(student, samples(), replace(LORA, distill=None), teacher=teacher)
+    full = replace(FULL, train=replace(FULL.train, memory="full"))
     with pytest.raises(ConfigError, match="bfloat16"):
-        recover(copy.deepcopy(student).bfloat16(), samples(), FULL, teacher=teacher, plan=plan)
+        recover(copy.deepcopy(student).bfloat16(), samples(), full, teacher=teacher, plan=plan)
     with pytest.raises(ConfigError, match="rank is 0"):
         recover(student, samples(), replace(LORA, rank=0), teacher=teacher, plan=plan)
     assert all(torch.equal(p, before[n]) for n, p in student.named_parameters())

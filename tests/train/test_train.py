@@ -298,7 +298,7 @@ def test_periodic_checkpoints_keep_only_the_newest_and_hold_no_pickle(tmp_path: 
     train(tiny_model(), samples(), replace(CONFIG, checkpoint_interval=2), checkpoint_dir=tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000006"]
     names = {p.name for p in (tmp_path / "step-000006").iterdir()}
-    assert names == {"state.json", "weights.safetensors", "optimizer.safetensors"}
+    assert names == {"state.json", "weights.safetensors"}, "nobody reads the moments of a run that has ended"
 
 
 def test_a_fresh_run_does_not_overwrite_a_checkpoint(tmp_path: Path) -> None:
@@ -357,9 +357,9 @@ def test_resume_without_a_folder_or_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_loss_that_is_not_finite_restores_the_last_good_state(tmp_path: Path, at: int) -> None:
-    model = tiny_model()
+    model, config = tiny_model(), replace(CONFIG, last_good_interval=1)
     with pytest.raises(TrainingError, match=f"nan at step {at} of 6") as caught:
-        train(model, samples(), CONFIG, PoisonAt(at), checkpoint_dir=tmp_path)
+        train(model, samples(), config, PoisonAt(at), checkpoint_dir=tmp_path)
     assert caught.value.step == at
     # Step k's loss is finite for the weights after step k - 1: those after step at - 2 are proven good.
     reference = tiny_model()
@@ -367,6 +367,31 @@ def test_a_loss_that_is_not_finite_restores_the_last_good_state(tmp_path: Path, 
         train(reference, samples(), replace(CONFIG, steps=at - 2))
     assert_equal(model, reference)
     assert (tmp_path / "last-good" / "weights.safetensors").is_file()
+
+
+def test_the_last_good_weights_are_copied_once_in_an_interval(tmp_path: Path) -> None:
+    model, reference = tiny_model(), tiny_model()
+    with pytest.raises(TrainingError, match="those after step 3, the last copy"):
+        train(model, samples(), replace(CONFIG, last_good_interval=3), PoisonAt(6), checkpoint_dir=tmp_path)
+    train(reference, samples(), replace(CONFIG, steps=3))
+    assert_equal(model, reference)
+
+
+def test_without_copies_a_failure_leaves_the_weights_and_says_so(tmp_path: Path) -> None:
+    model, reference, config = tiny_model(), tiny_model(), replace(CONFIG, copies="off")
+    with pytest.raises(TrainingError, match="no copy of earlier ones was kept"):
+        train(model, samples(), config, PoisonAt(4), checkpoint_dir=tmp_path)
+    train(reference, samples(), replace(CONFIG, steps=3))
+    assert_equal(model, reference)
+    assert not (tmp_path / "last-good").exists()
+
+
+def test_early_stopping_without_copies_ends_with_the_last_weights_and_says_so() -> None:
+    model = tiny_model()
+    config = replace(CONFIG, steps=40, learning_rate=3e-2, early_stop_patience=3, validation_interval=2, copies="off")
+    report = train(model, samples(), config, validation=samples(4, 9))
+    assert report.stopped == "early_stop"
+    assert any("copies is 'off'" in warning for warning in report.warnings)
 
 
 def test_weights_blown_up_by_a_step_are_rolled_back() -> None:
@@ -429,6 +454,9 @@ def test_bad_samples_are_refused() -> None:
 
 def test_half_precision_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
-        train(tiny_model().to(torch.bfloat16), samples(), CONFIG)
+        train(tiny_model().to(torch.bfloat16), samples(), replace(CONFIG, memory="full"))
+    for memory in ("auto", "lean"):
+        with pytest.raises(ConfigError, match="float16"):
+            train(tiny_model().to(torch.float16), samples(), replace(CONFIG, dtype="bfloat16", memory=memory))
     with pytest.raises(ConfigError, match="weight_decay"):
         train(tiny_model(), samples(), replace(CONFIG, optimizer="adam", weight_decay=0.1))

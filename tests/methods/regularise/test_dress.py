@@ -362,7 +362,7 @@ FUSED = [
     ("l2", "subgradient", None, None, "llama-head-dim", True),
     ("l1", "subgradient", None, None, "gemma3", True),
     ("l2", "subgradient", None, None, "phi", True),
-    ("l2", "subgradient", None, 0.05, "llama-head-dim", False),
+    ("l2", "subgradient", None, 0.05, "llama-head-dim", True),
     ("l1", "prox", None, 0.05, "llama-head-dim", True),
     ("l1", "prox", 1e-2, None, "mistral", True),
     ("l2", "prox", 1e-2, 0.05, "gemma3", True),

@@ -12,9 +12,8 @@ Gemma's norms through 1 + w). Three ways to minimise it:
   and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
 
-With ``optimizer="fused_adamw"`` the optimizer applies subgradient or proximal map in its own pass over the weights.
-Two cases stay outside, so that the result is the same: a subgradient that is clipped together with the loss's
-gradient, and the proximal map after Phi's gauge.
+pyprune's own optimizer (``optimizer="fused_adamw"``, and lean memory) applies subgradient or proximal map in its own
+pass over the weights. Two cases stay outside: frozen weights, and the proximal map after Phi's gauge.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class DressObjective(Objective):
 
     def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
         """The whole penalty, where the optimizer's own pass gives the same result as a separate one."""
-        prox = self.config.solver == "prox"
-        apart = bool(self.gauge_kept) if prox else config.max_grad_norm is not None
+        apart = self.config.solver == "prox" and bool(self.gauge_kept)
         frozen = any(not s.param.parameter.requires_grad for s in self.slices)
         if self.annealed or apart or frozen:
             return {}
@@ -170,6 +168,10 @@ class DressObjective(Objective):
             s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, s.shift)
             for s in self.slices
         }
+
+    def reads_gradients(self) -> bool:
+        """Whether the subgradient joins the gradients outside the optimizer's pass."""
+        return bool(self.slices) and not (self.annealed or self.in_optimizer or self.config.solver == "prox")
 
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without its weight; differentiable."""
