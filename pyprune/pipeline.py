@@ -21,8 +21,9 @@ from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.plan import PrunePlan
-from pyprune.rework import teacher_dtype, trained_before
+from pyprune.rework import trained_before
 from pyprune.run_folder import RunFolder, run_folder
+from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import check_output
 from pyprune.stages import (
     PruneResult,
@@ -79,8 +80,9 @@ def prune(
     }
 
     def dense() -> PreTrainedModel:
-        return load_model(model_id, dtype=teacher_dtype(config.recover), device=config.device, **reading)[0]
+        return load_model(model_id, dtype=config.recover.teacher_dtype, device=config.device, **reading)[0]
 
+    config = within_memory(Source(model_id, reading), config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
@@ -173,16 +175,22 @@ def _planning(model: PreTrainedModel, data: Mapping[str, Batch | Tensor], config
 def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PlanDecision:
     """Load a model and its calibration text and decide a plan; nothing is written.
 
+    What the trainings of the run would hold in memory is printed first.
+
     Args:
         model_id: folder or hub id of a dense model.
         config: every option.
         source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
+
+    Raises:
+        ConfigError: invalid options, or a training that the device cannot hold.
 
     Returns:
         The plan, with the notes and warnings that a cut by it would come with.
     """
     config = checked(config)
     check_sources(_sources(config))
+    config = within_memory(Source(model_id, source), config, always=True)
     model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
     decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
     if not config.adds_biases:

@@ -16,9 +16,9 @@ from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.shards import has_safetensors
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
 from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
-from pyprune.config.train import RecoverConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_sources
@@ -27,6 +27,7 @@ from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
+from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import check_output
 from pyprune.runtime.progress import warn
@@ -88,7 +89,7 @@ class Dense:
         folder = Path(self.model)
         if has_record(folder) or not has_safetensors(folder):
             return self.load(dtype=dtype, device=device)
-        return StoredLayers(folder, dtype=DTYPES[dtype], device=resolve_device(device))
+        return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
 
 
 @dataclass
@@ -166,6 +167,10 @@ def recover_checkpoint(
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     if config.recover.distill is not None and config.recover.distill.hidden:
         _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
+    check_output(out, overwrite=overwrite, reads=[pruned, teacher, *config.data.sources])
+    record = read_pruning_json(pruned) if has_record(pruned) else None
+    reading = {"trust_remote_code": trust_remote_code}
+    config = within_memory(Source(pruned, reading, teacher, dense.reading, record.plan if record else None), config)
     with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
         if config.keep_adapter:
             work.adapter = work.folder.path / ADAPTER
@@ -174,7 +179,7 @@ def recover_checkpoint(
             work.model,
             work.samples,
             config.recover,
-            teacher=None if teacher is None else dense.load(dtype=teacher_dtype(config.recover), device=config.device),
+            teacher=None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=config.device),
             plan=work.plan,
             checkpoint_dir=work.folder.path / "recover",
             resume=resume,
@@ -297,11 +302,6 @@ def _reworked(
             dtype=dtype,
             convert=work.add_adapter,
         )
-
-
-def teacher_dtype(config: RecoverConfig) -> str:
-    """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
-    return (config.distill.teacher_dtype if config.distill else None) or config.train.dtype
 
 
 def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:

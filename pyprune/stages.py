@@ -330,8 +330,10 @@ class StageRun:
         adapted = "recover" in stages and config.recover.adapters == "lora"
         if adapted:
             check_rank(model, target_names(model, config.recover), config.recover.rank)
-        if {"regularise", "finetune"} & {*stages} or ("recover" in stages and not adapted):
-            check_trainable(dict(model.named_parameters()))
+        whole = [training for training in config.trainings() if training.all_weights]
+        if whole:
+            lean = all(training.train.memory != "full" for training in whole)
+            check_trainable(dict(model.named_parameters()), lean=lean)
         if "recover" in stages and config.recover.distill is not None and self.teacher is None:
             raise ConfigError(
                 "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "

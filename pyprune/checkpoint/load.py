@@ -7,6 +7,7 @@ weights_only loader.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -143,6 +144,35 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     with actionable(source):
         config, model = _checked_config(source, {"trust_remote_code": False})
         return config, parameter_shapes(model)
+
+
+def model_without_weights(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "float32",
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a checkpoint on the meta device: its modules and shapes; of its files only the sizes are looked at.
+
+    Args:
+        path_or_id: folder or hub id.
+        dtype: of the weights, as :func:`load_model` would make them.
+        gguf_file, revision, trust_remote_code: as there.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as :func:`load_model`.
+    """
+    source, remote = str(path_or_id), {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, **remote}
+    with actionable(source), quiet("transformers"), torch.device("meta"):
+        if gguf_file is None:
+            config, _ = _checked_config(source, options)
+        else:
+            config = _gguf_config(source, gguf_file, {**options, "gguf_file": gguf_file})
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=DTYPES[dtype], **remote)
+    return cast(PreTrainedModel, made)
 
 
 def read_generation_config(folder: str | Path) -> GenerationConfig | None:

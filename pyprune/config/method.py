@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pyprune.config.base import Config
 from pyprune.config.train import TrainConfig
@@ -24,6 +25,10 @@ class MethodOptions(Config):
     def training(self) -> TrainConfig | None:
         """How the stage "regularise" trains; None for a method that has none."""
         return None
+
+    def with_training(self, train: TrainConfig) -> Self:
+        """The same with other options of :attr:`training`."""
+        return replace(self, train=train)
 
     @property
     def preserved_goal(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from typing_extensions import override
 
@@ -40,10 +40,12 @@ class Training(NamedTuple):
     def problems(self, dtype: str) -> list[str]:
         """What would stop this training only when its turn comes; ``dtype`` is that of the model's weights."""
         found: list[str] = []
+        lean = dtype == "bfloat16" and self.train.memory != "full" and not replace(self.train, memory="lean").problems()
         _require(
-            not self.all_weights or dtype not in HALF_DTYPES,
+            not self.all_weights or dtype not in HALF_DTYPES or lean,
             f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
-            f"set dtype to float32 ({self.name}.dtype says what is computed in).",
+            f"set dtype to float32 ({self.name}.dtype says what is computed in), or both dtypes to bfloat16 and "
+            f"{self.name}.memory to lean, which rounds them stochastically.",
             found,
         )
         _require(
@@ -75,10 +77,18 @@ class RecoverCheckpointConfig(Config):
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     keep_adapter: bool = False
 
+    def trainings(self) -> Iterator[Training]:
+        """The one training."""
+        yield Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
+
+    def with_training(self, action: StageAction, train: TrainConfig) -> Self:
+        """The same with other options of the training."""
+        return replace(self, recover=replace(self.recover, train=train))
+
     @override
     def problems(self) -> list[str]:
         all_weights = self.recover.adapters == "none"
-        found = Training("recover", "recover.train", self.recover.train, self.data, all_weights).problems(self.dtype)
+        found = [problem for training in self.trainings() for problem in training.problems(self.dtype)]
         _require(
             not (self.keep_adapter and all_weights),
             "keep_adapter is true, but recover.adapters is 'none': all weights are trained, and there is no adapter to "
@@ -237,7 +247,7 @@ class PruneConfig(Config):
         """Whether calibration text shapes what the cut leaves."""
         return self.stages.prune and self.cut.reconstruct != "none"
 
-    def _trainings(self) -> Iterator[Training]:
+    def trainings(self) -> Iterator[Training]:
         """The trainings of all stages, in order."""
         after = self.recovery_data or self.data
         both = [(a, self.data) for a in self.stages.before] + [(a, after) for a in self.stages.after]
@@ -249,10 +259,18 @@ class PruneConfig(Config):
             elif self.options is not None and self.options.training is not None:
                 yield Training(action, f"{self.method}.train", self.options.training, data, True)
 
+    def with_training(self, action: StageAction, train: TrainConfig) -> Self:
+        """The same with other options of a training."""
+        if action == "recover":
+            return replace(self, recover=replace(self.recover, train=train))
+        if action == "finetune":
+            return replace(self, finetune=train)
+        return replace(self, options=self.options.with_training(train) if self.options is not None else None)
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        found += dict.fromkeys(problem for training in self._trainings() for problem in training.problems(self.dtype))
+        found += dict.fromkeys(problem for training in self.trainings() for problem in training.problems(self.dtype))
         _require(
             self.stages.prune or not self.verify,
             "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",

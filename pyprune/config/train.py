@@ -167,3 +167,8 @@ class RecoverConfig(Config):
     dropout: float = option(0.0, at_least=0, below=1)
     distill: DistillConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def teacher_dtype(self) -> str:
+        """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
+        return (self.distill.teacher_dtype if self.distill else None) or self.train.dtype

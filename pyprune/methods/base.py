@@ -222,6 +222,9 @@ class Method:
             before the cut. None for a method that cuts them as they are. A replayed plan is cut without it.
         rotates: whether ``prepare`` changes what the hidden channels are, so that those of the cut model are none of
             the dense model's, and nothing that compares the two channel by channel can be used.
+        objective: (plan, the method's own options) -> what ``regularise`` trains on, an
+            :class:`~pyprune.train.objective.Objective`; what it will hold in memory is found with it. None = the
+            language model alone.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
@@ -236,6 +239,7 @@ class Method:
     options: type[MethodOptions] = MethodOptions
     prepare: Prepare | None = None
     rotates: bool = False
+    objective: Callable[[PrunePlan, Any], Any] | None = None
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 

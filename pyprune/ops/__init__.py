@@ -7,7 +7,7 @@ chooses. Subnormal numbers are not flushed to zero; docs/ops.md has the rule and
 
 from __future__ import annotations
 
-from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report
+from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, without_values
 from pyprune.ops.group_importance import group_importance
 from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
 from pyprune.ops.group_prox import group_prox
@@ -37,4 +37,5 @@ __all__ = [
     "residual_diff_norm",
     "shrink",
     "slice_gather",
+    "without_values",
 ]

@@ -14,7 +14,9 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 from typing import Literal, cast
@@ -31,6 +33,7 @@ PREFERENCE: tuple[Backend, ...] = ("triton", "cpp", "python")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger("pyprune.ops")
+_without_values: ContextVar[bool] = ContextVar("without_values", default=False)
 
 
 class OpError(PypruneError, ValueError):
@@ -77,6 +80,16 @@ def requested_backend() -> str:
     return value
 
 
+@contextmanager
+def without_values() -> Iterator[None]:
+    """In the block every op runs in plain torch, whatever PYPRUNE_BACKEND says: tensors have shapes but no values."""
+    token = _without_values.set(True)
+    try:
+        yield
+    finally:
+        _without_values.reset(token)
+
+
 def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
     """Pick the backend for one call.
 
@@ -88,6 +101,8 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
         BackendError: PYPRUNE_BACKEND names a backend that the op does not have or that cannot run this call.
     """
     requested = requested_backend()
+    if _without_values.get():
+        return "python"
     if requested != "auto":
         backend = cast(Backend, requested)
         reason = _refusal(checks, backend)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from pyprune.errors import (
@@ -36,6 +39,18 @@ def accelerator_name(device: str) -> str | None:
     """Name of the accelerator behind a device name of :func:`resolve_device`; None for the CPU."""
     place = resolve_device(device)
     return torch.cuda.get_device_name(place) if place.type == "cuda" else None
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has in all: of a CPU the machine's, or what the process's cgroup is limited to."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 def computes_bfloat16(device: torch.device) -> bool:

@@ -68,7 +68,7 @@ class Distillation:
         self.listening = False
         self.student_stream: dict[int, Tensor] = {}
         self.teacher_stream: dict[int, Tensor] = {}
-        self.position = torch.empty(0)
+        self.rows: Tensor | None = None
         _check_pair(student, teacher)
         self.view = _StreamView(student, teacher, plan) if config.hidden else None
 
@@ -109,19 +109,20 @@ class Distillation:
             self.student_stream[index] = after
 
     def _hear_teacher(self, index: int, before: Tensor, after: Tensor) -> None:
-        self.teacher_stream[index] = after[:, :-1][self.position.to(after.device)]
+        self.teacher_stream[index] = _at(after, self.rows)
 
     def terms(self, student: nn.Module, batch: Batch) -> LossTerms:
         """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
-        self.position = batch.predicted
+        # Where the next token counts is looked for once: a mask would be searched anew for every layer of both streams.
+        counts = batch.predicted.flatten()
+        self.rows = None if bool(counts.all()) else counts.nonzero().squeeze(1)
         base = _base(student)
         self.listening = True
-        states = _last_hidden(base, batch.inputs)[:, :-1][self.position]
+        states = _at(_last_hidden(base, batch.inputs), self.rows)
         self.listening = False
         with torch.no_grad():
-            inputs = batch.inputs.to(self.teacher.device)
-            expected = _last_hidden(self.teacher, inputs)[:, :-1][self.position.to(inputs.device)]
-        targets = batch.targets[self.position]
+            expected = _at(_last_hidden(self.teacher, batch.inputs.to(self.teacher.device)), self.rows)
+        targets = batch.targets.flatten() if self.rows is None else batch.targets.flatten()[self.rows]
         total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
         count = max(1, len(targets))
         cross_entropy, divergence = sums[0] / count, sums[1] / count
@@ -147,7 +148,7 @@ class Distillation:
         """D of the module's docstring, a scalar."""
         found = []
         for j, k in enumerate(view.layers):
-            own = self.student_stream[j][:, :-1][self.position].float()
+            own = _at(self.student_stream[j], self.rows).float()
             expected = view.expected(self.teacher_stream[k].float()).to(own.device)
             size = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             found.append(((own - expected).square().sum(-1) / size).sum() / max(1, len(own)))
@@ -227,6 +228,12 @@ def _in_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: 
     wanted = torch.is_grad_enabled() and states.requires_grad
     weights = [p for p in _output_head(student).parameters() if p.requires_grad] if wanted else []
     return cast(tuple[Tensor, Tensor], cast(Any, _InChunks).apply(loss, size, wanted, states, *weights))
+
+
+def _at(states: Tensor, rows: Tensor | None) -> Tensor:
+    """Some of the first T - 1 positions of states [B, T, H], [n, H]; None for all of them."""
+    flat = states[:, :-1].flatten(0, 1)
+    return flat if rows is None else flat.index_select(0, rows.to(flat.device))
 
 
 def _base(model: nn.Module) -> PreTrainedModel:

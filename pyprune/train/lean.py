@@ -8,14 +8,21 @@ import torch
 from torch import nn
 
 from pyprune.config.train import TrainConfig
+from pyprune.train.objective import Objective
 
 
 def decided(config: TrainConfig, model: nn.Module) -> TrainConfig:
-    """The options with ``memory`` decided for a model that is in memory: lean for bfloat16 weights, full for others."""
+    """The options with ``memory`` decided for a model that is in memory: lean for bfloat16 weights, full for others.
+
+    Raises:
+        ConfigError: options that do not go with what was decided.
+    """
     if config.memory != "auto":
         return config
     half = any(p.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
-    return replace(config, memory="lean" if half else "full")
+    found = replace(config, memory="lean" if half else "full")
+    found.validate()
+    return found
 
 
 def to_bfloat16(model: nn.Module) -> None:
@@ -23,6 +30,14 @@ def to_bfloat16(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float32 and ".lora_" not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def steps_in_backward(config: TrainConfig, objective: Objective) -> bool:
+    """Whether each weight is stepped inside backward; asked after the objective's ``optimizer_penalties``.
+
+    In lean memory, where one forward pass makes a step and nothing else reads its gradients.
+    """
+    return config.memory == "lean" and config.passes == 1 and not objective.reads_gradients()
 
 
 def place_of_copies(config: TrainConfig, device: torch.device) -> torch.device | None:

@@ -37,7 +37,7 @@ from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
-from pyprune.train.lean import decided, place_of_copies, to_bfloat16
+from pyprune.train.lean import decided, place_of_copies, steps_in_backward, to_bfloat16
 from pyprune.train.objective import Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
     Clipping,
@@ -198,8 +198,7 @@ class _Run:
         own = uses_own_optimizer(self.config, self.device)
         penalties = self.objective.optimizer_penalties(self.model, self.config) if own else {}
         self.optimizer = make_optimizer(groups, self.config, penalties)
-        lean, passes = self.config.memory == "lean", self.config.passes
-        self.in_backward = lean and passes == 1 and not self.objective.reads_gradients()
+        self.in_backward = steps_in_backward(self.config, self.objective)
 
     def _stepping(self) -> AbstractContextManager[None]:
         """Where a step's weights are updated: inside backward, or after it."""

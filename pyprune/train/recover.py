@@ -98,7 +98,7 @@ def recover(
     config.validate()
     if adapter_out is not None:
         _check_adapter_out(Path(adapter_out), config)
-    objective = _Recovery(config, _distillation(model, config, teacher, plan))
+    objective = recovery_objective(model, config, teacher=teacher, plan=plan)
     options: dict[str, Any] = {"validation": validation, "checkpoint_dir": checkpoint_dir, "resume": resume}
     if config.adapters == "none":
         return train(model, samples, config.train, objective, description="recovery of all weights", **options)
@@ -119,6 +119,17 @@ def recover(
             else:
                 adapted.unload()
     return report
+
+
+def recovery_objective(
+    model: PreTrainedModel,
+    config: RecoverConfig,
+    *,
+    teacher: PreTrainedModel | None = None,
+    plan: PrunePlan | None = None,
+) -> Objective:
+    """What :func:`recover` trains on; arguments and errors as there."""
+    return _Recovery(config, _distillation(model, config, teacher, plan))
 
 
 def _check_adapter_out(out: Path, config: RecoverConfig) -> None:

@@ -285,6 +285,16 @@ def test_half_precision_is_refused_where_all_weights_are_trained(
     read_config({**stages, "dtype": "float32"})
 
 
+def test_bfloat16_weights_are_fine_where_they_are_trained_lean() -> None:
+    for memory in ("auto", "lean"):
+        train = {"train": {"dtype": "bfloat16", "memory": memory}}
+        assert read_config({"method": "elder", "elder": train, "dtype": "bfloat16"}).dtype == "bfloat16"
+        with pytest.raises(ConfigError, match="trains all weights"):
+            read_config({"method": "elder", "elder": train, "dtype": "float16"})
+    with pytest.raises(ConfigError, match="trains all weights"):
+        read_config({"method": "elder", "elder": {"train": {"dtype": "bfloat16", "memory": "full"}}, "dtype": "bfloat16"})
+
+
 def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
     for method in ("moreau", "elder"):
         untrained = {"method": method, "stages": {"before": []}, "dtype": "bfloat16"}

@@ -158,6 +158,7 @@ METHOD = Method(
     summary="DReSS: shrink a set of hidden channels during training, then slice it off.",
     decide=Deferred(f"{__name__}.channels:decide"),
     regularise=Deferred(f"{__name__}.training:regularise"),
+    objective=Deferred(f"{__name__}.training:objective"),
     options=DressOptions,
     presets={
         "dress": _dress,

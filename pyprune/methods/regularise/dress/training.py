@@ -331,6 +331,11 @@ def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: Dress
     return sum(float(slices.penalty(config.norm)) for slices in hidden_slices(model, removed))
 
 
+def objective(plan: PrunePlan, options: DressOptions) -> DressObjective:
+    """What :func:`regularise` trains on."""
+    return DressObjective(plan.removed_hidden, options)
+
+
 def regularise(
     model: PreTrainedModel,
     samples: Tensor,

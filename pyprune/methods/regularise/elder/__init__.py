@@ -143,6 +143,7 @@ METHOD = Method(
     summary="ELDeR: learn which layers matter least, turn them into the identity by training, drop them.",
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
+    objective=Deferred(f"{__name__}.penalty:objective"),
     options=ElderOptions,
     presets={
         "elder": _elder,

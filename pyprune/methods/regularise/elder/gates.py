@@ -220,6 +220,7 @@ def learn_layer_gates(
         batch_size=gates.batch_size,
         micro_batch_size=micro_batch_for(gates.batch_size, samples.shape[1]),
         max_grad_norm=None,
+        memory="full",  # of the gates: the weights are frozen
         dtype=config.train.dtype,
         gradient_checkpointing=config.train.gradient_checkpointing,
         checkpoint_interval=config.train.checkpoint_interval,

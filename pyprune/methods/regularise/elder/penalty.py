@@ -200,6 +200,11 @@ def _penalty_warnings(report: TrainReport) -> list[str]:
     ]
 
 
+def objective(plan: PrunePlan, options: ElderOptions) -> ElderObjective:
+    """What :func:`regularise` trains on."""
+    return ElderObjective(plan.removed_layers, options)
+
+
 def regularise(
     model: PreTrainedModel,
     samples: Tensor,

@@ -1,0 +1,260 @@
+"""What the trainings of a run will hold, found and decided before a model is loaded (``train.memory``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pyprune.checkpoint.load import model_without_weights
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
+from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.errors import ConfigError
+from pyprune.families import family_for
+from pyprune.methods.registry import get_method
+from pyprune.plan import PrunePlan
+from pyprune.report import Table, markdown_table
+from pyprune.runtime.device import device_memory, resolve_device
+from pyprune.runtime.progress import say
+from pyprune.train.lora import adapters, target_names
+from pyprune.train.memory import TrainingMemory, training_memory
+from pyprune.train.objective import Objective
+from pyprune.train.recover import recovery_objective
+
+Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
+
+WORTH_A_LOOK = 0.1
+"""Share of a device's memory from which on a run says what it will hold."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the models of a run are read from.
+
+    Attributes:
+        model: folder or hub id of what is trained.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` of it.
+        teacher: folder or hub id of the dense model, for distillation; None = ``model`` itself.
+        teacher_reading: the same of the teacher.
+        plan: what ``model`` was cut to already; None = it is dense.
+    """
+
+    model: str | Path
+    reading: dict[str, Any]
+    teacher: str | Path | None = None
+    teacher_reading: dict[str, Any] | None = None
+    plan: PrunePlan | None = None
+
+    def shapes(self, dtype: str) -> PreTrainedModel:
+        """The model without weights."""
+        return model_without_weights(self.model, dtype=dtype, **self.reading)
+
+    def teacher_shapes(self, dtype: str) -> PreTrainedModel:
+        """The dense model without weights."""
+        reading = self.reading if self.teacher_reading is None else self.teacher_reading
+        return model_without_weights(self.teacher or self.model, dtype=dtype, **reading)
+
+
+def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
+    """Decide ``memory`` of every training that says auto, print what each will hold, and refuse what cannot be held.
+
+    Auto is full where all trainings of all weights fit so in the memory of the device, and lean where one does not;
+    lean loads the weights in bfloat16. A run of a small model on a large device is looked at no further.
+
+    Args:
+        source: of the models.
+        config: of the run, checked.
+        always: print also what is small.
+
+    Returns:
+        The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
+
+    Raises:
+        ConfigError: a training that the device cannot hold; the message has the options that would help.
+        PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
+    """
+    trainings = list(config.trainings())
+    device = resolve_device(config.device)
+    capacity = device_memory(device)
+    if not trainings or not (always or _matters(source.shapes(config.dtype), trainings, capacity)):
+        return config
+    look = _Look(source, config, device)
+    config = _decided(config, look, capacity)
+    found = {training.name: look.at(training, config.dtype) for training in config.trainings()}
+    say(memory_table(found, device, capacity))
+    for training in config.trainings():
+        if found[training.name].total > capacity:
+            raise ConfigError(_refusal(training, found[training.name], look, config.dtype, device, capacity))
+    return config
+
+
+def memory_table(found: dict[str, TrainingMemory], device: torch.device, capacity: int) -> str:
+    """What each training holds at its peak, as Markdown, GiB; of the dense model, of which a cut leaves less."""
+    columns = ("training", "memory", "a forward pass", "weights", "gradients", "moments", "copies", "activations")
+    columns = (*columns, "teacher", "peak")
+    rows = [
+        (
+            name,
+            m.memory + (", steps in backward" if m.in_backward else ""),
+            f"{m.sequences} x {m.length} tokens" + (", checkpointing" if m.checkpointing else ""),
+            *(f"{size / 2**30:.2f}" for size in (m.weights, m.gradients, m.moments, m.copies, m.activations)),
+            f"{m.teacher / 2**30:.2f}",
+            f"{m.total / 2**30:.2f}" + (f" (and {m.on_host / 2**30:.2f} on the host)" if m.on_host else ""),
+        )
+        for name, m in found.items()
+    ]
+    title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}"
+    return f"{title}:\n{markdown_table(Table(title, columns, tuple(rows)))}"
+
+
+def _matters(model: PreTrainedModel, trainings: list[Training], capacity: int) -> bool:
+    """Whether a training might hold a tenth of the device, by a bound that no model without long sequences reaches."""
+    parameters = sum(p.numel() for p in model.parameters())
+    widest = max(p.shape[0] for p in model.parameters() if p.ndim == 2)
+    layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
+    tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
+    activations = tokens * (8 * widest + 200 * layers * hidden)
+    return 24 * parameters + activations > WORTH_A_LOOK * capacity
+
+
+class _Look:
+    """Finds what a training holds, by its options and the dtype of the weights.
+
+    Args:
+        source: of the models.
+        config: of the run.
+        device: where the real model will be.
+    """
+
+    def __init__(self, source: Source, config: PruneConfig | RecoverCheckpointConfig, device: torch.device) -> None:
+        self.source = source
+        self.config = config
+        self.device = device
+        self.found: dict[tuple[str, TrainConfig, str], TrainingMemory] = {}
+
+    def at(self, training: Training, dtype: str) -> TrainingMemory:
+        """What a training holds with weights in ``dtype``."""
+        key = (training.name, training.train, dtype)
+        if key not in self.found:
+            self.found[key] = self._measure(training, dtype)
+        return self.found[key]
+
+    def _measure(self, training: Training, dtype: str) -> TrainingMemory:
+        model, teacher = self.source.shapes(dtype), self._teacher(training)
+        length = training.data.sequence_length
+        with self._objective(training, model, teacher) as (trained, objective):
+            return training_memory(trained, training.train, objective, length, device=self.device, teacher=teacher)
+
+    def _teacher(self, training: Training) -> PreTrainedModel | None:
+        recover = replace(self.config.recover, train=training.train)
+        if training.action != "recover" or recover.distill is None:
+            return None
+        return self.source.teacher_shapes(recover.teacher_dtype)
+
+    @contextmanager
+    def _objective(
+        self, training: Training, model: PreTrainedModel, teacher: PreTrainedModel | None
+    ) -> Iterator[tuple[nn.Module, Objective]]:
+        """What is trained, and on what."""
+        config = self.config
+        if training.action == "recover":
+            recover = replace(config.recover, train=training.train)
+            objective = recovery_objective(model, recover, teacher=teacher, plan=self.source.plan)
+            with _adapted(model, recover) as trained:
+                yield trained, objective
+        elif training.action == "regularise" and isinstance(config, PruneConfig):
+            yield model, _regularisation(model, config)
+        else:
+            yield model, Objective()
+
+
+@contextmanager
+def _adapted(model: PreTrainedModel, recover: RecoverConfig) -> Iterator[nn.Module]:
+    if recover.adapters == "none":
+        yield model
+        return
+    with adapters(model, target_names(model, recover), recover) as adapted:
+        yield adapted
+
+
+def _regularisation(model: PreTrainedModel, config: PruneConfig) -> Objective:
+    """The objective of a method, towards a plan of the wanted size: which layers or channels go changes no memory."""
+    method = get_method(config.method)
+    if method.objective is None:
+        return Objective()
+    plan = family_for(model).plan(model.config)
+    if method.axis == "layers":
+        plan = plan.drop_layers(range(max(1, int(config.ratio * len(plan.layers)))))
+    elif method.axis == "hidden":
+        plan = plan.keep_hidden(range(max(1, int((1 - config.ratio) * len(plan.hidden)))))
+    found: Objective = method.objective(plan, config.options or method.options())
+    return found
+
+
+def _decided(config: Run, look: _Look, capacity: int) -> Run:
+    """Auto becomes full or lean, for all trainings of all weights alike: they train the same weights."""
+    whole = [t for t in config.trainings() if t.all_weights]
+    auto = [t for t in whole if t.train.memory == "auto"]
+    lean = config.dtype == "bfloat16" or any(t.train.memory == "lean" for t in whole)
+    if not lean:
+        full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
+        lean = any(look.at(t, config.dtype).total > capacity for t in full) and all(_may_be_lean(t.train) for t in auto)
+    for training in auto:
+        train = replace(training.train, memory="lean" if lean else "full")
+        config = config.with_training(training.action, train)
+    if lean and whole and config.dtype == "float32":
+        say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
+        config = replace(config, dtype="bfloat16")
+    config.validate()
+    return config
+
+
+def _may_be_lean(train: TrainConfig) -> bool:
+    return not replace(train, memory="lean").problems()
+
+
+def _refusal(
+    training: Training, found: TrainingMemory, look: _Look, dtype: str, device: torch.device, capacity: int
+) -> str:
+    """That a training does not fit, what it holds, and what its options would change."""
+    lines = []
+    for options, other, other_dtype in _helping(training, dtype):
+        total = look.at(other, other_dtype).total
+        if total < found.total:
+            lines.append(f"- {', '.join(options)}: {_gib(total)}")
+    advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
+    parts = ("weights", "gradients", "moments", "copies", "activations", "teacher")
+    held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in parts)
+    return (
+        f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)}."
+        f"{advice}\nOr take shorter sequences, or a device with more memory."
+    )
+
+
+def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Training, str]]:
+    """Options that hold less, one after the other on top of those before: (what to set, the training, dtype)."""
+    train, options = training.train, []
+    steps: list[tuple[str, dict[str, Any]]] = []
+    if not train.gradient_checkpointing:
+        steps.append((f"{training.name}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
+    if train.sequences_per_pass > 1:
+        steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
+    if training.all_weights and train.memory == "full" and _may_be_lean(replace(train, dtype="bfloat16")):
+        steps.append((f"{training.name}.memory=lean", {"memory": "lean", "dtype": "bfloat16"}))
+    if not training.all_weights and dtype == "float32":
+        steps.append(("dtype=bfloat16", {}))
+    for option, change in steps:
+        options.append(option)
+        train = replace(train, **change)
+        half = train.memory == "lean" or option == "dtype=bfloat16"
+        yield list(options), training._replace(train=train), "bfloat16" if half else dtype
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,290 @@
+"""What a training will hold at its peak, found before anything is loaded or computed.
+
+Weights, gradients, moments and copies are counted. Activations are measured: forward and backward of the objective run
+on tensors that have a shape and a dtype but no memory (torch's FakeTensorMode), and every storage that would be alive
+is added up, operation by operation, for as long as it would live. That knows autocast's copies of weights, gradient
+checkpointing, the chunks of the losses, a teacher, and every family, because it is their own code that runs. Attention
+is taken for a fused kernel, which holds queries, keys, values, its output and one sum a row; the scratch memory of
+kernels and the interpreter are not in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedModel
+from typing_extensions import override
+
+from pyprune.config.train import TrainConfig
+from pyprune.data.tokens import Batch
+from pyprune.ops import without_values
+from pyprune.ops.regularised_adamw import Moments
+from pyprune.train.lean import decided, place_of_copies, steps_in_backward
+from pyprune.train.objective import Objective
+from pyprune.train.optimizer import uses_own_optimizer
+
+FUSED = ("sdpa", "flash_attention_2")
+ATTENTION = "pyprune_fused_shapes"
+"""What Transformers calls fused attention, and the name under which it finds the one that has shapes only."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """What one training holds at its peak, bytes.
+
+    Attributes:
+        memory: full or lean.
+        in_backward: whether each weight is stepped inside backward, so that gradients are held one at a time.
+        weights: of the model, trained or not.
+        gradients: of all trained weights; 0 in backward.
+        moments: of the optimizer.
+        copies: of trained weights on the device (the last good and the best ones).
+        activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
+            a teacher aside.
+        teacher: weights of the dense model that is learnt from; 0 without distillation.
+        on_host: copies in the CPU's memory, for a model on a GPU.
+        sequences: in one forward pass.
+        length: tokens in a sequence.
+        checkpointing: whether activations are computed again in the backward pass.
+    """
+
+    memory: Literal["full", "lean"]
+    in_backward: bool
+    weights: int
+    gradients: int
+    moments: int
+    copies: int
+    activations: int
+    teacher: int
+    on_host: int
+    sequences: int
+    length: int
+    checkpointing: bool
+
+    @property
+    def total(self) -> int:
+        """The peak on the device."""
+        parts = (self.weights, self.gradients, self.moments, self.copies, self.activations, self.teacher)
+        return sum(parts)
+
+
+def training_memory(
+    model: nn.Module,
+    config: TrainConfig,
+    objective: Objective,
+    length: int,
+    *,
+    device: torch.device,
+    teacher: nn.Module | None = None,
+) -> TrainingMemory:
+    """Find what training holds at its peak. Models are given on the meta device, and are of no use afterwards.
+
+    Args:
+        model: a causal LM, with the dtypes that it will have; adapters on it, if any.
+        config: the loop's options; ``memory`` auto is decided by the model's dtype.
+        objective: of the run; its ``setup`` and ``teardown`` are called.
+        length: tokens in a sequence, all of them predicted.
+        device: where the real model will be.
+        teacher: that the objective runs, for its weights.
+    """
+    config = decided(config, model)
+    with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
+        for part in (model, teacher):
+            _give_shapes(part)
+        return _measured(model, config, objective, length, device, teacher)
+
+
+def _measured(
+    model: nn.Module,
+    config: TrainConfig,
+    objective: Objective,
+    length: int,
+    device: torch.device,
+    teacher: nn.Module | None,
+) -> TrainingMemory:
+    model.train()
+    if config.gradient_checkpointing:
+        cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    objective.setup(model, config)
+    try:
+        groups = objective.parameter_groups(model, config)
+        trained = _unique(p for group in groups for p in group.parameters.values())
+        if uses_own_optimizer(config, device):
+            objective.optimizer_penalties(model, config)
+        in_backward = steps_in_backward(config, objective)
+        peak = _peak(model, config, objective, length, trained if in_backward else [])
+    finally:
+        objective.teardown(model)
+    gradients = 0 if in_backward else _bytes(trained)
+    place = place_of_copies(config, device)
+    copies = 0 if place is None else (2 if config.early_stop_patience is not None else 1) * _bytes(trained)
+    on_device = place == device
+    return TrainingMemory(
+        memory=cast(Literal["full", "lean"], config.memory),
+        in_backward=in_backward,
+        weights=_bytes(_unique(model.parameters())) + _bytes(_unique(model.buffers())),
+        gradients=gradients,
+        moments=sum(_moments(p, config) for p in trained),
+        copies=copies if on_device else 0,
+        activations=max(0, peak - gradients),
+        teacher=0 if teacher is None else _bytes(_unique(teacher.parameters())),
+        on_host=0 if on_device else copies,
+        sequences=config.sequences_per_pass,
+        length=length,
+        checkpointing=config.gradient_checkpointing,
+    )
+
+
+def _give_shapes(model: nn.Module | None) -> None:
+    """Replace tensors of the meta device by those of FakeTensorMode, which is on, on the CPU; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules() if model is not None else ():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = made.setdefault(id(tensor), _shape_of(tensor))
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    found = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def _peak(model: nn.Module, config: TrainConfig, objective: Objective, length: int, freed: list[Tensor]) -> int:
+    """Most bytes that forward and backward hold beyond the weights: of two passes, where a step has several."""
+    ids = torch.zeros(config.sequences_per_pass, length, dtype=torch.int64)
+    live = _LiveBytes()
+    handles = [cast(nn.Parameter, p).register_post_accumulate_grad_hook(_drop) for p in freed]
+    try:
+        with live:
+            objective.before_step(model, 1)
+            for _ in range(min(2, config.passes)):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.dtype == "bfloat16"):
+                    terms = objective.micro_loss(model, Batch.of(ids))
+                loss = terms.minimised if terms.penalty is None else terms.minimised + terms.penalty
+                del terms
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return live.peak
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Adds up the storages that operations make, for as long as they live.
+
+    Attributes:
+        peak: the most that were alive at once, bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._now = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # "every token counts" and the like: there are no values to look at
+        found = func(*args, **(kwargs or {}))
+        # A storage that an operation reads was made before the block, if it is not known; it is none of the block's.
+        read = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in read:
+                self._hold(tensor.untyped_storage())
+        return found
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self._now -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The tensors that a fused attention kernel holds and makes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    out = cast(Tensor, cast(Any, _FusedAttention).apply(query, key, value))
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@contextmanager
+def _attention_of_shapes(*models: nn.Module | None) -> Iterator[None]:
+    """In the block, models that use torch's fused attention use the one above; eager attention stays as it is."""
+    bases = [m.get_base_model() if hasattr(m, "get_base_model") else m for m in models]
+    changed = [
+        (base, str(base.config._attn_implementation))
+        for base in bases
+        if isinstance(base, PreTrainedModel) and base.config._attn_implementation in FUSED
+    ]
+    try:
+        for base, _ in changed:
+            base.set_attn_implementation(ATTENTION)
+        yield
+    finally:
+        for base, name in changed:
+            base.set_attn_implementation(name)
+
+
+def _moments(parameter: Tensor, config: TrainConfig) -> int:
+    """Bytes of the optimizer's state of one weight."""
+    if config.optimizer == "sgd":
+        return 0
+    if config.memory != "lean":
+        return 2 * parameter.numel() * max(4, parameter.element_size())
+    layout = Moments.layout(parameter, quantised=True).values()
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
