@@ -31,10 +31,12 @@ from pyprune.stages import (
     StageText,
     Teacher,
     draw_samples,
+    planning,
     say_warnings,
     shapes_the_result,
     wanted_text,
 )
+from pyprune.streamed import StoredRun, decides_from_disk, why_loaded
 
 
 def prune(
@@ -54,6 +56,9 @@ def prune(
     continues from there to the same result. For distillation the dense model is read again from ``model_id`` after
     the cut, in the training dtype, and dropped when the stage ends: a copy held from the start would cost the memory
     of the dense weights during scoring and regularisation as well.
+
+    A run that only decides and cuts streams the weights from file to file, where the folder and the method allow it; a
+    note of the result says whether it did, or why not.
 
     Args:
         model_id: folder or hub id of a dense model.
@@ -86,10 +91,16 @@ def prune(
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
-        model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **reading)
-        data = draw_samples(model, tokenizer, config)
+        note = why_loaded(model_id, config, **reading)
+        stored = StoredRun(model_id, config, revision=revision, work=work) if note is None else None
+        if stored is not None:
+            model, data, result = stored.model, stored.data, stored.result()
+        else:
+            model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **reading)
+            data = draw_samples(model, tokenizer, config)
+            result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
+            result.notes += [note] if note else []
         earlier = inherited_facts(model_id)
-        result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
         marks = earlier.get("training_marks", "")
         if shapes_the_result(config):
             again = [text for samples in data.values() for text in trained_before(marks, samples)]
@@ -105,15 +116,18 @@ def prune(
             **earlier,
             "training_marks": marks,
         }
-        result.out = save_checkpoint(
-            model,
-            tokenizer,
-            out,
-            plan=result.plan if result.compact else None,
-            provenance=provenance,
-            overwrite=overwrite,
-            dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
-        )
+        if stored is not None:
+            result.out = stored.write(out, provenance, overwrite=overwrite)
+        else:
+            result.out = save_checkpoint(
+                model,
+                tokenizer,
+                out,
+                plan=result.plan if result.compact else None,
+                provenance=provenance,
+                overwrite=overwrite,
+                dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
+            )
     return result
 
 
@@ -167,9 +181,7 @@ def make_plan(model: PreTrainedModel, samples: Batch | Tensor, config: PruneConf
 
 def _planning(model: PreTrainedModel, data: Mapping[str, Batch | Tensor], config: PruneConfig) -> StageRun:
     """A run that stops at the plan: without stages, and so without what only they need."""
-    config = checked(config)
-    stages = replace(config.stages, before=(), after=())
-    return StageRun(model, StageText.of(data), replace(config, stages=stages, verify=False))
+    return StageRun(model, StageText.of(data), planning(checked(config)))
 
 
 def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PlanDecision:
@@ -191,8 +203,11 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     config = checked(config)
     check_sources(_sources(config))
     config = within_memory(Source(model_id, source), config, always=True)
-    model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
-    decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
+    if decides_from_disk(model_id, config, **source):
+        decision = StoredRun(model_id, config, revision=source.get("revision"), only_planning=True).decide()
+    else:
+        model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
+        decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
     if not config.adds_biases:
         return decision
     note = (

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.trained_on import unguarded
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageAction
@@ -161,6 +162,11 @@ def shapes_the_result(config: PruneConfig) -> bool:
     return config.method == "none" or get_method(config.method).reads_text_with(config.options)
 
 
+def planning(config: PruneConfig) -> PruneConfig:
+    """The options of a run that stops at the plan: without stages, and so without what only they need."""
+    return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
+
+
 @dataclass
 class StageRun:
     """A model on its way through the stages; each method is one stage and adds to ``result``.
@@ -171,6 +177,8 @@ class StageRun:
         config: every option, checked.
         work: where an interrupted run is kept; None keeps nothing.
         teacher: for distillation.
+        stored: where a method reads the weights from; None = from the model.
+        compact: makes the cut, or, of a model without weights, plans it.
         result: what was done so far.
 
     Raises:
@@ -182,6 +190,8 @@ class StageRun:
     config: PruneConfig
     work: RunFolder | None = None
     teacher: Teacher | None = None
+    stored: StoredModel | None = None
+    compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
     result: PruneResult = field(init=False)
 
     def decide(self) -> PlanDecision:
@@ -240,7 +250,7 @@ class StageRun:
         if config.verify:
             with masked(model, result.plan):
                 result.verified = {"masked_perplexity": self._perplexity()}
-        result.compact = replace(compact_(model, result.plan), dense_parameters=dense_parameters)
+        result.compact = replace(self.compact(model, result.plan), dense_parameters=dense_parameters)
         if result.verified is not None:
             result.verified["compacted_perplexity"] = self._perplexity()
         if result.compact.reasons:
@@ -314,8 +324,8 @@ class StageRun:
 
     def _run(self, name: str) -> RunOptions:
         if self.work is None:
-            return RunOptions()
-        return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume)
+            return RunOptions(stored=self.stored)
+        return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume, stored=self.stored)
 
     def _perplexity(self) -> float:
         probe = self.text.probe

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from pyprune.checkpoint.shards import Entry, TensorFiles, check_finite, write_shards
+from pyprune.checkpoint.load import read_generation_config
+from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
+from pyprune.checkpoint.save import converted
+from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
+from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.tokenizer import copy_tokenizer
 from pyprune.cut.compact import Buffers, CompactReport, tensor_cut
 from pyprune.cut.mask import gauged
-from pyprune.cut.target import Target, choose_target, zero_biases
+from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
-from pyprune.families import Family, check_plan, family_for, shapes_after
+from pyprune.families import check_plan, shapes_after
 from pyprune.plan import PrunePlan
+from pyprune.runtime.files import atomic_folder, check_output
 
 
 def compact_checkpoint(
@@ -29,7 +35,7 @@ def compact_checkpoint(
     *,
     provenance: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
 ) -> CompactReport:
     """Cut a checkpoint on disk to the plan and write the result as another, one tensor in memory at a time.
 
@@ -43,7 +49,8 @@ def compact_checkpoint(
         out: the folder to create; it appears complete or not at all, with ``pruning.json``.
         provenance: plain JSON data for the record.
         overwrite: replace an existing ``out``.
-        max_shard_bytes: size at which the output is split into shards.
+        max_shard_bytes: size at which the output is split into shards; None = that of the source's largest shard, and
+            5 GB where it is not split.
 
     Raises:
         CheckpointError: no safetensors, damaged files, weights that are not finite, or tensors missing from or foreign
@@ -52,158 +59,157 @@ def compact_checkpoint(
         UnsupportedModelError: unknown model type, variant or parameter.
         OutputError: ``out`` exists or cannot be written.
     """
-    from pyprune.checkpoint.load import read_dense_config
-    from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
-    from pyprune.checkpoint.tokenizer import copy_tokenizer
-    from pyprune.runtime.files import atomic_folder, check_output
-
     check_output(out, overwrite=overwrite, reads=[folder])
     inherited = inherited_facts(folder, verify_files=True)
-    source = TensorFiles(Path(folder))
-    config, shapes = read_dense_config(folder)
-    family = family_for(config)
-    if config.tie_word_embeddings and _head_is_its_own(source, family):
-        config.tie_word_embeddings = False
-    check_plan(plan, family, config)
-    target = choose_target(family, config, plan)
-    names = _dense_names(source, family, config)
-    _check_shapes(source, names, shapes)
-    entries = _planned_entries(source, names, family, plan, target)
-    model = _described_model(target, source, entries, folder)
-    dense = sum(math.prod(source.shape(name)) for name in names)
-    report = CompactReport(
-        dense_parameters=dense,
-        parameters=sum(math.prod(e.shape) for e in entries),
-        architecture=type(model).__name__,
-        stock=target.stock is not None,
-        reasons=target.why_not_stock,
-    )
-    facts = {
-        "source": str(folder),
-        **inherited,
-        **(provenance or {}),
-        "dense_parameters": dense,
-        "parameters": report.parameters,
-        "architecture": report.architecture,
-        "dtype": str(model.config.dtype).removeprefix("torch."),
-    }
-    tensors = _streamed_tensors(source, names, family, config, plan, target)
-    with atomic_folder(out, overwrite=overwrite) as temporary:
-        digests = write_shards(temporary, entries, tensors, max_shard_bytes)
-        model.config.save_pretrained(temporary)
-        if model.generation_config is not None:
-            # As it is: save_pretrained refuses values that Transformers only reads (LLaMA 2: an idle temperature).
-            model.generation_config.to_json_file(temporary / "generation_config.json")
-        copy_tokenizer(Path(folder), temporary)
-        write_record(temporary, PruningRecord(plan, facts), digests)
-    return report
+    cut = StreamedCut(StoredModel(folder), plan)
+    facts = {"source": str(folder), **inherited, **(provenance or {}), "dense_parameters": cut.report.dense_parameters}
+    cut.write(out, facts, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+    return cut.report
 
 
-def _dense_names(source: TensorFiles, family: Family, config: PretrainedConfig) -> dict[str, str]:
-    """Name in the checkpoint -> parameter name, without what Transformers does not load as a parameter."""
-    names: dict[str, str] = {}
-    for name in source.names():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        dense = _parameter_name(name, family)
-        if family.match(dense)[0].role == "head" and config.tie_word_embeddings:
-            continue
-        names[name] = dense
-    return names
+class StreamedCut:
+    """A checkpoint on disk and a plan that fits it: what the cut will be is known, and :meth:`write` makes it.
 
+    Args:
+        source: the dense checkpoint; its dtype is the one that weights are cut in (None = each tensor's own).
+        plan: what stays.
+        dtype: of the written weights; None = each tensor's own.
 
-def _check_shapes(source: TensorFiles, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the files with the dense model: of a larger tensor a part would be cut out as if it were the whole."""
-    for name, dense in names.items():
-        expected = shapes.get(dense, source.shape(name))  # a foreign tensor is refused where the output is planned
-        if source.shape(name) != expected:
-            raise CheckpointError(
-                f"{name} of {source.folder} has the shape {source.shape(name)}, but by its config.json it is "
-                f"{expected}. The checkpoint is damaged or its config.json was changed."
-            )
+    Attributes:
+        report: sizes before and after, and the architecture.
 
+    Raises:
+        CheckpointError: tensors are missing from or foreign to the model.
+        PlanError: the plan is inconsistent or was made for another model.
+    """
 
-def _parameter_name(name: str, family: Family) -> str:
-    """The model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
-    known = [n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)]
-    return known[0] if known else name
-
-
-def _head_is_its_own(source: TensorFiles, family: Family) -> bool:
-    """Whether the files hold a head with other values than the embedding; Transformers then leaves them untied."""
-    found: dict[str, Tensor] = {}
-    vocabulary = [row for row in family.rows if row.axes == ("vocab", "hidden")]
-    for name in source.names():
-        for row in vocabulary:
-            if row.regex.match(_parameter_name(name, family)):
-                found[row.role] = source.read(name)
-    return len(found) == 2 and not torch.equal(found["head"], found["embedding"].to(found["head"].dtype))
-
-
-def _planned_entries(
-    source: TensorFiles, names: Mapping[str, str], family: Family, plan: PrunePlan, target: Target
-) -> list[Entry]:
-    """Every tensor of the output, in the order in which they are made."""
-    shapes = shapes_after(family, {dense: source.shape(name) for name, dense in names.items()}, plan)
-    position = {layer.index: str(i) for i, layer in enumerate(plan.layers)}
-    entries = []
-    for name, dense in names.items():
-        if dense in shapes:
-            row, index = family.match(dense)
-            new = dense if index is None else row.pattern.replace("{i}", position[index])
-            entries.append(Entry(new, source.dtype(name), shapes[dense]))
-    zeros = zero_biases(target, plan, dtype=entries[0].dtype) if entries else ()
-    return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
-
-
-def _described_model(
-    target: Target, source: TensorFiles, entries: Sequence[Entry], folder: str | Path
-) -> PreTrainedModel:
-    """The compacted model without memory behind it, checked against what will be written."""
-    from pyprune.checkpoint.load import read_generation_config
-
-    config = copy.deepcopy(target.config)
-    config.dtype = next((e.dtype for e in entries), torch.float32)
-    with no_init_weights(), torch.device("meta"):
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
-    model.tie_weights()
-    model.config.architectures = [type(model).__name__]
-    generation = read_generation_config(folder)
-    if generation is not None:
-        model.generation_config = generation
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {e.name: e.shape for e in entries}
-    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-    if wrong:
-        raise CheckpointError(
-            f"The tensors of {source.folder} do not fit its config.json; missing, foreign or of another shape: "
-            f"{', '.join(wrong[:3])}. The checkpoint is incomplete or its config.json was changed."
+    def __init__(self, source: StoredModel, plan: PrunePlan, *, dtype: torch.dtype | None = None) -> None:
+        check_plan(plan, source.family, source.config)
+        self.source = source
+        self.plan = plan
+        self.dtype = dtype
+        self._target = choose_target(source.family, source.config, plan)
+        self._entries = self._planned_entries()
+        self._model = self._described_model()
+        self.report = CompactReport(
+            dense_parameters=sum(math.prod(source.files.shape(name)) for name in source.names),
+            parameters=sum(math.prod(e.shape) for e in self._entries),
+            architecture=type(self._model).__name__,
+            stock=self._target.stock is not None,
+            reasons=self._target.why_not_stock,
         )
-    return model
 
+    def write(
+        self,
+        out: str | Path,
+        provenance: Mapping[str, Any],
+        *,
+        tokenizer: Any = None,
+        overwrite: bool = False,
+        max_shard_bytes: int | None = None,
+    ) -> Path:
+        """Write the checkpoint, tensor by tensor.
 
-def _streamed_tensors(
-    source: TensorFiles,
-    names: Mapping[str, str],
-    family: Family,
-    config: PretrainedConfig,
-    plan: PrunePlan,
-    target: Target,
-) -> Iterator[tuple[str, Iterator[Tensor]]]:
-    tied = bool(config.tie_word_embeddings)
-    through_gauge = bool(plan.removed_hidden) and family.gauges(config)
-    dtype = None
-    buffers = Buffers()
-    for name, dense in names.items():
-        cut = tensor_cut(dense, family, plan, tied=tied)
-        if cut is None:
-            continue
-        tensor = source.read(name)
-        check_finite(name, tensor, source.folder)
-        if through_gauge:
-            tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
-        dtype = dtype or tensor.dtype
-        yield cut.name, cut.pieces(tensor, buffers)
-        del tensor
-    for name, zeros in zero_biases(target, plan, dtype=dtype or torch.float32):
-        yield name, iter((zeros,))
+        Args:
+            out: the folder to create; it appears complete or not at all.
+            provenance: plain JSON data for the record.
+            tokenizer: to be saved; None = the files of the source are copied as they are.
+            overwrite: replace an existing ``out``.
+            max_shard_bytes: see :func:`compact_checkpoint`.
+
+        Raises:
+            CheckpointError: weights that are not finite.
+            OutputError: ``out`` exists or cannot be written, or weights are beyond the range of the written dtype.
+        """
+        model, limit = self._model, max_shard_bytes or largest_shard(self.source.folder)
+        facts = {
+            **provenance,
+            "parameters": self.report.parameters,
+            "architecture": self.report.architecture,
+            "dtype": str(model.config.dtype).removeprefix("torch."),
+        }
+        with atomic_folder(out, overwrite=overwrite) as temporary:
+            digests = write_shards(temporary, self._entries, self._tensors(), limit)
+            model.config.save_pretrained(temporary)
+            if model.generation_config is not None:
+                # As it is: save_pretrained refuses values that Transformers only reads (LLaMA 2: an idle temperature).
+                model.generation_config.to_json_file(temporary / "generation_config.json")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            else:
+                copy_tokenizer(self.source.folder, temporary)
+            write_record(temporary, PruningRecord(self.plan, facts), digests)
+        return Path(out)
+
+    def _planned_entries(self) -> list[Entry]:
+        """Every tensor of the output, in the order in which they are made."""
+        files, family, names = self.source.files, self.source.family, self.source.names
+        shapes = shapes_after(family, {dense: files.shape(name) for name, dense in names.items()}, self.plan)
+        position = {layer.index: str(i) for i, layer in enumerate(self.plan.layers)}
+        entries = []
+        for name, dense in names.items():
+            if dense in shapes:
+                row, index = family.match(dense)
+                new = dense if index is None else row.pattern.replace("{i}", position[index])
+                entries.append(Entry(new, self.dtype or files.dtype(name), shapes[dense]))
+        zeros = zero_biases(self._target, self.plan, dtype=entries[0].dtype) if entries else ()
+        return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
+
+    def _described_model(self) -> PreTrainedModel:
+        """The compacted model without memory behind it, checked against what will be written."""
+        config = copy.deepcopy(self._target.config)
+        config.dtype = next((e.dtype for e in self._entries), torch.float32)
+        with no_init_weights(), torch.device("meta"):
+            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+        model.tie_weights()
+        model.config.architectures = [type(model).__name__]
+        generation = read_generation_config(self.source.folder)
+        if generation is not None:
+            model.generation_config = generation
+        wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found = {e.name: e.shape for e in self._entries}
+        wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        if wrong:
+            raise CheckpointError(
+                f"The tensors of {self.source.folder} do not fit its config.json; missing, foreign or of another "
+                f"shape: {', '.join(wrong[:3])}. The checkpoint is incomplete or its config.json was changed."
+            )
+        return model
+
+    def _tensors(self) -> Iterator[tuple[str, Iterator[Tensor]]]:
+        source, plan, family = self.source, self.plan, self.source.family
+        tied = bool(source.config.tie_word_embeddings)
+        through_gauge = bool(plan.removed_hidden) and family.gauges(source.config)
+        dtype = None
+        buffers = Buffers()
+        for name, dense in source.names.items():
+            cut = tensor_cut(dense, family, plan, tied=tied)
+            if cut is None:
+                continue
+            tensor = source.files.read(name)
+            check_finite(name, tensor, source.folder)
+            dtype = dtype or self.dtype or tensor.dtype
+            tensor = self._to_cut(name, tensor, through_gauge)
+            if through_gauge:
+                tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
+            yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
+            del tensor
+        for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):
+            yield name, iter((zeros,))
+
+    def _to_cut(self, name: str, tensor: Tensor, through_gauge: bool) -> Tensor:
+        """A tensor in the dtype that it is cut in.
+
+        A product of half precision is made in float32 and rounded once, so that a tensor that is read and written in
+        the same dtype needs no copy in float32; the gauge would round it once more.
+        """
+        work = self.source.dtype or tensor.dtype
+        once = work == torch.float32 and tensor.dtype == self.dtype and not through_gauge
+        if once or tensor.dtype == work:
+            return tensor
+        tensor = tensor.to(work)
+        check_finite(name, tensor, self.source.folder)  # beyond the range of float16
+        return tensor
+
+    def _written(self, name: str, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        return pieces if self.dtype is None else (converted(name, piece, self.dtype) for piece in pieces)

@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import cast
 
-import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 from typing_extensions import override
 
-from pyprune.checkpoint.load import read_dense_config
-from pyprune.checkpoint.shards import TensorFiles, check_finite
-from pyprune.errors import CheckpointError
-from pyprune.families import family_for
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.probe.streams import LayerRunner
 
 
 class StoredLayers(LayerRunner):
-    """The layers of a checkpoint folder with safetensors: embeddings stay in memory, of the layers one at a time.
+    """The layers of a checkpoint folder with safetensors: of the layers one is in memory at a time.
+
+    What makes the stream, and the final norm, through which the model's own forward pass sends it, stay in memory; the
+    head is never used and has no values.
 
     Args:
-        folder: a dense checkpoint.
-        dtype: of the weights in memory.
-        device: where they are computed with.
+        stored: the checkpoint, read in the dtype and on the device that the layers compute with.
 
     Raises:
-        CheckpointError: the folder holds no safetensors, a tensor is missing, or its values are not finite.
-        UnsupportedModelError: a model type that pyprune does not know.
+        CheckpointError: a tensor is missing, or its values are not finite.
     """
 
-    def __init__(self, folder: Path | str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        config, _ = read_dense_config(folder)
-        config.dtype = dtype
-        self.folder = Path(folder)
-        self.files = TensorFiles(self.folder)
-        self.dtype = dtype
-        self.device = torch.device(device)
-        with no_init_weights():  # memory that nobody writes is not resident
-            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config)).eval()
-        super().__init__(model, family_for(config))
-        for layer in self.layers:
-            layer.to("meta")
-        self._read_embeddings()
+    def __init__(self, stored: StoredModel) -> None:
+        self.stored = stored
+        super().__init__(stored.model(), stored.family)
+        self._read_ends()
 
-    def _read_embeddings(self) -> None:
-        """Read what makes the stream; the head and the final norm are never used, and stay without values."""
-        for name, parameter in self.model.named_parameters():
-            row, _ = self.family.match(name)
-            if row.role == "embedding":
-                parameter.data = self._tensor(name, parameter)
+    def _read_ends(self) -> None:
+        for name, _ in list(self.model.named_parameters()):
+            if self.family.match(name)[0].role in ("embedding", "final_norm"):
+                owner, _, last = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), last, self._parameter(name))
         for child in self.model.base_model.modules():
             if not any(p.is_meta for p in child.parameters()):
-                child.to(self.device)
+                child.to(self.stored.device)
+
+    @override
+    def walking_together(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """All of them in one group, so that every layer is read once."""
+        return [batches]
 
     @contextmanager
     @override
@@ -63,25 +50,13 @@ class StoredLayers(LayerRunner):
         """Give one decoder layer with its weights, for the time of the block; they are read anew each time."""
         layer = self.layers[index]
         prefix = f"{self.family.layers_path}.{index}."
-        for name, parameter in list(layer.named_parameters()):
+        for name, _ in list(layer.named_parameters()):
             owner, _, last = name.rpartition(".")
-            values = nn.Parameter(self._tensor(prefix + name, parameter), requires_grad=False)
-            setattr(layer.get_submodule(owner), last, values)
+            setattr(layer.get_submodule(owner), last, self._parameter(prefix + name))
         try:
             yield layer
         finally:
             layer.to("meta")
 
-    def _tensor(self, name: str, like: Tensor) -> Tensor:
-        """A tensor by its name in the model; some checkpoints hold the decoder without the causal LM around it."""
-        names = [n for n in (name, name.removeprefix("model.")) if n in self.files.names()]
-        if not names or self.files.shape(names[0]) != tuple(like.shape):
-            found = f"has the shape {self.files.shape(names[0])}" if names else "is missing"
-            raise CheckpointError(
-                f"{name} of {self.folder} {found}; by config.json it is {tuple(like.shape)}. The checkpoint is "
-                "incomplete or its config.json was changed; fetch it again."
-            )
-        tensor = self.files.read(names[0])
-        check_finite(name, tensor, self.folder)
-        # A copy: what is mapped from the file would change with it.
-        return tensor.to(self.device, self.dtype, copy=True)
+    def _parameter(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self.stored.read(name), requires_grad=False)

@@ -72,7 +72,7 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
         return
     kept = model.config.dtype
     # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
-    state = {name: _converted(name, t.detach(), DTYPES[dtype]) for name, t in model.named_parameters()}
+    state = {name: converted(name, t.detach(), DTYPES[dtype]) for name, t in model.named_parameters()}
     try:
         model.config.dtype = DTYPES[dtype]
         with _generation_config_as_it_is(model, folder):
@@ -85,7 +85,14 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _converted(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def converted(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in the dtype that it is written in.
+
+    Raises:
+        OutputError: a finite value is beyond the range of that dtype.
+    """
+    if weight.dtype == dtype:
+        return weight
     result = weight.to(dtype)
     if not torch.isfinite(result).all() and torch.isfinite(weight).all():
         largest, limit = float(weight.abs().max()), torch.finfo(dtype).max

@@ -44,6 +44,9 @@ HEADER_LIMIT_BYTES = 100_000_000
 """The safetensors format's own limit on its header; a larger length field is a damaged file."""
 MAX_DIMENSIONS = 16
 
+SHARD_BYTES = 5_000_000_000
+"""Size of the shards on the hub, and at which a checkpoint is split that was in one file."""
+
 FLUSH_BYTES = 64 << 20
 """Bytes after which writing to the disk begins; a smaller checkpoint is flushed once, when it is complete."""
 
@@ -161,6 +164,16 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
     advice = "" if pickled else ". Only safetensors are read here; convert others with `pyprune export`"
     wanted = f"neither {SINGLE} nor {INDEX}" + (f" nor {PICKLED}" if pickled else "")
     raise CheckpointError(f"{folder} holds {wanted}{advice}.")
+
+
+def largest_shard(folder: Path) -> int:
+    """Bytes of the largest of a checkpoint's shards, for another one that is to be split alike; 5 GB where it has one.
+
+    Raises:
+        CheckpointError: see :func:`weight_files`.
+    """
+    files = weight_files(folder)
+    return max(path.stat().st_size for path in files) if len(files) > 1 else SHARD_BYTES
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -70,7 +70,8 @@ def _lacks_memory(error: BaseException) -> bool:
     """MemoryError, or what torch raises in its place."""
     text = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "not enough memory" in text)
+        isinstance(error, RuntimeError)
+        and any(f"{what} memory" in text for what in ("out of", "not enough", "can't allocate"))
     )
 
 

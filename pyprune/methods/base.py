@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from pyprune.checkpoint.stored import StoredModel
     from pyprune.config.run import RatioOf
     from pyprune.config.score import ScoreConfig
     from pyprune.plan import PrunePlan
@@ -106,11 +107,14 @@ class RunOptions:
         validation: token ids, int64 [M, T], for early stopping; None holds some samples out when needed.
         checkpoint_dir: where resumable checkpoints go (a stage uses sub-folders of it); None = none.
         resume: continue from the checkpoints found there.
+        stored: where the weights are read from, tensor by tensor; the model itself has none (meta device). None = they
+            are in the model. Only methods that are declared ``from_disk`` are given this.
     """
 
     validation: Tensor | None = None
     checkpoint_dir: Path | None = None
     resume: bool = False
+    stored: StoredModel | None = None
 
     def folder(self, stage: str) -> Path | None:
         """The checkpoint folder of a stage."""
@@ -225,6 +229,8 @@ class Method:
         objective: (plan, the method's own options) -> what ``regularise`` trains on, an
             :class:`~pyprune.train.objective.Objective`; what it will hold in memory is found with it. None = the
             language model alone.
+        from_disk: whether ``decide`` can read the weights from disk, a tensor or a layer at a time (``run.stored``), so
+            that a model larger than memory is decided on; with which options, :meth:`why_loaded` says.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
@@ -240,6 +246,7 @@ class Method:
     prepare: Prepare | None = None
     rotates: bool = False
     objective: Callable[[PrunePlan, Any], Any] | None = None
+    from_disk: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 
@@ -251,6 +258,12 @@ class Method:
     def scores(self) -> bool:
         """Whether it scores structures, and so reads the options that all such methods share (``score``)."""
         return self.axis == "structures"
+
+    def why_loaded(self, config: PruneConfig) -> str:
+        """Why a run of these options needs the whole model in memory to decide and to cut; empty where it does not."""
+        if self.prepare is not None:
+            return f"{self.name} changes weights before they are cut"
+        return "" if self.from_disk else f"{self.name} scores the model as a whole"
 
     def reads_text_with(self, options: MethodOptions | None) -> bool:
         """Whether ``decide`` looks at the samples with these options of the method; None stands for its defaults."""

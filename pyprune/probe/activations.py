@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import DataError
+from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.modes import evaluating
 
 
@@ -67,7 +68,7 @@ class Moments:
 
 @torch.no_grad()
 def gather_moments(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LayerRunner,
     samples: Tensor,
     *,
     inputs: Iterable[str] = (),
@@ -77,7 +78,8 @@ def gather_moments(
     """Run the model on the samples and return the moments of what the named modules read or write.
 
     Args:
-        model: a causal LM; it comes back as it was.
+        model: a causal LM, which comes back as it was; or its layers as something else holds them, and then only
+            modules inside layers can be listened to.
         samples: token ids, int64 [N, T].
         inputs: modules whose first argument [B, T, channels] is listened to.
         outputs: modules whose result [B, T, channels] is listened to.
@@ -85,22 +87,41 @@ def gather_moments(
 
     Raises:
         DataError: there is no sample.
+        ValueError: a module that lies outside the layers (a mistake in the caller).
     """
     if not samples.numel():
         raise DataError("Statistics of activations are gathered on calibration text; give samples.")
     found: dict[str, Moments] = {}
     size = batch_size or micro_batch_for(len(samples), samples.shape[1])
-    with still(model), ExitStack() as stack:
+    whole = model.model if isinstance(model, LayerRunner) else model
+    batches = samples.to(whole.device).split(size)
+    with still(whole), ExitStack() as stack:
         for name in inputs:
-            stack.enter_context(_listening(model, name, found, "register_forward_pre_hook"))
+            stack.enter_context(_listening(whole, name, found, "register_forward_pre_hook"))
         for name in outputs:
-            stack.enter_context(_listening(model, name, found, "register_forward_hook"))
-        head = model.get_output_embeddings()
-        listened = {id(model.get_submodule(name)) for name in found}
-        runner: Callable[..., Any] = model if id(head) in listened else model.base_model
-        for batch in samples.to(model.device).split(size):
-            runner(input_ids=batch, use_cache=False)
+            stack.enter_context(_listening(whole, name, found, "register_forward_hook"))
+        if isinstance(model, LayerRunner):
+            _check_inside_layers(found, model)
+            model.walk(batches)
+        else:
+            _run_whole(model, batches, found)
     return found
+
+
+def _run_whole(model: PreTrainedModel, batches: Iterable[Tensor], names: Iterable[str]) -> None:
+    """Run a model that is in memory, up to the head if that is listened to."""
+    head = model.get_output_embeddings()
+    listened = {id(model.get_submodule(name)) for name in names}
+    runner: Callable[..., Any] = model if id(head) in listened else model.base_model
+    for batch in batches:
+        runner(input_ids=batch, use_cache=False)
+
+
+def _check_inside_layers(names: Iterable[str], runner: LayerRunner) -> None:
+    """What is outside runs once before the layers, and would be heard with a stream that has passed none."""
+    outside = [name for name in names if not name.startswith(f"{runner.family.layers_path}.")]
+    if outside:
+        raise ValueError(f"{', '.join(outside)} cannot be listened to while layers run by themselves.")
 
 
 @contextmanager

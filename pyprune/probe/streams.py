@@ -7,7 +7,7 @@ and one layer are at work, whatever the rest of the model lies on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,18 @@ class LayerRunner:
             yield
         finally:
             self._bfloat16 = False
+
+    def walking_together(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Batches in the groups whose streams are best taken through a layer before the next one: each by itself."""
+        return [[batch] for batch in batches]
+
+    def walk(self, batches: Sequence[Tensor]) -> None:
+        """Run token ids, int64 [B, T] each, through all layers, for those who listen to modules inside them."""
+        for group in self.walking_together(batches):
+            streams = [self.embed(batch) for batch in group]
+            for index in range(len(self.layers)):
+                with self.layer(index) as layer:
+                    streams = [self.run(layer, Part(index, BLOCKS), stream) for stream in streams]
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.cut.compact import compact_
 from pyprune.cut.reconstruct import reconstruct_compacted_
 from pyprune.errors import CheckpointError
@@ -23,7 +24,7 @@ from tests._support.plans import axis_plans
 def test_the_stream_of_stored_layers_is_that_of_the_model(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     model.save_pretrained(tmp_path, max_shard_size="40KB")
-    stored = StoredLayers(tmp_path, dtype=torch.float32)
+    stored = StoredLayers(StoredModel(tmp_path, dtype=torch.float32))
     ids = tiny_batch()
     with torch.no_grad():
         stream = stored.embed(ids)
@@ -49,7 +50,7 @@ def test_reconstruction_from_disk_is_reconstruction_from_memory(tmp_path: Path) 
     plan = axis_plans(family_for(dense).plan(dense.config))["everything"]
     samples = tiny_batch(batch=8, length=32)
     results = []
-    for source in (dense, StoredLayers(tmp_path, dtype=torch.float32)):
+    for source in (dense, StoredLayers(StoredModel(tmp_path, dtype=torch.float32))):
         cut = copy.deepcopy(dense)
         compact_(cut, plan)
         reconstruct_compacted_(cut, plan, source, samples)
@@ -72,5 +73,5 @@ def test_a_damaged_checkpoint_is_refused(change: str, tmp_path: Path) -> None:
         tensors[name][0, 0] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
     words = {"missing": "is missing", "shape": "has the shape", "nan": "not finite"}[change]
-    with pytest.raises(CheckpointError, match=words), StoredLayers(tmp_path, dtype=torch.float32).layer(2):
+    with pytest.raises(CheckpointError, match=words), StoredLayers(StoredModel(tmp_path, dtype=torch.float32)).layer(2):
         pass

@@ -156,6 +156,7 @@ def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatc
         (ZeroDivisionError("x" * 9000), 1, "pyprune failed where it should not (ZeroDivisionError"),
         (PermissionError(13, "Permission denied", "/some/file"), ERROR_CODE, "Permission denied: '/some/file'"),
         (MemoryError(), ERROR_CODE, "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ERROR_CODE, "not enough memory"),
     ]
     for error, code, said in errors:
 

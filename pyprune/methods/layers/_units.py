@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.layers import StoredLayers
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for
-from pyprune.methods.base import PlanDecision, PlanRequest
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
 from pyprune.probe.activations import still
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards
@@ -106,6 +107,11 @@ class Removal:
 def json_scores(scores: Mapping[int, float]) -> dict[str, float | None]:
     """Scores by layer for the report; JSON has no infinity, so that what is not finite is None."""
     return {str(index): score if math.isfinite(score) else None for index, score in scores.items()}
+
+
+def layers_of(model: PreTrainedModel, run: RunOptions) -> LayerRunner:
+    """The layers of a model: its own, or, where it is decided on from disk, those of its checkpoint."""
+    return LayerRunner(model, family_for(model)) if run.stored is None else StoredLayers(run.stored)
 
 
 def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple[Tensor, ...]:

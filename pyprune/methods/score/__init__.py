@@ -20,8 +20,8 @@ from typing_extensions import override
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
-from pyprune.config.score import ScoreConfig
-from pyprune.methods.base import Deferred, Method, PlanDecision, PlanRequest
+from pyprune.config.score import ScoreAxis, ScoreConfig
+from pyprune.methods.base import Deferred, Method, PlanDecision, PlanRequest, RunOptions
 
 if TYPE_CHECKING:
     from pyprune.methods.score.base import Scoring
@@ -36,23 +36,41 @@ class ScoreMethod(Method):
 
     Attributes:
         scorer: adds the scores of one round; for those who rank the same scores to several goals.
+        disk_axes: axes that it scores without the model in memory.
     """
 
     scorer: Scorer
+    disk_axes: tuple[ScoreAxis, ...] = ()
 
     @override
     def start(self) -> PruneConfig:
         return scoring(self.name, self.options())
+
+    @override
+    def why_loaded(self, config: PruneConfig) -> str:
+        rounds = config.score_options.iterations
+        if rounds > 1:
+            return f"score.iterations is {rounds}, and later rounds score the masked model"
+        axes = [axis for axis in config.score_options.axes if axis not in self.disk_axes]
+        if self.from_disk and axes:
+            return f"{self.name} scores {', '.join(axes)} of the model as a whole"
+        return super().why_loaded(config)
 
 
 @dataclass(frozen=True)
 class _DecideByScores:
     scorer: Scorer
 
-    def __call__(self, model: Any, samples: Any, request: PlanRequest, run: Any = None) -> PlanDecision:
+    def __call__(
+        self,
+        model: Any,
+        samples: Any,
+        request: PlanRequest,
+        run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    ) -> PlanDecision:
         from pyprune.methods.score.base import decide_by_scores
 
-        return decide_by_scores(self.scorer, model, samples, request)
+        return decide_by_scores(self.scorer, model, samples, request, stored=run.stored)
 
 
 def score_method(
@@ -61,6 +79,7 @@ def score_method(
     scorer: Scorer | str,
     *,
     text: bool = True,
+    from_disk: tuple[ScoreAxis, ...] = (),
     options: type[MethodOptions] = MethodOptions,
     presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
 ) -> ScoreMethod:
@@ -71,6 +90,8 @@ def score_method(
         summary: one line for people.
         scorer: adds the scores; "module:name" for a function that is imported when it is first called.
         text: whether the scorer reads calibration text.
+        from_disk: axes for which the scorer takes weights and statistics only from ``run`` (:class:`Scoring`), which
+            reads a tensor or a layer at a time where the model is not in memory.
         options: the class of the method's own options.
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
     """
@@ -83,6 +104,8 @@ def score_method(
         decide=_DecideByScores(function),
         regularise=None,
         reads_text=text,
+        from_disk=bool(from_disk),
+        disk_axes=from_disk,
         options=options,
         presets=presets or {},
     )

@@ -21,7 +21,7 @@ class Account:
     """Bytes held beside the model while scores are taken.
 
     Attributes:
-        model: weights of the model.
+        model: weights of the model in memory; 0 where they are read from disk, one tensor or layer at a time.
         state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
         layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
             methods without gradients.
@@ -68,9 +68,9 @@ class Account:
             "layerwise": self.layerwise,
             "peak_bytes": self.peak,
         }
+        beside = f"the model's {_mb(self.model)}" if self.model else "what it read from disk at a time"
         self.run.note(
-            f"Scoring held, beside the model's {_mb(self.model)}: {_mb(held)} through all steps"
-            f"{layer}; peak memory {_mb(self.peak)}."
+            f"Scoring held, beside {beside}: {_mb(held)} through all steps{layer}; peak memory {_mb(self.peak)}."
         )
 
 
@@ -78,7 +78,7 @@ class Account:
 def measured(run: Scoring) -> Iterator[Account]:
     """Measure the peak meanwhile and report it."""
     cuda = run.model.device.type == "cuda"
-    account = Account(run, sum(_bytes(p) for p in run.model.parameters()))
+    account = Account(run, sum(_bytes(p) for p in run.model.parameters() if not p.is_meta))
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.model.device)
     else:

@@ -11,27 +11,31 @@ What a scorer may call:
   scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
 * ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
 * ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
+* ``run.moments(...)``: statistics of what modules read and write, and ``run.module_weight(name)``.
 * ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (what all scoring methods share),
   ``own_options(run.request, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
   and ``run.details`` for the report.
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
 (``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
-``pyprune/probe/activations.py`` statistics of what modules read and write.
+``pyprune/probe/activations.py`` statistics of what modules read and write. A scorer that takes weights and statistics
+only from ``run`` scores a model on disk as well; it says of which axes (``from_disk``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import masked
@@ -44,6 +48,7 @@ from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched
 from pyprune.methods.score._rank import Ranking
 from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
 from pyprune.plan import PrunePlan
+from pyprune.probe.activations import Moments, gather_moments
 
 __all__ = [
     "Scoring", "decide_by_scores", "ranking_of", "score_spread",
@@ -72,6 +77,7 @@ class Scoring:
         opened: the parameters that own open structures, in the model's order.
         masked: whether earlier rounds have zeroed structures of this model.
         scores: the structures' running sums.
+        stored: where weights are read from, a tensor or a layer at a time; None = from the model.
         notes: sentences for the report.
         warnings: what the user should worry about.
         details: plain JSON data for the report.
@@ -84,16 +90,25 @@ class Scoring:
     opened: tuple[NamedParam, ...]
     masked: bool
     scores: StructureScores
+    stored: StoredModel | None = None
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, samples: Tensor, request: PlanRequest, *, masked: bool = False) -> Scoring:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        samples: Tensor,
+        request: PlanRequest,
+        *,
+        masked: bool = False,
+        stored: StoredModel | None = None,
+    ) -> Scoring:
         """Open the structures that the options name, with no scores yet."""
         scope = OpenUnits.of(request.identity.dense, request.score)
         scores = StructureScores(scope, request.score.aggregation)
-        return cls(model, samples, request, scope, scope.opened(model), masked, scores)
+        return cls(model, samples, request, scope, scope.opened(model), masked, scores, stored)
 
     @property
     def score(self) -> ScoreConfig:
@@ -113,7 +128,20 @@ class Scoring:
     def weight(self, param: NamedParam) -> Tensor:
         """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
         offset = self.request.family.unit_offset_norm and param.row.is_norm_weight
-        return param.parameter.detach() + 1 if offset else param.parameter.detach()
+        values = param.parameter.detach() if self.stored is None else self.stored.read(param.name)
+        return values + 1 if offset else values
+
+    def module_weight(self, module: str) -> Tensor:
+        """The weight of a linear module by its name."""
+        if self.stored is not None:
+            return self.stored.read(f"{module}.weight")
+        return cast(nn.Linear, self.model.get_submodule(module)).weight.detach()
+
+    def moments(self, *, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Moments]:
+        """Moments of what modules read or write on the samples; see :func:`gather_moments`."""
+        source = self.model if self.stored is None else StoredLayers(self.stored)
+        size = self.score.batch_size
+        return gather_moments(source, self.samples, inputs=inputs, outputs=outputs, batch_size=size)
 
     @torch.no_grad()
     def add(self, param: NamedParam, factor: Tensor, *, signed: bool = False) -> None:
@@ -151,7 +179,14 @@ class Scoring:
         self.warnings.append(text)
 
 
-def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, request: PlanRequest) -> PlanDecision:
+def decide_by_scores(
+    scorer: Scorer,
+    model: PreTrainedModel,
+    samples: Tensor,
+    request: PlanRequest,
+    *,
+    stored: StoredModel | None = None,
+) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
     Later rounds score the masked model and hold one more copy of its weights meanwhile. Notes and details are those of
@@ -162,6 +197,7 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, re
         model: a dense model of a known family; a scorer that reads no weights may be used on the meta device.
         samples: calibration token ids, int64 [N, T].
         request: what the plan is to reach.
+        stored: where weights are read from, of a model on the meta device; for one round only.
 
     Raises:
         ConfigError: options that do not fit the model, or a goal that cannot be reached.
@@ -171,11 +207,11 @@ def decide_by_scores(scorer: Scorer, model: PreTrainedModel, samples: Tensor, re
     ranking.check_goal()
     rounds = request.score.iterations
     plan = ranking.identity
-    run = Scoring.of(model, samples, request)
+    run = Scoring.of(model, samples, request, stored=stored)
     warnings: list[str] = []
     for number in range(1, rounds + 1):
         with masked(model, plan) if number > 1 else nullcontext():
-            run = Scoring.of(model, samples, request, masked=number > 1)
+            run = Scoring.of(model, samples, request, masked=number > 1, stored=stored)
             scorer(run)
         prefix = f"Round {number}: " if rounds > 1 else ""
         warnings += [prefix + text for text in (*_zero_warnings(run, ranking, plan), *run.warnings)]

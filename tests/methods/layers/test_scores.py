@@ -24,6 +24,7 @@ from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import Unit, without_units
 from pyprune.methods.registry import get_method, preset
 from pyprune.pipeline import prune_
+from pyprune.probe.streams import LayerRunner
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from tests._support.compare import assert_same_logits
@@ -106,7 +107,7 @@ def streams(model: PreTrainedModel, index: int) -> dict[str, tuple[Tensor, Tenso
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
 def test_block_influence_is_its_definition(family: str, unit: Unit) -> None:
     model = tiny_model(family)
-    found = block_influence(model, samples().split(2), unit)
+    found = block_influence(LayerRunner(model, family_for(model)), samples().split(2), unit)
     assert found == pytest.approx([influence([streams(model, i)[unit]]) for i in range(4)], rel=1e-5)
     assert max(found) > 1.5 * min(found)
 
@@ -114,7 +115,7 @@ def test_block_influence_is_its_definition(family: str, unit: Unit) -> None:
 def test_shortgpt_removes_the_smallest_influence() -> None:
     model = tiny_model(num_hidden_layers=LAYERS)
     decision = decided(model, config("shortgpt"))
-    found = block_influence(model, (samples(),))
+    found = block_influence(LayerRunner(model, family_for(model)), (samples(),))
     assert removed(decision) == sorted(range(LAYERS), key=found.__getitem__)[:3]
     shown = decision.details["layers"]["block_influence"]
     assert [shown[str(i)] for i in range(LAYERS)] == pytest.approx(found)

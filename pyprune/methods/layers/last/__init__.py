@@ -34,6 +34,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.choose:decide"),
     regularise=None,
     reads_text=False,
+    from_disk=True,
     options=LastOptions,
     presets=with_paper("last", _last),
 )

@@ -38,6 +38,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.score:decide"),
     regularise=None,
     options=ShortGptOptions,
+    from_disk=True,
     removes=BLOCKS_TOO,
     presets=with_paper("shortgpt", _shortgpt),
 )

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layers_of, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
 from pyprune.probe.activations import still
@@ -34,45 +33,51 @@ def decide(
     """Remove the units of the smallest block influence, all at once."""
     options = own_options(request, ShortGptOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    influence = block_influence(model, micro_batches(model, samples, request.method), removal.unit)
+    runner = layers_of(model, run)
+    influence = block_influence(runner, micro_batches(runner.model, samples, request.method), removal.unit)
     scores = {index: influence[index] for index in removal.opened}
     return removal.decision(removal.smallest(scores), block_influence=json_scores(scores))
 
 
 @torch.no_grad()
-def block_influence(model: PreTrainedModel, batches: Sequence[Tensor], unit: Unit = "layer") -> tuple[float, ...]:
+def block_influence(runner: LayerRunner, batches: Sequence[Tensor], unit: Unit = "layer") -> tuple[float, ...]:
     """The block influence of every layer, or of every attention or MLP block; one forward pass.
 
     Args:
-        model: a causal LM of a known family; it comes back as it was.
+        runner: the layers of a causal LM, which comes back as it was. Of a checkpoint on disk each layer is read once,
+            and the streams of all batches are held.
         batches: token ids, int64 [B, T] each.
         unit: whose influence.
 
     Returns:
         1 - cosine, in [0, 2], one number a layer.
     """
-    runner = LayerRunner(model, family_for(model))
     cosines = [0.0] * len(runner.layers)
-    with still(model):
-        for batch in track(batches, "Block influence"):
-            stream = runner.embed(batch)
-            for index in range(len(runner.layers)):
-                before, after, stream = _around(runner, stream, index, unit)
-                cosines[index] += float(functional.cosine_similarity(before.double(), after.double(), dim=-1).sum())
+    groups = runner.walking_together(batches)
+    with still(runner.model):
+        streams: list[Tensor] = []
+        for group, index in track([(g, i) for g in groups for i in range(len(cosines))], "Block influence"):
+            streams = [runner.embed(batch) for batch in group] if index == 0 else streams
+            with runner.layer(index) as layer:
+                for number, stream in enumerate(streams):
+                    before, after, streams[number] = _around(runner, layer, stream, index, unit)
+                    turned = functional.cosine_similarity(before.double(), after.double(), dim=-1)
+                    cosines[index] += float(turned.sum())
     tokens = sum(batch.numel() for batch in batches)
     return tuple(1 - total / tokens for total in cosines)
 
 
-def _around(runner: LayerRunner, stream: Tensor, index: int, unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+def _around(
+    runner: LayerRunner, layer: nn.Module, stream: Tensor, index: int, unit: Unit
+) -> tuple[Tensor, Tensor, Tensor]:
     """The streams [B, T, H] in front of and behind the unit of a layer, and the one that leaves the layer."""
-    with runner.layer(index) as layer:
-        if unit == "layer":
-            out = runner.run(layer, Part(index, BLOCKS), stream)
-            return stream, out, out
-        first, *second = parts_of(runner.family, index)
-        if not second:  # side by side: both blocks read and write the same stream
-            alone = runner.run(layer, Part(index, (unit,)), stream)
-            return stream, alone, runner.run(layer, first, stream)
-        middle = runner.run(layer, first, stream)
-        out = runner.run(layer, second[0], middle)
-        return (stream, middle, out) if unit in first.blocks else (middle, out, out)
+    if unit == "layer":
+        out = runner.run(layer, Part(index, BLOCKS), stream)
+        return stream, out, out
+    first, *second = parts_of(runner.family, index)
+    if not second:  # side by side: both blocks read and write the same stream
+        alone = runner.run(layer, Part(index, (unit,)), stream)
+        return stream, alone, runner.run(layer, first, stream)
+    middle = runner.run(layer, first, stream)
+    out = runner.run(layer, second[0], middle)
+    return (stream, middle, out) if unit in first.blocks else (middle, out, out)

@@ -27,6 +27,7 @@ METHOD = replace(
         "flap",
         "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.",
         f"{__name__}.score:score",
+        from_disk=("heads", "ffn"),
         presets=with_paper("flap", _flap),
     ),
     removes="heads and FFN channels",

@@ -18,15 +18,12 @@ With ``cut.reconstruct: bias`` (as the preset of this method has it) the cut add
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyprune.errors import ConfigError
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import Scoring
-from pyprune.probe.activations import gather_moments
 
 
 @torch.no_grad()
@@ -41,11 +38,10 @@ def score(run: Scoring) -> None:
     run.scores.standardised = True
     names = run.output_projections()
     with measured(run) as account:
-        moments = gather_moments(run.model, run.samples, inputs=names.values(), batch_size=run.score.batch_size)
+        moments = run.moments(inputs=names.values())
         account.state = sum(m.bytes for m in moments.values())
     for (layer, axis), name in names.items():
-        weight = cast(nn.Linear, run.model.get_submodule(name)).weight.detach()
-        channels = standardised_fluctuation(moments[name].variance, weight, masked=run.masked)
+        channels = standardised_fluctuation(moments[name].variance, run.module_weight(name), masked=run.masked)
         heads = channels.view(-1, run.scope.dense.head_dim).mean(1) if axis == "heads" else channels
         run.add_units(layer, axis, heads, part=name)
     run.details["tokens"] = run.samples.numel()

@@ -31,6 +31,7 @@ METHOD = score_method(
     "Magnitude: remove the heads and channels with the smallest weights.",
     f"{__name__}.score:score",
     text=False,
+    from_disk=("heads", "ffn", "hidden"),
     options=MagnitudeOptions,
     presets={"magnitude": in_every_layer(_magnitude)},
 )

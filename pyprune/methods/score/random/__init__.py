@@ -25,5 +25,6 @@ METHOD = score_method(
     "Random: the control that every score must beat.",
     f"{__name__}.score:score",
     text=False,
+    from_disk=("heads", "ffn", "hidden"),
     options=RandomOptions,
 )

@@ -25,7 +25,7 @@ from pyprune.methods.base import own_options
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.wanda import WandaOptions
-from pyprune.probe.activations import Moments, gather_moments
+from pyprune.probe.activations import Moments
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def score(run: Scoring) -> None:
     linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
     others = [name for name in modules if name not in set(linear)]
     with measured(run) as account:
-        moments = gather_moments(run.model, run.samples, inputs=linear, outputs=others, batch_size=run.score.batch_size)
+        moments = run.moments(inputs=linear, outputs=others)
         account.state = sum(m.bytes for m in moments.values())
     for param in counted:
         module = run.model.get_submodule(_module(param))
@@ -52,7 +52,8 @@ def score(run: Scoring) -> None:
 def _add(run: Scoring, param: NamedParam, module: nn.Module, moments: Moments) -> None:
     if param.row.is_bias or param.row.role == "inner":
         # A bias is multiplied with 1 at every token, and so, on average of the squares, is the weight of a q/k norm.
-        run.add(param, torch.full_like(param.parameter, math.sqrt(moments.count), dtype=_wide(param.parameter)))
+        size, dtype = param.parameter.shape, _wide(param.parameter)
+        run.add(param, moments.mean.new_full(size, math.sqrt(moments.count), dtype=dtype))
     elif isinstance(module, nn.Linear):
         norms = moments.norm().to(_wide(param.parameter))
         run.add(param, norms.expand_as(param.parameter))

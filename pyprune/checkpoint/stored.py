@@ -1,0 +1,182 @@
+"""A dense checkpoint on disk whose tensors are read one at a time, and the model that they belong to without them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from pyprune.checkpoint.damage import actionable
+from pyprune.checkpoint.load import read_dense_config
+from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors
+from pyprune.errors import CheckpointError
+from pyprune.families import family_for
+from pyprune.runtime.progress import quiet
+
+BESIDE = ("generation_config.json", "adapter_config.json")
+"""Files that some repositories have beside config.json and weights; a folder with an adapter is refused."""
+
+
+def folder_with_safetensors(model_id: str | Path, revision: str | None = None) -> Path | None:
+    """Where the configuration and the safetensors of a model lie: its folder, or the hub's cache, into which they go.
+
+    Args:
+        model_id: folder or hub id.
+        revision: hub revision.
+
+    Returns:
+        None where the model has no safetensors.
+
+    Raises:
+        CheckpointError: the repository cannot be read.
+    """
+    source = str(model_id)
+    if os.path.isdir(source):
+        return Path(source) if has_safetensors(Path(source)) else None
+    maybe = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    with actionable(source), quiet("transformers"):
+        config = cached_file(source, "config.json", revision=revision)
+        for name in BESIDE:
+            cached_file(source, name, revision=revision, **maybe)
+        if cached_file(source, SINGLE, revision=revision, **maybe) is None:
+            index = cached_file(source, INDEX, revision=revision, **maybe)
+            if index is None:
+                return None
+            get_checkpoint_shard_files(source, index, revision=revision)
+    return Path(str(config)).parent
+
+
+class StoredModel:
+    """A dense checkpoint folder with safetensors: what its headers and its config.json say, and tensors as asked for.
+
+    Args:
+        folder: a dense checkpoint of a known family, in one file or in shards.
+        dtype: of the tensors that :meth:`read` gives; None = each its own.
+        device: where they are put.
+
+    Attributes:
+        folder: the checkpoint.
+        dtype: see above.
+        device: see above.
+        files: its tensors.
+        config: its configuration; a head that is stored with other values than the embedding is not tied.
+        family: of the model.
+        names: name in the files -> parameter name, in the order of the files, without what Transformers does not load.
+
+    Raises:
+        CheckpointError: no safetensors, damaged files, or tensors of other shapes than config.json asks for.
+        UnsupportedModelError: unknown model type, variant or parameter.
+    """
+
+    def __init__(
+        self, folder: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.folder = Path(folder)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.files = TensorFiles(self.folder)
+        self.config, self._shapes = read_dense_config(self.folder)
+        self.family = family_for(self.config)
+        if self.config.tie_word_embeddings and self._head_is_its_own():
+            self.config.tie_word_embeddings = False
+        self.names = self._parameter_names()
+        self._where = {name: stored for stored, name in self.names.items()}
+        self._check_shapes()
+
+    def model(self) -> PreTrainedModel:
+        """The dense model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
+        config = copy.deepcopy(self.config)
+        if self.dtype is not None:
+            config.dtype = self.dtype
+        return _without_parameters(config).eval()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its parameter name, in ``dtype`` on ``device``.
+
+        Raises:
+            CheckpointError: it is missing, or its values are not finite.
+        """
+        if name not in self._where:
+            shape = self._shapes.get(name)
+            raise CheckpointError(
+                f"{name} of {self.folder} is missing; by config.json its shape is {shape}. The checkpoint is "
+                "incomplete or its config.json was changed; fetch it again."
+            )
+        tensor = self.files.read(self._where[name])
+        check_finite(name, tensor, self.folder)
+        # A copy: what is mapped from the file would change with it.
+        found = tensor.to(self.device, self.dtype or tensor.dtype, copy=True)
+        if found.dtype != tensor.dtype:
+            check_finite(name, found, self.folder)  # beyond the range of float16
+        return found
+
+    def _parameter_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for name in self.files.names():
+            if name.endswith("rotary_emb.inv_freq"):
+                continue
+            dense = self._parameter_name(name)
+            if self.family.match(dense)[0].role == "head" and self.config.tie_word_embeddings:
+                continue
+            names[name] = dense
+        return names
+
+    def _parameter_name(self, name: str) -> str:
+        """The model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
+        rows = self.family.rows
+        return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in rows)), name)
+
+    def _check_shapes(self) -> None:
+        """Compare the files with the dense model: of a larger tensor a part would be taken as if it were the whole."""
+        for name, dense in self.names.items():
+            shape = self.files.shape(name)
+            expected = self._shapes.get(dense, shape)  # a foreign tensor is refused where the output is planned
+            if shape != expected:
+                raise CheckpointError(
+                    f"{name} of {self.folder} has the shape {shape}, but by its config.json it is {expected}. The "
+                    "checkpoint is damaged or its config.json was changed."
+                )
+
+    def _head_is_its_own(self) -> bool:
+        """Whether the files hold a head with other values than the embedding; Transformers then leaves them untied."""
+        found: dict[str, Tensor] = {}
+        vocabulary = [row for row in self.family.rows if row.axes == ("vocab", "hidden")]
+        for name in self.files.names():
+            for row in vocabulary:
+                if row.regex.match(self._parameter_name(name)):
+                    found[row.role] = self.files.read(name)
+        return len(found) == 2 and not torch.equal(found["head"], found["embedding"].to(found["head"].dtype))
+
+
+def _without_parameters(config: PretrainedConfig) -> PreTrainedModel:
+    """A model whose parameters have no memory (they are on the meta device); its buffers are computed as always."""
+    with no_init_weights(), _parameters_on_meta():
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Take the memory of every parameter away as soon as a module has made it: one of them exists at a time."""
+    register = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # what is shared stays one object
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

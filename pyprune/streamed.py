@@ -1,0 +1,169 @@
+"""Runs that only decide and cut: a checkpoint on disk becomes another one, with one tensor or layer in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pyprune.checkpoint.compact import StreamedCut
+from pyprune.checkpoint.load import stored_dtype
+from pyprune.checkpoint.record import inherited_facts
+from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
+from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.config.run import PruneConfig
+from pyprune.cut.compact import CompactReport
+from pyprune.data.sampling import TokenSamples
+from pyprune.errors import CheckpointError
+from pyprune.methods.base import PlanDecision
+from pyprune.methods.registry import get_method
+from pyprune.plan import PrunePlan
+from pyprune.run_folder import RunFolder
+from pyprune.runtime.device import DTYPES, resolve_device
+from pyprune.runtime.freed import freed_at_once
+from pyprune.stages import PruneResult, StageRun, StageText, draw_samples, planning
+
+NOTE = "Streamed from file to file: one tensor or layer of the model was in memory at a time."
+
+
+def why_loaded(
+    model_id: str | Path,
+    config: PruneConfig,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> str | None:
+    """Why a run takes the whole model into memory.
+
+    Args:
+        model_id: folder or hub id of a dense model.
+        config: every option, checked.
+        gguf_file: a GGUF file inside it.
+        revision: hub revision.
+        trust_remote_code: whether the repository's own code may run.
+
+    Returns:
+        A note for the report; empty where nobody would expect anything else (a run that trains, or cuts nothing); None
+        where the weights can be streamed.
+    """
+    if config.stages.before or config.stages.after or not config.stages.prune:
+        return ""
+    reason = (
+        _why_not_cut(config)
+        or _why_not_decided(config)
+        or _why_not_from(model_id, gguf_file, revision, trust_remote_code=trust_remote_code)
+    )
+    return f"The whole model was in memory, not streamed from file to file: {reason}." if reason else None
+
+
+def decides_from_disk(
+    model_id: str | Path,
+    config: PruneConfig,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Whether the plan of a run can be found without the whole model in memory.
+
+    Args:
+        model_id: folder or hub id of a dense model.
+        config: every option, checked.
+        gguf_file, revision, trust_remote_code: as in :func:`why_loaded`.
+    """
+    return not (
+        _why_not_decided(config) or _why_not_from(model_id, gguf_file, revision, trust_remote_code=trust_remote_code)
+    )
+
+
+def _why_not_from(model_id: str | Path, gguf_file: str | None, revision: str | None, *, trust_remote_code: bool) -> str:
+    if gguf_file is not None:
+        return "GGUF weights are dequantised when they are loaded"
+    if trust_remote_code:
+        return "the model may run code of its own (--trust-remote-code)"
+    return "" if folder_with_safetensors(model_id, revision) else f"{model_id} has no safetensors"
+
+
+def _why_not_cut(config: PruneConfig) -> str:
+    if config.verify:
+        return "verify measures it before and after the cut"
+    return "" if config.cut.reconstruct == "none" else f"cut.reconstruct is {config.cut.reconstruct!r}"
+
+
+def _why_not_decided(config: PruneConfig) -> str:
+    if config.plan is not None:
+        return ""
+    return get_method(config.method).why_loaded(config)
+
+
+class StoredRun:
+    """A run on a model whose weights stay on disk.
+
+    Args:
+        model_id: folder or hub id of a dense model, of which :func:`why_loaded` says None.
+        config: every option, checked.
+        revision: hub revision.
+        work: where an interrupted run is kept; None keeps nothing.
+        only_planning: decide, but train and cut nothing: the text of other stages is drawn, and not used.
+
+    Attributes:
+        model: the dense model, its parameters without memory.
+        data: the text that was drawn.
+
+    Raises:
+        CheckpointError: files are damaged, or differ from the folder's record.
+        PypruneError: as :class:`pyprune.stages.StageRun`.
+    """
+
+    @freed_at_once()
+    def __init__(
+        self,
+        model_id: str | Path,
+        config: PruneConfig,
+        *,
+        revision: str | None = None,
+        work: RunFolder | None = None,
+        only_planning: bool = False,
+    ) -> None:
+        inherited_facts(model_id, verify_files=True)
+        folder = folder_with_safetensors(model_id, revision)
+        if folder is None:
+            raise CheckpointError(f"{model_id} has no safetensors, from which weights could be streamed.")
+        self._config = config
+        self._source = StoredModel(folder, dtype=DTYPES[config.dtype], device=resolve_device(config.device))
+        self._cut: StreamedCut | None = None
+        self._tokenizer = load_tokenizer(str(model_id), revision=revision)
+        self.model: PreTrainedModel = self._source.model()
+        self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
+        text = StageText.of(self.data)
+        own = planning(config) if only_planning else config
+        self._run = StageRun(self.model, text, own, work, stored=self._source, compact=self._planned)
+
+    @freed_at_once()
+    def decide(self) -> PlanDecision:
+        """Choose what to remove; nothing is cut."""
+        return self._run.decide()
+
+    @freed_at_once()
+    def result(self) -> PruneResult:
+        """Decide, and plan the cut, which :meth:`write` makes."""
+        self._run.decide()
+        self._run.cut()
+        result = self._run.finished()
+        result.notes.append(NOTE)
+        return result
+
+    def _planned(self, model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
+        written = self._config.export_dtype or stored_dtype(self._source.folder) or self._config.dtype
+        self._cut = StreamedCut(self._source, plan, dtype=DTYPES[written])
+        return self._cut.report
+
+    @freed_at_once()
+    def write(self, out: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> Path:
+        """Cut the weights from file to file; see :meth:`StreamedCut.write`. Call :meth:`result` first."""
+        if self._cut is None:
+            raise RuntimeError("There is no plan yet; call result() first.")
+        return self._cut.write(out, provenance, tokenizer=self._tokenizer, overwrite=overwrite)

@@ -1,0 +1,238 @@
+"""Runs that only decide and cut go from file to file, and write what the run in memory writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pyprune import pipeline
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.config.run import PruneConfig
+from pyprune.families import decoder_layers, family_for
+from pyprune.recipe import build_config
+from pyprune.streamed import NOTE
+from tests._support.cli import run
+from tests._support.models import tiny_model
+from tests._support.plans import axis_plans
+from tests._support.text import write_model, write_text
+
+SEPARATE = ("notes", "seconds", "memory")
+"""Facts in which the two ways differ: what they say of themselves, and what it cost."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def dense_folder(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    return write_model(tiny_model(name).to(dtype), folder)
+
+
+def plan_file(folder: Path, name: str, which: str = "everything") -> Path:
+    model = tiny_model(name)
+    path = folder / f"{which}.json"
+    path.write_text(axis_plans(family_for(model).plan(model.config))[which].to_json())
+    return path
+
+
+def both_ways(dense: Path, config: PruneConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The folders that the streamed run and the run in memory write."""
+    streamed = pipeline.prune(dense, config, out=out / "streamed")
+    assert NOTE in streamed.notes
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "why_loaded", lambda *_, **__: "In memory.")
+        loaded = pipeline.prune(dense, config, out=out / "loaded")
+    assert NOTE not in loaded.notes
+    assert "In memory." in loaded.notes
+    assert [note for note in streamed.notes if note != NOTE] != []
+    return out / "streamed", out / "loaded"
+
+
+def assert_same_folder(streamed: Path, loaded: Path) -> None:
+    names = [sorted(p.name for p in folder.iterdir()) for folder in (streamed, loaded)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name == "model.safetensors":
+            assert_same_tensors(streamed / name, loaded / name)
+        elif name not in ("pruning.json",):
+            assert (streamed / name).read_bytes() == (loaded / name).read_bytes(), name
+    records = [read_pruning_json(folder, verify_files=True) for folder in (streamed, loaded)]
+    assert records[0].plan == records[1].plan
+    assert list(records[0].provenance) == list(records[1].provenance)
+    assert without_separate(records[0].provenance) == without_separate(records[1].provenance)
+
+
+def assert_same_tensors(left: Path, right: Path) -> None:
+    a, b = load_file(left), load_file(right)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype
+        assert torch.equal(tensor.flatten().view(torch.uint8), b[name].flatten().view(torch.uint8)), name
+
+
+def without_separate(facts: Any) -> Any:
+    if isinstance(facts, dict):
+        return {name: without_separate(value) for name, value in facts.items() if name not in SEPARATE}
+    return facts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma3", "opt", "olmo2-tied-bias", "phi3"])
+def test_a_plan_gives_the_same_folder_as_in_memory(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of LLaMA, a gauge, norms of 1 + w, a virtual LayerNorm, widths that are normalised, fused projections."""
+    dense = dense_folder(tmp_path / "dense", name, dtype)
+    config = build_config(options={"plan": str(plan_file(tmp_path, name))})
+    assert_same_folder(*both_ways(dense, config, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(("stored", "work", "export"), [
+    (torch.float32, "float32", "bfloat16"),
+    (torch.bfloat16, "float32", "float32"),
+    (torch.float32, "bfloat16", "float16"),
+    (torch.float16, "float16", None),
+])  # fmt: skip
+def test_dtypes_mean_the_same(
+    stored: torch.dtype, work: str, export: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = dense_folder(tmp_path / "dense", "phi", stored)
+    options = {"plan": str(plan_file(tmp_path, "phi")), "dtype": work, "export_dtype": export}
+    folders = both_ways(dense, build_config(options=options), tmp_path, monkeypatch)
+    assert_same_folder(*folders)
+    dtypes = {t.dtype for t in load_file(folders[0] / "model.safetensors").values()}
+    assert dtypes == {getattr(torch, export) if export else stored}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "phi3"])
+@pytest.mark.parametrize(
+    "more", [{"method": "magnitude"}, {"method": "magnitude", "magnitude.norm": "l2"}, {"method": "last"}]
+)
+def test_methods_that_read_no_text_decide_from_disk(
+    name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = dense_folder(tmp_path / "dense", name, torch.bfloat16)
+    config = build_config(options={"ratio": 0.3, **more})
+    if more["method"] == "magnitude":
+        config = replace(config, score=replace(config.score_options, axes=("heads", "ffn", "hidden")))
+    assert_same_folder(*both_ways(dense, config, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma3", "opt", "phi3"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"method": "shortgpt"},
+        {"method": "shortgpt", "shortgpt.unit": "mlp"},
+        {"method": "wanda"},
+        {"method": "flap", "cut.reconstruct": "none"},
+    ],
+)
+def test_methods_that_read_activations_decide_with_a_layer_in_memory(
+    name: str, more: dict[str, Any], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several batches of unlike size: what is summed over them is summed in the same order."""
+    dense = dense_folder(tmp_path / "dense", name, torch.bfloat16)
+    sizes = {"data.source": str(text), "data.samples": 5, "data.sequence_length": 512}
+    config = build_config(options={"ratio": 0.3, **sizes, **more})
+    whole = StoredLayers._parameter
+    most = 0
+
+    def read(self: StoredLayers, parameter: str) -> torch.nn.Parameter:
+        nonlocal most
+        found = whole(self, parameter)
+        most = max(most, sum(not p.is_meta for layer in self.layers for p in layer.parameters()))
+        return found
+
+    monkeypatch.setattr(StoredLayers, "_parameter", read)
+    assert_same_folder(*both_ways(dense, config, tmp_path, monkeypatch))
+    assert 0 < most < len(list(decoder_layers(tiny_model(name))[0].parameters()))
+
+
+def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    (dense / "model.safetensors").unlink()
+    tiny_model("llama").save_pretrained(dense, max_shard_size="40KB")
+    largest = max(path.stat().st_size for path in dense.glob("*.safetensors"))
+    pipeline.prune(
+        dense, build_config(options={"plan": str(plan_file(tmp_path, "llama", "ffn"))}), out=tmp_path / "out"
+    )
+    written = sorted(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(written) > 2
+    assert written[-1] < largest + 2000, "a header may be longer"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(written)
+
+
+@pytest.mark.parametrize(("more", "why"), [
+    (["--trust-remote-code"], "code of its own"),
+    (["--set", "score.iterations=2"], "score.iterations is 2"),
+    (["--method", "wanda", "--set", "score.axes=[ffn,hidden]"], "wanda scores hidden"),
+    (["--method", "taylor"], "taylor scores the model as a whole"),
+    (["--method", "laco"], "changes weights"),
+    (["--set", "cut.reconstruct=bias"], "cut.reconstruct is 'bias'"),
+])  # fmt: skip
+def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, text: Path) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    method = [] if "--method" in more else ["--method", "magnitude"]
+    sizes = ["--calibration", text, "--samples", "4", "--sequence-length", "32", "--ratio", "0.3"]
+    result = run("prune", dense, *method, *sizes, *more, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    notes = read_pruning_json(tmp_path / "out").provenance["report"]["notes"]
+    assert [note for note in notes if why in note and note.startswith("The whole model was in memory")]
+    assert NOTE not in notes
+
+
+def test_the_command_says_that_it_streamed_and_a_dry_run_gives_its_plan(tmp_path: Path) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    arguments = ["prune", dense, "--method", "magnitude", "--ratio", "0.3"]
+    result = run(*arguments, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "Streamed from file to file" in " ".join(result.stdout.split())
+    dry = run(*arguments, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert json.loads(dry.stdout) == read_pruning_json(tmp_path / "out").plan.to_dict()  # type: ignore[union-attr]
+
+
+def test_a_hub_id_is_streamed_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, repository = "0123456789" * 4, tmp_path / "hub" / "models--somebody--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    dense = dense_folder(repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = build_config(options={"plan": str(plan_file(tmp_path, "llama"))})
+    result = pipeline.prune("somebody/tiny", config, out=tmp_path / "out")
+    assert NOTE in result.notes
+    assert read_pruning_json(tmp_path / "out", verify_files=True).provenance["source"] == "somebody/tiny"
+    pipeline.prune(dense, config, out=tmp_path / "of-folder")
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", tmp_path / "of-folder" / "model.safetensors")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_an_interrupted_run_goes_on_from_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = dense_folder(tmp_path / "dense")
+    config = build_config(options={"method": "magnitude", "ratio": 0.3})
+    with monkeypatch.context() as patch:
+
+        def stops(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("pyprune.checkpoint.compact.write_shards", stops)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.prune(dense, config, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.methods.score.base.decide_by_scores", stops)
+        resumed = pipeline.prune(dense, config, out=tmp_path / "out", resume=True)
+    whole = pipeline.prune(dense, config, out=tmp_path / "whole")
+    assert resumed.plan == whole.plan
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
