@@ -8,6 +8,7 @@ from typing import Literal
 
 Action = Literal[
     "finetune",
+    "finetune-lean",
     "papers",
     "anneal",
     "cut",
@@ -26,6 +27,7 @@ Arm = tuple[Action, ...]
 CUTS: tuple[Action, ...] = ("cut", "reconstruct", "reconstruct-prose", "reconstruct-bfloat16")
 TRAININGS: tuple[Action, ...] = (
     "finetune",
+    "finetune-lean",
     "papers",
     "anneal",
     "lora",
@@ -39,6 +41,7 @@ TRAININGS: tuple[Action, ...] = (
 DENSE: Mapping[str, Arm] = {
     "dense": (),
     "dense, fine-tuned": ("finetune",),
+    "dense, fine-tuned in lean memory": ("finetune-lean",),
 }
 """What every case is compared with: label -> what is done, in order."""
 

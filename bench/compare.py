@@ -112,8 +112,11 @@ class Bench:
             for label, arm in DENSE.items():
                 if self._missing(None, label, seed):
                     model, done = self.dense, []
-                    if arm:
+                    if arm == ("finetune",):
                         model, done = self._fine_tuned_dense(seed)
+                    elif arm:
+                        model = copy.deepcopy(self.dense)
+                        done = [self._steps(seed).do(action, model) for action in arm]
                     self._measure(None, label, seed, model, done)
             for case in self.options.case:
                 self._case(CASES[case], seed)

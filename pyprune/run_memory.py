@@ -96,15 +96,14 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
 
 def memory_table(found: dict[str, TrainingMemory], device: torch.device, capacity: int) -> str:
     """What each training holds at its peak, as Markdown, GiB; of the dense model, of which a cut leaves less."""
-    columns = ("training", "memory", "a forward pass", "weights", "gradients", "moments", "copies", "activations")
-    columns = (*columns, "teacher", "peak")
+    parts = ("weights", "gradients", "moments", "copies", "activations", "teacher")
+    columns = ("training", "memory", "a forward pass", *parts, "peak")
     rows = [
         (
             name,
             m.memory + (", steps in backward" if m.in_backward else ""),
             f"{m.sequences} x {m.length} tokens" + (", checkpointing" if m.checkpointing else ""),
-            *(f"{size / 2**30:.2f}" for size in (m.weights, m.gradients, m.moments, m.copies, m.activations)),
-            f"{m.teacher / 2**30:.2f}",
+            *(f"{getattr(m, part) / 2**30:.2f}" for part in parts),
             f"{m.total / 2**30:.2f}" + (f" (and {m.on_host / 2**30:.2f} on the host)" if m.on_host else ""),
         )
         for name, m in found.items()

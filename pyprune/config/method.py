@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from pyprune.config.base import Config
 from pyprune.config.train import TrainConfig
@@ -27,8 +27,9 @@ class MethodOptions(Config):
         return None
 
     def with_training(self, train: TrainConfig) -> Self:
-        """The same with other options of :attr:`training`."""
-        return replace(self, train=train)
+        """The same with other options of :attr:`training`, which stand under ``train``."""
+        changed: dict[str, Any] = {"train": train}
+        return replace(self, **changed)
 
     @property
     def preserved_goal(self) -> float | None:

@@ -223,7 +223,7 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums()
         for micro, weight in self._micro_batches(batch):
-            self._loss(micro, weight, sums).backward()  # type: ignore[no-untyped-call]
+            self._loss(micro, weight, sums).backward()
         self._check_finite(sums.minimised(), "loss", step)
         norm, scale = self._clip(step)
         self._remember_last_good(step)
@@ -243,7 +243,7 @@ class _Run:
         self._remember_last_good(step)
         with self._update():
             try:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             except FloatingPointError:
                 self._check_finite(math.nan, "gradient", step)
             norm = math.sqrt(cast(RegularisedAdamW, self.optimizer).squared_norm)

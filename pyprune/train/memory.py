@@ -148,7 +148,7 @@ def _give_shapes(model: nn.Module | None) -> None:
     """Replace tensors of the meta device by those of FakeTensorMode, which is on, on the CPU; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules() if model is not None else ():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in cast(tuple[dict[str, Tensor | None], ...], (module._parameters, module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = made.setdefault(id(tensor), _shape_of(tensor))
@@ -172,7 +172,7 @@ def _peak(model: nn.Module, config: TrainConfig, objective: Objective, length: i
                     terms = objective.micro_loss(model, Batch.of(ids))
                 loss = terms.minimised if terms.penalty is None else terms.minimised + terms.penalty
                 del terms
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 del loss
     finally:
         for handle in handles:
@@ -257,7 +257,7 @@ AttentionInterface.register(ATTENTION, _attention)
 @contextmanager
 def _attention_of_shapes(*models: nn.Module | None) -> Iterator[None]:
     """In the block, models that use torch's fused attention use the one above; eager attention stays as it is."""
-    bases = [m.get_base_model() if hasattr(m, "get_base_model") else m for m in models]
+    bases = [cast(Any, m).get_base_model() if hasattr(m, "get_base_model") else m for m in models]
     changed = [
         (base, str(base.config._attn_implementation))
         for base in bases

@@ -291,8 +291,9 @@ def test_bfloat16_weights_are_fine_where_they_are_trained_lean() -> None:
         assert read_config({"method": "elder", "elder": train, "dtype": "bfloat16"}).dtype == "bfloat16"
         with pytest.raises(ConfigError, match="trains all weights"):
             read_config({"method": "elder", "elder": train, "dtype": "float16"})
+    full = {"train": {"dtype": "bfloat16", "memory": "full"}}
     with pytest.raises(ConfigError, match="trains all weights"):
-        read_config({"method": "elder", "elder": {"train": {"dtype": "bfloat16", "memory": "full"}}, "dtype": "bfloat16"})
+        read_config({"method": "elder", "elder": full, "dtype": "bfloat16"})
 
 
 def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
