@@ -40,6 +40,15 @@ Isa best_isa() {
   return best;
 }
 
+// The lowest bodies are vectors of four lanes, compiled for the baseline of the platform. Every 64-bit ARM has NEON, and
+// these vectors become its instructions. 32-bit ARM does not count: its NEON flushes subnormal numbers, so compilers do
+// such arithmetic on single numbers there.
+#if defined(__aarch64__) && defined(__ARM_NEON)
+constexpr const char* kBaselineName = "neon";
+#else
+constexpr const char* kBaselineName = "scalar";
+#endif
+
 constexpr int kAutomatic = -1;
 std::atomic<int> chosen{kAutomatic};
 
@@ -52,7 +61,7 @@ const char* isa_name(Isa isa) {
     case Isa::kAvx512:
       return "avx512";
     default:
-      return "scalar";
+      return kBaselineName;
   }
 }
 

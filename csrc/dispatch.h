@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-// The x86 variants need GCC's or Clang's target attributes. Everything else runs the scalar bodies, which the
-// compiler still vectorises for the baseline of its platform.
+// The x86 variants need GCC's or Clang's target attributes. Everything else runs the lowest bodies, which are compiled
+// for the baseline of the platform.
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
 #define PYPRUNE_X86 1
 #else
@@ -17,9 +17,10 @@ namespace pyprune {
 enum class Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 constexpr int kIsaCount = 3;
 
+// "neon", "avx2", "avx512" or "scalar": the lowest one is called what its instructions are, "neon" on 64-bit ARM.
 const char* isa_name(Isa isa);
 
-// Lowest first; "scalar" is always there.
+// Lowest first; the lowest one is always there.
 std::vector<Isa> available_isas();
 
 // The best available one, unless set_isa() chose another.
