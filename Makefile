@@ -3,6 +3,7 @@
 # make fuzz     hostile input, interruptions and property tests at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
+# make wheel    the wheel for this Python in dist/, checked, and tried where there is no compiler
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  optimizer, hook-mode memory and streamed compaction on SmolLM2-135M
@@ -26,7 +27,7 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz sanitize setup lint types bench-ops bench-optimizer matrix container lock clean
+.PHONY: demo test fuzz sanitize setup wheel lint types bench-ops bench-optimizer matrix container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
@@ -66,6 +67,9 @@ $(VENV)/.stamp-package: $(VENV)/.stamp-locked $(SOURCES)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@$(PY) -c "import pyprune._C" || echo "pyprune: the C++ kernels could not be built; the ops run on plain torch" >&2
 	touch $@
+
+wheel: setup
+	$(PY) -m wheels.make
 
 lint: setup
 	$(PY) -m ruff check .
