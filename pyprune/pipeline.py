@@ -57,8 +57,8 @@ def prune(
     the cut, in the training dtype, and dropped when the stage ends: a copy held from the start would cost the memory
     of the dense weights during scoring and regularisation as well.
 
-    A run that only decides and cuts streams the weights from file to file, where the folder and the method allow it; a
-    note of the result says whether it did, or why not.
+    A run that trains nothing streams the weights from file to file, where the folder and the method allow it; a note of
+    the result says whether it did, or why not.
 
     Args:
         model_id: folder or hub id of a dense model.

@@ -20,7 +20,7 @@ from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, compact_
 from pyprune.cut.compensate import compensate_, target_of
 from pyprune.cut.mask import masked
-from pyprune.cut.reconstruct import reconstruct_
+from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
@@ -179,6 +179,7 @@ class StageRun:
         teacher: for distillation.
         stored: where a method reads the weights from; None = from the model.
         compact: makes the cut, or, of a model without weights, plans it.
+        reconstruct: solves what stays by least squares, as :func:`reconstruct_` does.
         result: what was done so far.
 
     Raises:
@@ -192,6 +193,7 @@ class StageRun:
     teacher: Teacher | None = None
     stored: StoredModel | None = None
     compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
+    reconstruct: Callable[..., ReconstructionReport] = reconstruct_
     result: PruneResult = field(init=False)
 
     def decide(self) -> PlanDecision:
@@ -279,7 +281,7 @@ class StageRun:
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
-            solved = reconstruct_(
+            solved = self.reconstruct(
                 model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
             )
             (result.notes if solved.solved else result.warnings).extend(solved.notes())

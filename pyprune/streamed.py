@@ -1,4 +1,4 @@
-"""Runs that only decide and cut: a checkpoint on disk becomes another one, with one tensor or layer in memory."""
+"""Runs that train nothing: a checkpoint on disk becomes another one, with one tensor or layer in memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.compact import StreamedCut
+from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import stored_dtype
 from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
+from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples
+from pyprune.data.tokens import Batch
 from pyprune.errors import CheckpointError
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import get_method
@@ -24,6 +27,9 @@ from pyprune.run_folder import RunFolder
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.freed import freed_at_once
 from pyprune.stages import PruneResult, StageRun, StageText, draw_samples, planning
+
+SOLVED = "solved"
+"""Folder of a run for the tensors that a reconstruction has changed."""
 
 NOTE = "Streamed from file to file: one tensor or layer of the model was in memory at a time."
 
@@ -90,7 +96,7 @@ def _why_not_from(model_id: str | Path, gguf_file: str | None, revision: str | N
 def _why_not_cut(config: PruneConfig) -> str:
     if config.verify:
         return "verify measures it before and after the cut"
-    return "" if config.cut.reconstruct == "none" else f"cut.reconstruct is {config.cut.reconstruct!r}"
+    return "cut.reconstruct is 'bias'" if config.cut.reconstruct == "bias" else ""
 
 
 def _why_not_decided(config: PruneConfig) -> str:
@@ -133,14 +139,18 @@ class StoredRun:
         if folder is None:
             raise CheckpointError(f"{model_id} has no safetensors, from which weights could be streamed.")
         self._config = config
-        self._source = StoredModel(folder, dtype=DTYPES[config.dtype], device=resolve_device(config.device))
+        scratch = None if work is None else work.path / SOLVED
+        place = resolve_device(config.device)
+        self._source = StoredModel(folder, dtype=DTYPES[config.dtype], device=place, scratch=scratch)
         self._cut: StreamedCut | None = None
         self._tokenizer = load_tokenizer(str(model_id), revision=revision)
         self.model: PreTrainedModel = self._source.model()
         self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
         text = StageText.of(self.data)
         own = planning(config) if only_planning else config
-        self._run = StageRun(self.model, text, own, work, stored=self._source, compact=self._planned)
+        self._run = StageRun(
+            self.model, text, own, work, stored=self._source, compact=self._planned, reconstruct=self._solved
+        )
 
     @freed_at_once()
     def decide(self) -> PlanDecision:
@@ -160,6 +170,9 @@ class StoredRun:
         written = self._config.export_dtype or stored_dtype(self._source.folder) or self._config.dtype
         self._cut = StreamedCut(self._source, plan, dtype=DTYPES[written])
         return self._cut.report
+
+    def _solved(self, model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
+        return reconstruct_(StoredLayers(self._source), plan, samples, **options)
 
     @freed_at_once()
     def write(self, out: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> Path:

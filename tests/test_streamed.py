@@ -84,6 +84,19 @@ def without_separate(facts: Any) -> Any:
     return facts
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parameters of stored layers that are in memory when another one is read."""
+    found: list[int] = []
+    parameter = StoredLayers._parameter
+
+    def read(self: StoredLayers, name: str) -> torch.nn.Parameter:
+        found.append(sum(not p.is_meta for layer in self.layers for p in layer.parameters()))
+        return parameter(self, name)
+
+    monkeypatch.setattr(StoredLayers, "_parameter", read)
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma3", "opt", "olmo2-tied-bias", "phi3"])
 def test_a_plan_gives_the_same_folder_as_in_memory(
@@ -143,18 +156,27 @@ def test_methods_that_read_activations_decide_with_a_layer_in_memory(
     dense = dense_folder(tmp_path / "dense", name, torch.bfloat16)
     sizes = {"data.source": str(text), "data.samples": 5, "data.sequence_length": 512}
     config = build_config(options={"ratio": 0.3, **sizes, **more})
-    whole = StoredLayers._parameter
-    most = 0
-
-    def read(self: StoredLayers, parameter: str) -> torch.nn.Parameter:
-        nonlocal most
-        found = whole(self, parameter)
-        most = max(most, sum(not p.is_meta for layer in self.layers for p in layer.parameters()))
-        return found
-
-    monkeypatch.setattr(StoredLayers, "_parameter", read)
+    most = counted(monkeypatch)
     assert_same_folder(*both_ways(dense, config, tmp_path, monkeypatch))
-    assert 0 < most < len(list(decoder_layers(tiny_model(name))[0].parameters()))
+    assert 0 < max(most) < len(list(decoder_layers(tiny_model(name))[0].parameters()))
+
+
+@pytest.mark.parametrize(("name", "axes"), [
+    ("llama", ["heads", "ffn"]), ("phi", ["ffn", "hidden"]), ("gemma3", ["hidden"]), ("opt", ["heads", "ffn"]),
+])  # fmt: skip
+def test_a_reconstruction_holds_one_layer(
+    name: str, axes: list[str], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = dense_folder(tmp_path / "dense", name, torch.bfloat16)
+    sizes = {"data.source": str(text), "data.samples": 6, "data.sequence_length": 64, "score.axes": axes}
+    options = {"method": "magnitude", "ratio": 0.2, "cut.reconstruct": "least_squares", **sizes}
+    most = counted(monkeypatch)
+    folders = both_ways(dense, build_config(options=options), tmp_path, monkeypatch)
+    assert_same_folder(*folders)
+    assert 0 < max(most) < len(list(decoder_layers(tiny_model(name))[0].parameters()))
+    solved = read_pruning_json(folders[0]).provenance["report"]["reconstruction"]["parts"]
+    assert any(part["ridge"] is not None for part in solved)
+    assert not list(tmp_path.glob(".*")), "what was kept for the cut is gone"
 
 
 def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:

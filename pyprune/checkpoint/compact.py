@@ -186,8 +186,7 @@ class StreamedCut:
             cut = tensor_cut(dense, family, plan, tied=tied)
             if cut is None:
                 continue
-            tensor = source.files.read(name)
-            check_finite(name, tensor, source.folder)
+            tensor = source.mapped(dense)
             dtype = dtype or self.dtype or tensor.dtype
             tensor = self._to_cut(name, tensor, through_gauge)
             if through_gauge:

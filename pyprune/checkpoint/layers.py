@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -57,6 +57,14 @@ class StoredLayers(LayerRunner):
             yield layer
         finally:
             layer.to("meta")
+
+    @override
+    def keep(self, index: int, modules: Iterable[str]) -> None:
+        """Write what modules of a layer were changed to where ``stored`` reads it from then on."""
+        for module in modules:
+            prefix = f"{self.family.layers_path}.{index}.{module}."
+            for name, values in self.layers[index].get_submodule(module).named_parameters():
+                self.stored.replace(prefix + name, values)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return nn.Parameter(self.stored.read(name), requires_grad=False)

@@ -104,15 +104,19 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """The tensor, mapped from the file: its pages are released with it."""
-        place = self._places[name]
-        entry = place.entry
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        # Copy on write: nobody writes, but torch warns of memory that nobody may write.
-        raw: Any = np.memmap(place.path, np.uint8, "c", place.begin, (entry.nbytes,))
-        if place.begin % entry.dtype.itemsize:
-            raw = np.array(raw)
-        return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
+        return mapped(self._places[name])
+
+
+def mapped(place: Place) -> Tensor:
+    """The tensor at a place, mapped from the file: its pages are released with it."""
+    entry = place.entry
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    # Copy on write: nobody writes, but torch warns of memory that nobody may write.
+    raw: Any = np.memmap(place.path, np.uint8, "c", place.begin, (entry.nbytes,))
+    if place.begin % entry.dtype.itemsize:
+        raw = np.array(raw)
+    return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
 
 
 def _places(files: Iterable[Path]) -> dict[str, Place]:

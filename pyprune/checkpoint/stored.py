@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -17,9 +18,19 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pyprune.checkpoint.damage import actionable
 from pyprune.checkpoint.load import read_dense_config
-from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors
+from pyprune.checkpoint.shards import (
+    INDEX,
+    SINGLE,
+    Place,
+    TensorFiles,
+    check_finite,
+    has_safetensors,
+    mapped,
+    read_header,
+)
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
+from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.progress import quiet
 
 BESIDE = ("generation_config.json", "adapter_config.json")
@@ -62,6 +73,7 @@ class StoredModel:
         folder: a dense checkpoint of a known family, in one file or in shards.
         dtype: of the tensors that :meth:`read` gives; None = each its own.
         device: where they are put.
+        scratch: a folder for tensors that take the place of the checkpoint's (:meth:`replace`); made when needed.
 
     Attributes:
         folder: the checkpoint.
@@ -78,11 +90,18 @@ class StoredModel:
     """
 
     def __init__(
-        self, folder: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        scratch: Path | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.dtype = dtype
         self.device = torch.device(device)
+        self._scratch = scratch
+        self._replaced: dict[str, Place] = {}
         self.files = TensorFiles(self.folder)
         self.config, self._shapes = read_dense_config(self.folder)
         self.family = family_for(self.config)
@@ -97,14 +116,33 @@ class StoredModel:
         config = copy.deepcopy(self.config)
         if self.dtype is not None:
             config.dtype = self.dtype
-        return _without_parameters(config).eval()
+        model = _without_parameters(config)
+        model.eval()
+        return model
 
-    def read(self, name: str) -> Tensor:
-        """A tensor by its parameter name, in ``dtype`` on ``device``.
+    def replace(self, name: str, values: Tensor) -> None:
+        """Let these values of a parameter stand for those of the checkpoint from now on.
+
+        Raises:
+            OutputError: they cannot be written.
+            RuntimeError: there is no folder for them.
+        """
+        if self._scratch is None:
+            raise RuntimeError("There is no folder for tensors that were changed; give scratch.")
+        path = self._scratch / f"{name}.safetensors"
+        with disk_errors(self._scratch):
+            self._scratch.mkdir(exist_ok=True)
+            save_file({name: values.detach().cpu().contiguous()}, path)
+        (self._replaced[name],) = read_header(path)
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor by its parameter name as it is stored, mapped from its file.
 
         Raises:
             CheckpointError: it is missing, or its values are not finite.
         """
+        if name in self._replaced:
+            return mapped(self._replaced[name])
         if name not in self._where:
             shape = self._shapes.get(name)
             raise CheckpointError(
@@ -113,6 +151,15 @@ class StoredModel:
             )
         tensor = self.files.read(self._where[name])
         check_finite(name, tensor, self.folder)
+        return tensor
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its parameter name, in ``dtype`` on ``device``.
+
+        Raises:
+            CheckpointError: as :meth:`mapped`, or values beyond the range of ``dtype``.
+        """
+        tensor = self.mapped(name)
         # A copy: what is mapped from the file would change with it.
         found = tensor.to(self.device, self.dtype or tensor.dtype, copy=True)
         if found.dtype != tensor.dtype:

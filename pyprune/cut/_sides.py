@@ -166,13 +166,16 @@ class MaskedLayers(CutSide):
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """A masked copy of a dense layer; what was solved in it is written to the dense one in the end."""
-        own = self.runner.layers[index]
-        copied = copy.deepcopy(own)
+        with self.runner.layer(index) as own:
+            copied = copy.deepcopy(own)
         mask_(cast(PreTrainedModel, _OneLayer(copied, index, self.family, self.runner.model.config)), self.plan)
         self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in copied.parameters()))
         yield copied
-        for projection in self.changed:
-            projection.copy_to(cast(nn.Linear, own.get_submodule(projection.name)))
+        if self.changed:
+            with self.runner.layer(index) as own:
+                for projection in self.changed:
+                    projection.copy_to(cast(nn.Linear, own.get_submodule(projection.name)))
+                self.runner.keep(index, [projection.name for projection in self.changed])
         self.changed.clear()
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class ReconstructionReport:
 
 
 def reconstruct_(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LayerRunner,
     plan: PrunePlan,
     samples: Tensor | Batch,
     *,
@@ -158,7 +158,8 @@ def reconstruct_(
     everything in front of it. Beside the model, two streams of the text and a copy of one layer are held.
 
     Args:
-        model: the dense model, any dtype and device; the streams are held in its dtype, the systems in float64.
+        model: the dense model, any dtype and device, or its layers as something else holds and keeps them; the streams
+            are held in its dtype, the systems in float64.
         plan: what stays.
         samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which counts for
             nothing.
@@ -172,9 +173,8 @@ def reconstruct_(
         UnsupportedModelError: unknown model type or parameter, or a layer that does more with its writers' output than
             to add it to the stream.
     """
-    family = family_for(model)
-    check_plan(plan, family, model.config)
-    dense = LayerRunner(model, family)
+    dense = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    check_plan(plan, dense.family, dense.model.config)
     side = MaskedLayers(dense, plan)
     return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size)
 

@@ -7,7 +7,7 @@ and one layer are at work, whatever the rest of the model lies on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +99,9 @@ class LayerRunner:
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Give one decoder layer with its weights, for the time of the block."""
         yield self.layers[index]
+
+    def keep(self, index: int, modules: Iterable[str]) -> None:
+        """Keep what modules of a layer were changed to, inside the block of :meth:`layer`; a model in memory does."""
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The stream [B, T, H] behind a part.
