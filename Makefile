@@ -6,7 +6,7 @@
 # make wheel    the wheel for this Python in dist/, checked, and tried where there is no compiler
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
-# make bench-optimizer  optimizer, hook-mode memory and streamed compaction on SmolLM2-135M
+# make bench-optimizer  whole training steps, optimizer, memory and streamed compaction on SmolLM2-135M
 # make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
 # make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
 # make lock     rewrite requirements.lock from the current environment
@@ -88,6 +88,7 @@ bench-ops: setup
 	$(PY) bench/ops.py
 
 bench-optimizer: setup
+	$(PY) -m bench.train_step
 	$(PY) bench/optimizer.py
 
 matrix: setup

@@ -84,14 +84,24 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     capacity = device_memory(device)
     if not trainings or not (always or _matters(source.shapes(config.dtype), trainings, capacity)):
         return config
+    decided, found = memory_of(source, config, device, capacity)
+    if decided.dtype != config.dtype:
+        say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
+    say(memory_table(found, device, capacity))
+    for training in decided.trainings():
+        if found[training.name].total > capacity:
+            look = _Look(source, decided, device)
+            raise ConfigError(_refusal(training, found[training.name], look, decided.dtype, device, capacity))
+    return decided
+
+
+def memory_of(
+    source: Source, config: Run, device: torch.device, capacity: int
+) -> tuple[Run, dict[str, TrainingMemory]]:
+    """The options with ``memory`` decided for a device of ``capacity`` bytes, and what each training then holds."""
     look = _Look(source, config, device)
     config = _decided(config, look, capacity)
-    found = {training.name: look.at(training, config.dtype) for training in config.trainings()}
-    say(memory_table(found, device, capacity))
-    for training in config.trainings():
-        if found[training.name].total > capacity:
-            raise ConfigError(_refusal(training, found[training.name], look, config.dtype, device, capacity))
-    return config
+    return config, {training.name: look.at(training, config.dtype) for training in config.trainings()}
 
 
 def memory_table(found: dict[str, TrainingMemory], device: torch.device, capacity: int) -> str:
@@ -208,7 +218,6 @@ def _decided(config: Run, look: _Look, capacity: int) -> Run:
         train = replace(training.train, memory="lean" if lean else "full")
         config = config.with_training(training.action, train)
     if lean and whole and config.dtype == "float32":
-        say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
         config = replace(config, dtype="bfloat16")
     config.validate()
     return config
