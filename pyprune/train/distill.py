@@ -33,6 +33,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
+from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, predicting_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
 
@@ -90,7 +91,7 @@ class Distillation:
         self.teacher.eval()
         if self.view is None:
             return
-        layers = decoder_layers(_base(student))
+        layers = decoder_layers(cast(PreTrainedModel, causal_lm(student)))
         self.hooks = [
             LayerHooks(layers, range(len(layers)), self._hear_student),
             LayerHooks(decoder_layers(self.teacher), self.view.layers, self._hear_teacher),
@@ -109,19 +110,18 @@ class Distillation:
             self.student_stream[index] = after
 
     def _hear_teacher(self, index: int, before: Tensor, after: Tensor) -> None:
-        self.teacher_stream[index] = _at(after, self.rows)
+        self.teacher_stream[index] = at_rows(after, self.rows)
 
     def terms(self, student: nn.Module, batch: Batch) -> LossTerms:
         """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
-        # Where the next token counts is looked for once: a mask would be searched anew for every layer of both streams.
-        counts = batch.predicted.flatten()
-        self.rows = None if bool(counts.all()) else counts.nonzero().squeeze(1)
-        base = _base(student)
+        # Looked for once: a mask would be searched anew for every layer of both streams.
+        self.rows = predicting_rows(batch.predicted)
+        base = cast(PreTrainedModel, causal_lm(student))
         self.listening = True
-        states = _at(_last_hidden(base, batch.inputs), self.rows)
+        states = at_rows(last_hidden(base, batch.inputs), self.rows)
         self.listening = False
         with torch.no_grad():
-            expected = _at(_last_hidden(self.teacher, batch.inputs.to(self.teacher.device)), self.rows)
+            expected = at_rows(last_hidden(self.teacher, batch.inputs.to(self.teacher.device)), self.rows)
         targets = batch.targets.flatten() if self.rows is None else batch.targets.flatten()[self.rows]
         total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
         count = max(1, len(targets))
@@ -139,8 +139,8 @@ class Distillation:
 
         def loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                taught = _head(self.teacher, expected[rows])
-            return distillation_loss(_head(student, states), taught, targets[rows], alpha, temperature)
+                taught = logits_of(self.teacher, expected[rows])
+            return distillation_loss(logits_of(student, states), taught, targets[rows], alpha, temperature)
 
         return loss
 
@@ -148,7 +148,7 @@ class Distillation:
         """D of the module's docstring, a scalar."""
         found = []
         for j, k in enumerate(view.layers):
-            own = _at(self.student_stream[j], self.rows).float()
+            own = at_rows(self.student_stream[j], self.rows).float()
             expected = view.expected(self.teacher_stream[k].float()).to(own.device)
             size = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             found.append(((own - expected).square().sum(-1) / size).sum() / max(1, len(own)))
@@ -226,37 +226,8 @@ class _InChunks(torch.autograd.Function):
 def _in_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: int) -> tuple[Tensor, Tensor]:
     """Sum ``loss`` over the rows of ``states`` [N, H], differentiable in them and in the student's head."""
     wanted = torch.is_grad_enabled() and states.requires_grad
-    weights = [p for p in _output_head(student).parameters() if p.requires_grad] if wanted else []
+    weights = [p for p in output_head(student).parameters() if p.requires_grad] if wanted else []
     return cast(tuple[Tensor, Tensor], cast(Any, _InChunks).apply(loss, size, wanted, states, *weights))
-
-
-def _at(states: Tensor, rows: Tensor | None) -> Tensor:
-    """Some of the first T - 1 positions of states [B, T, H], [n, H]; None for all of them."""
-    flat = states[:, :-1].flatten(0, 1)
-    return flat if rows is None else flat.index_select(0, rows.to(flat.device))
-
-
-def _base(model: nn.Module) -> PreTrainedModel:
-    """The model inside PEFT's wrapper, if there is one; its layers hold the adapters."""
-    unwrap = getattr(model, "get_base_model", None)
-    return cast(PreTrainedModel, unwrap() if unwrap is not None else model)
-
-
-def _last_hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """What the head reads, [B, T, H]."""
-    decoder = getattr(model, model.base_model_prefix)
-    return cast(Tensor, decoder(input_ids=inputs, use_cache=False).last_hidden_state)
-
-
-def _output_head(model: PreTrainedModel) -> nn.Module:
-    return cast(nn.Module, model.get_output_embeddings())
-
-
-def _head(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Logits [n, V] of hidden states [n, H], as the model's own forward makes them."""
-    logits = cast(Tensor, _output_head(model)(states))
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyprune.data.tokens import IGNORED, Batch
+from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, predicting_rows
 
+ROWS = 64
+"""The head is given a multiple of so many positions, where it is not given all of them."""
 _CHUNK_BYTES = 24 << 20
 """Of float32 logits that are worked on at once: an allocator keeps blocks of this size, and gives larger ones back."""
 
@@ -30,10 +33,36 @@ def causal_loss(model: nn.Module, batch: Tensor | Batch) -> Tensor:
             (:data:`IGNORED` marks right padding).
     """
     tokens = Batch.of(batch)
-    logits: Tensor = model(input_ids=tokens.inputs, use_cache=False).logits
-    targets = _next_token(tokens.targets).to(logits.device)
+    found = _predicting_logits(model, tokens)
+    logits, targets = found if found is not None else _all_logits(model, tokens)
     total = cast(Tensor, cast(Any, _CrossEntropy).apply(logits, targets))
     return total / tokens.predicted.sum().clamp(min=1)
+
+
+def _all_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, V] of every position, and what they predict."""
+    logits: Tensor = model(input_ids=batch.inputs, use_cache=False).logits
+    return logits, _next_token(batch.targets).to(logits.device)
+
+
+def _predicting_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | None:
+    """Logits [1, n, V] of the positions whose next token counts, and what they predict.
+
+    The head of a small model is a fifth of its work, and prompts and padding may be half of the positions.
+
+    Returns:
+        None where every token counts, or the model's halves are not known.
+    """
+    base = causal_lm(model)
+    if base is None or batch.counts_every_token:
+        return None
+    rows = predicting_rows(batch.predicted)
+    targets = batch.targets.flatten() if rows is None else batch.targets.flatten()[rows]
+    if rows is not None:  # few lengths, as micro batches have: kernels are built for each
+        missing = -len(rows) % ROWS
+        rows, targets = functional.pad(rows, (0, missing)), functional.pad(targets, (0, missing), value=IGNORED)
+    logits = logits_of(base, at_rows(last_hidden(base, batch.inputs), rows))
+    return logits.unsqueeze(0), targets.unsqueeze(0).to(logits.device)
 
 
 def distillation_loss(

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyprune.data.tokens import IGNORED, Batch
+from pyprune.train.head import last_hidden, logits_of
 from pyprune.train.loss import causal_loss, distillation_loss, token_losses
+from tests._support.models import TINY, tiny_batch, tiny_model
 
 VOCABULARY = 37
 
@@ -164,3 +166,37 @@ def test_token_losses(dtype: torch.dtype) -> None:
     expected = -logits.double().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     assert found.shape == (2, 6)
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_the_halves_of_a_model_make_its_logits(family: str) -> None:
+    """Granite divides them, which a loss made from the halves must do too."""
+    model, ids = tiny_model(family), tiny_batch(0, 2, 12)
+    found = logits_of(model, last_hidden(model, ids))
+    assert torch.equal(found, model(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "granite", "phi"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_head_at_predicting_positions_gives_the_same_loss_and_gradient(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.train.loss.ROWS", rows)
+    model = tiny_model(family).double()
+    ids = tiny_batch(0, 3, 12)
+    labels = ids.clone()
+    labels[0, :7] = IGNORED  # a prompt
+    ids[2, 5:] = labels[2, 5:] = IGNORED  # padding
+    batch = Batch(ids, labels)
+    logits = model(input_ids=batch.inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+    expected = functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED)
+    wanted = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+    heads: list[int] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda m, i, o: heads.append(o.numel() // o.shape[-1]))
+    found = causal_loss(model, batch)
+    handle.remove()
+    predicting = int(batch.predicted.sum())
+    assert heads == [predicting if rows == 1 else 64], "the head is computed where something is predicted"
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for a, b in zip(torch.autograd.grad(found, list(model.parameters()), allow_unused=True), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
