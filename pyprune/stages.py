@@ -18,7 +18,7 @@ from pyprune.checkpoint.trained_on import unguarded
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, compact_
-from pyprune.cut.compensate import compensate_, target_of
+from pyprune.cut.compensate import CompensationReport, compensate_, target_of
 from pyprune.cut.mask import masked
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples, split_disjoint
@@ -167,6 +167,21 @@ def planning(config: PruneConfig) -> PruneConfig:
     return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
 
 
+@dataclass(frozen=True)
+class Cutting:
+    """What makes the cut of a run; for weights that lie on disk, others than the functions for a model in memory.
+
+    Attributes:
+        compact: cuts, or plans the cut.
+        compensate: gives biases for what is lost.
+        reconstruct: solves what stays by least squares.
+    """
+
+    compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
+    compensate: Callable[..., CompensationReport] = compensate_
+    reconstruct: Callable[..., ReconstructionReport] = reconstruct_
+
+
 @dataclass
 class StageRun:
     """A model on its way through the stages; each method is one stage and adds to ``result``.
@@ -178,8 +193,7 @@ class StageRun:
         work: where an interrupted run is kept; None keeps nothing.
         teacher: for distillation.
         stored: where a method reads the weights from; None = from the model.
-        compact: makes the cut, or, of a model without weights, plans it.
-        reconstruct: solves what stays by least squares, as :func:`reconstruct_` does.
+        cutting: what makes the cut.
         result: what was done so far.
 
     Raises:
@@ -192,8 +206,7 @@ class StageRun:
     work: RunFolder | None = None
     teacher: Teacher | None = None
     stored: StoredModel | None = None
-    compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
-    reconstruct: Callable[..., ReconstructionReport] = reconstruct_
+    cutting: Cutting = Cutting()
     result: PruneResult = field(init=False)
 
     def decide(self) -> PlanDecision:
@@ -252,7 +265,7 @@ class StageRun:
         if config.verify:
             with masked(model, result.plan):
                 result.verified = {"masked_perplexity": self._perplexity()}
-        result.compact = replace(self.compact(model, result.plan), dense_parameters=dense_parameters)
+        result.compact = replace(self.cutting.compact(model, result.plan), dense_parameters=dense_parameters)
         if result.verified is not None:
             result.verified["compacted_perplexity"] = self._perplexity()
         if result.compact.reasons:
@@ -277,11 +290,11 @@ class StageRun:
         """Let what stays make up for what is removed, by the dense model's activations at the moment of the cut."""
         cut, model, result = self.config.cut, self.model, self.result
         if cut.reconstruct == "bias":
-            means = compensate_(model, result.plan, self.text.cut.ids, batch_size=cut.batch_size)
+            means = self.cutting.compensate(model, result.plan, self.text.cut.ids, batch_size=cut.batch_size)
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
-            solved = self.reconstruct(
+            solved = self.cutting.reconstruct(
                 model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
             )
             (result.notes if solved.solved else result.warnings).extend(solved.notes())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.compact import StreamedCut
@@ -16,6 +17,7 @@ from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
+from pyprune.cut.compensate import CompensationReport, compensate_
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples
 from pyprune.data.tokens import Batch
@@ -26,10 +28,10 @@ from pyprune.plan import PrunePlan
 from pyprune.run_folder import RunFolder
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.freed import freed_at_once
-from pyprune.stages import PruneResult, StageRun, StageText, draw_samples, planning
+from pyprune.stages import Cutting, PruneResult, StageRun, StageText, draw_samples, planning
 
 SOLVED = "solved"
-"""Folder of a run for the tensors that a reconstruction has changed."""
+"""Folder of a run for the tensors that a reconstruction has changed or a compensation has added."""
 
 NOTE = "Streamed from file to file: one tensor or layer of the model was in memory at a time."
 
@@ -94,9 +96,7 @@ def _why_not_from(model_id: str | Path, gguf_file: str | None, revision: str | N
 
 
 def _why_not_cut(config: PruneConfig) -> str:
-    if config.verify:
-        return "verify measures it before and after the cut"
-    return "cut.reconstruct is 'bias'" if config.cut.reconstruct == "bias" else ""
+    return "verify measures it before and after the cut" if config.verify else ""
 
 
 def _why_not_decided(config: PruneConfig) -> str:
@@ -145,12 +145,12 @@ class StoredRun:
         self._cut: StreamedCut | None = None
         self._tokenizer = load_tokenizer(str(model_id), revision=revision)
         self.model: PreTrainedModel = self._source.model()
+        self._source.check(self.model)
         self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
         text = StageText.of(self.data)
         own = planning(config) if only_planning else config
-        self._run = StageRun(
-            self.model, text, own, work, stored=self._source, compact=self._planned, reconstruct=self._solved
-        )
+        cutting = Cutting(self._planned, self._compensated, self._solved)
+        self._run = StageRun(self.model, text, own, work, stored=self._source, cutting=cutting)
 
     @freed_at_once()
     def decide(self) -> PlanDecision:
@@ -170,6 +170,15 @@ class StoredRun:
         written = self._config.export_dtype or stored_dtype(self._source.folder) or self._config.dtype
         self._cut = StreamedCut(self._source, plan, dtype=DTYPES[written])
         return self._cut.report
+
+    def _compensated(
+        self, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, **options: Any
+    ) -> CompensationReport:
+        layers = StoredLayers(self._source)
+        report = compensate_(layers, plan, samples, **options)
+        if report.added_parameters:
+            self._source.config.output_bias = layers.model.config.output_bias
+        return report
 
     def _solved(self, model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
         return reconstruct_(StoredLayers(self._source), plan, samples, **options)

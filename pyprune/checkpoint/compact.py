@@ -92,7 +92,7 @@ class StreamedCut:
         self._entries = self._planned_entries()
         self._model = self._described_model()
         self.report = CompactReport(
-            dense_parameters=sum(math.prod(source.files.shape(name)) for name in source.names),
+            dense_parameters=sum(math.prod(source.entry(name).shape) for name in source.names),
             parameters=sum(math.prod(e.shape) for e in self._entries),
             architecture=type(self._model).__name__,
             stock=self._target.stock is not None,
@@ -143,15 +143,15 @@ class StreamedCut:
 
     def _planned_entries(self) -> list[Entry]:
         """Every tensor of the output, in the order in which they are made."""
-        files, family, names = self.source.files, self.source.family, self.source.names
-        shapes = shapes_after(family, {dense: files.shape(name) for name, dense in names.items()}, self.plan)
+        family, stored = self.source.family, {name: self.source.entry(name) for name in self.source.names}
+        shapes = shapes_after(family, {name: entry.shape for name, entry in stored.items()}, self.plan)
         position = {layer.index: str(i) for i, layer in enumerate(self.plan.layers)}
         entries = []
-        for name, dense in names.items():
-            if dense in shapes:
-                row, index = family.match(dense)
-                new = dense if index is None else row.pattern.replace("{i}", position[index])
-                entries.append(Entry(new, self.dtype or files.dtype(name), shapes[dense]))
+        for name, entry in stored.items():
+            if name in shapes:
+                row, index = family.match(name)
+                new = name if index is None else row.pattern.replace("{i}", position[index])
+                entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
         zeros = zero_biases(self._target, self.plan, dtype=entries[0].dtype) if entries else ()
         return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
 
@@ -182,15 +182,15 @@ class StreamedCut:
         through_gauge = bool(plan.removed_hidden) and family.gauges(source.config)
         dtype = None
         buffers = Buffers()
-        for name, dense in source.names.items():
-            cut = tensor_cut(dense, family, plan, tied=tied)
+        for name in source.names:
+            cut = tensor_cut(name, family, plan, tied=tied)
             if cut is None:
                 continue
-            tensor = source.mapped(dense)
+            tensor = source.mapped(name)
             dtype = dtype or self.dtype or tensor.dtype
             tensor = self._to_cut(name, tensor, through_gauge)
             if through_gauge:
-                tensor = gauged(tensor, family.match(dense)[0], plan.hidden)
+                tensor = gauged(tensor, family.match(name)[0], plan.hidden)
             yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
             del tensor
         for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -59,12 +60,16 @@ class StoredLayers(LayerRunner):
             layer.to("meta")
 
     @override
-    def keep(self, index: int, modules: Iterable[str]) -> None:
-        """Write what modules of a layer were changed to where ``stored`` reads it from then on."""
-        for module in modules:
-            prefix = f"{self.family.layers_path}.{index}.{module}."
-            for name, values in self.layers[index].get_submodule(module).named_parameters():
-                self.stored.replace(prefix + name, values)
+    def keep(self, index: int, names: Iterable[str]) -> None:
+        """Write what parameters of a layer were changed to where ``stored`` reads them from then on."""
+        for name in names:
+            values = self.layers[index].get_parameter(name)
+            self.stored.replace(f"{self.family.layers_path}.{index}.{name}", values)
+
+    @override
+    def keep_zeros(self, name: str, count: int) -> None:
+        """Write a parameter that the checkpoint lacks."""
+        self.stored.replace(name, torch.zeros(count, dtype=self.stored.dtype))
 
     def _parameter(self, name: str) -> nn.Parameter:
         return nn.Parameter(self.stored.read(name), requires_grad=False)

@@ -21,6 +21,7 @@ from pyprune.checkpoint.load import read_dense_config
 from pyprune.checkpoint.shards import (
     INDEX,
     SINGLE,
+    Entry,
     Place,
     TensorFiles,
     check_finite,
@@ -29,7 +30,7 @@ from pyprune.checkpoint.shards import (
     read_header,
 )
 from pyprune.errors import CheckpointError
-from pyprune.families import family_for
+from pyprune.families import family_for, parameter_shapes
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.progress import quiet
 
@@ -82,7 +83,6 @@ class StoredModel:
         files: its tensors.
         config: its configuration; a head that is stored with other values than the embedding is not tied.
         family: of the model.
-        names: name in the files -> parameter name, in the order of the files, without what Transformers does not load.
 
     Raises:
         CheckpointError: no safetensors, damaged files, or tensors of other shapes than config.json asks for.
@@ -107,8 +107,7 @@ class StoredModel:
         self.family = family_for(self.config)
         if self.config.tie_word_embeddings and self._head_is_its_own():
             self.config.tie_word_embeddings = False
-        self.names = self._parameter_names()
-        self._where = {name: stored for stored, name in self.names.items()}
+        self._where = self._parameter_names()
         self._check_shapes()
 
     def model(self) -> PreTrainedModel:
@@ -120,8 +119,30 @@ class StoredModel:
         model.eval()
         return model
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Look at every tensor once, so that damage is found before hours of work, as it is where a model is loaded.
+
+        Args:
+            model: of :meth:`model`.
+
+        Raises:
+            CheckpointError: tensors are missing, foreign, not finite, or beyond the range of ``dtype``.
+        """
+        wanted = parameter_shapes(model)
+        foreign = sorted(self._where.keys() - wanted.keys())
+        if foreign:
+            raise CheckpointError(
+                f"{self.folder} holds {foreign[0]}, for which the model of its config.json has no place. The "
+                "checkpoint is damaged or its config.json was changed."
+            )
+        for name in wanted:
+            if self.dtype == torch.float16:
+                self.read(name)
+            else:
+                self.mapped(name)
+
     def replace(self, name: str, values: Tensor) -> None:
-        """Let these values of a parameter stand for those of the checkpoint from now on.
+        """Let these values of a parameter stand for those of the checkpoint from now on, or be one more.
 
         Raises:
             OutputError: they cannot be written.
@@ -166,7 +187,20 @@ class StoredModel:
             check_finite(name, found, self.folder)  # beyond the range of float16
         return found
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters, in the order of the files, without what Transformers does not load."""
+        return list(dict.fromkeys((*self._where, *self._replaced)))
+
+    def entry(self, name: str) -> Entry:
+        """Shape and stored dtype of a parameter, by its name."""
+        if name in self._replaced:
+            return self._replaced[name].entry
+        stored = self._where[name]
+        return Entry(name, self.files.dtype(stored), self.files.shape(stored))
+
     def _parameter_names(self) -> dict[str, str]:
+        """Parameter name -> name in the files."""
         names: dict[str, str] = {}
         for name in self.files.names():
             if name.endswith("rotary_emb.inv_freq"):
@@ -174,7 +208,12 @@ class StoredModel:
             dense = self._parameter_name(name)
             if self.family.match(dense)[0].role == "head" and self.config.tie_word_embeddings:
                 continue
-            names[name] = dense
+            if dense in names:
+                raise CheckpointError(
+                    f"{self.folder} holds {dense} twice, as {names[dense]} and as {name}; which one counts is open. "
+                    "Fetch or write the checkpoint again."
+                )
+            names[dense] = name
         return names
 
     def _parameter_name(self, name: str) -> str:
@@ -184,7 +223,7 @@ class StoredModel:
 
     def _check_shapes(self) -> None:
         """Compare the files with the dense model: of a larger tensor a part would be taken as if it were the whole."""
-        for name, dense in self.names.items():
+        for dense, name in self._where.items():
             shape = self.files.shape(name)
             expected = self._shapes.get(dense, shape)  # a foreign tensor is refused where the output is planned
             if shape != expected:

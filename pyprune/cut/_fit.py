@@ -54,6 +54,11 @@ class Projection:
         return self.module.out_features if self.rows is None else len(self.rows)
 
     @property
+    def parameters(self) -> list[str]:
+        """Names of what is solved for, inside the layer."""
+        return [f"{self.name}.{part}" for part, _ in self.module.named_parameters()]
+
+    @property
     def has_bias(self) -> bool:
         """Whether there is a bias to solve for."""
         return self._bias is not None

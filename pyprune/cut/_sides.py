@@ -175,7 +175,7 @@ class MaskedLayers(CutSide):
             with self.runner.layer(index) as own:
                 for projection in self.changed:
                     projection.copy_to(cast(nn.Linear, own.get_submodule(projection.name)))
-                self.runner.keep(index, [projection.name for projection in self.changed])
+                self.runner.keep(index, [name for projection in self.changed for name in projection.parameters])
         self.changed.clear()
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:

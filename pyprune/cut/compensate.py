@@ -26,6 +26,7 @@ from pyprune.families import Family, check_plan, family_for
 from pyprune.families.base import Block, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.activations import gather_moments
+from pyprune.probe.streams import LayerRunner
 
 BLOCKS: tuple[Block, ...] = ("attention", "mlp")
 
@@ -63,12 +64,13 @@ class CompensationReport:
 
 
 def compensate_(
-    model: PreTrainedModel, plan: PrunePlan, samples: Tensor, *, batch_size: int | None = None
+    model: PreTrainedModel | LayerRunner, plan: PrunePlan, samples: Tensor, *, batch_size: int | None = None
 ) -> CompensationReport:
     """Add to every output projection the mean of what the plan takes from its input, in place; shapes stay dense.
 
     Args:
-        model: the dense model, before :func:`pyprune.cut.mask.mask_` or :func:`pyprune.cut.compact.compact_`.
+        model: the dense model, before :func:`pyprune.cut.mask.mask_` or :func:`pyprune.cut.compact.compact_`; or its
+            layers as something else holds and keeps them.
         plan: what stays.
         samples: token ids, int64 [N, T].
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
@@ -78,19 +80,23 @@ def compensate_(
         PlanError: the plan is not this model's.
         UnsupportedModelError: neither the model nor a pruned architecture of its family has such biases.
     """
-    family = family_for(model)
-    check_plan(plan, family, model.config)
+    runner = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    family = runner.family
+    check_plan(plan, family, runner.model.config)
     removed = {(layer.index, block): _removed(layer, block, plan) for layer in plan.layers for block in BLOCKS}
     losing = {place: gone for place, gone in removed.items() if gone}
     skipped = sum(gone is None for gone in removed.values())
     if not losing:
         return CompensationReport(0, skipped, 0, 0)
     names = {place: f"{family.layers_path}.{place[0]}.{family.output_projection(place[1])}" for place in losing}
+    # A model in memory runs as a whole; layers that lie elsewhere run one by one.
     moments = gather_moments(model, samples, inputs=names.values(), batch_size=batch_size)
-    added = with_output_biases_(model, family)
+    added = _with_output_biases_(runner)
     for place, gone in losing.items():
-        module = cast(nn.Linear, model.get_submodule(names[place]))
-        _add_lost_mean(module, gone, moments[names[place]].mean)
+        index, name = place[0], family.output_projection(place[1])
+        with runner.layer(index) as layer:
+            _add_lost_mean(cast(nn.Linear, layer.get_submodule(name)), gone, moments[names[place]].mean)
+            runner.keep(index, [f"{name}.bias"])
     return CompensationReport(len(losing), skipped, samples.numel(), added)
 
 
@@ -113,20 +119,21 @@ def _add_lost_mean(module: nn.Linear, gone: list[int], mean: Tensor) -> None:
     module.bias.copy_(module.bias.double() + lost)
 
 
-def with_output_biases_(model: PreTrainedModel, family: Family) -> int:
+def _with_output_biases_(runner: LayerRunner) -> int:
     """Give every output projection of attention and MLP a bias, zero where it had none; returns how many were added.
 
     Raises:
         UnsupportedModelError: the family cannot carry such biases.
     """
-    missing = _without_bias(model, family)
-    for module in missing:
+    missing = _without_bias(runner.model, runner.family)
+    for name, module in missing.items():
         weight = module.weight
         zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
         module.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+        runner.keep_zeros(f"{name}.bias", len(zeros))
     if missing:
-        model.config.output_bias = True
-    return sum(module.weight.shape[0] for module in missing)
+        runner.model.config.output_bias = True
+    return sum(module.weight.shape[0] for module in missing.values())
 
 
 def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Target:
@@ -156,14 +163,15 @@ def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConf
     return config
 
 
-def _without_bias(model: PreTrainedModel, family: Family) -> list[nn.Linear]:
-    """Output projections that need a bias of their own."""
-    projections = [
-        cast(nn.Linear, layer.get_submodule(family.output_projection(block)))
-        for layer in family.layers(model)
+def _without_bias(model: PreTrainedModel, family: Family) -> dict[str, nn.Linear]:
+    """Output projections that need a bias of their own, by name."""
+    names = [
+        f"{family.layers_path}.{index}.{family.output_projection(block)}"
+        for index in range(len(family.layers(model)))
         for block in BLOCKS
     ]
-    missing = [module for module in projections if module.bias is None]
+    projections = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
+    missing = {name: module for name, module in projections.items() if module.bias is None}
     if missing and not family.carries_output_bias:
         raise UnsupportedModelError(
             f"This {family.model_type!r} model has no biases on its output projections, and no architecture of its "

@@ -100,8 +100,11 @@ class LayerRunner:
         """Give one decoder layer with its weights, for the time of the block."""
         yield self.layers[index]
 
-    def keep(self, index: int, modules: Iterable[str]) -> None:
-        """Keep what modules of a layer were changed to, inside the block of :meth:`layer`; a model in memory does."""
+    def keep(self, index: int, names: Iterable[str]) -> None:
+        """Keep what parameters of a layer were changed to, in the block of :meth:`layer`; a model in memory does."""
+
+    def keep_zeros(self, name: str, count: int) -> None:
+        """Keep a vector of zeros as a parameter that the model lacked and was given; a model in memory does."""
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The stream [B, T, H] behind a part.
