@@ -30,6 +30,7 @@ Check = Callable[[], str | None]
 
 ENVIRONMENT_VARIABLE = "PYPRUNE_BACKEND"
 PREFERENCE: tuple[Backend, ...] = ("triton", "cpp", "python")
+NOT_BUILT = "the extension pyprune._C is not built (reinstall with PYPRUNE_REQUIRE_EXT=1 to see why)"
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger("pyprune.ops")
@@ -44,13 +45,20 @@ class BackendError(PypruneError, RuntimeError):
     """A backend was chosen by name and cannot run this call."""
 
 
-@cache
 def extension() -> ModuleType | None:
-    """The compiled module ``pyprune._C``, or None when the package was installed without it."""
+    """The compiled module ``pyprune._C``, or None when the package was installed without it or it cannot be loaded."""
+    return _loaded()[0]
+
+
+@cache
+def _loaded() -> tuple[ModuleType | None, str]:
+    """The compiled module, or the reason why there is none."""
     try:
-        return importlib.import_module("pyprune._C")
-    except ImportError:
-        return None
+        return importlib.import_module("pyprune._C"), ""
+    except ModuleNotFoundError:
+        return None, NOT_BUILT
+    except ImportError as error:
+        return None, f"the extension pyprune._C cannot be loaded: {error}"
 
 
 def available_isas() -> list[str]:
@@ -136,7 +144,7 @@ def _log_once(op: str, backend: Backend, refusals: str) -> None:
 
 
 def _no_extension() -> str:
-    return "the extension pyprune._C is not built (reinstall with PYPRUNE_REQUIRE_EXT=1 to see why)"
+    return _loaded()[1] or NOT_BUILT
 
 
 def no_cpp(*tensors: torch.Tensor) -> str | None:

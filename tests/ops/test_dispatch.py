@@ -114,6 +114,24 @@ def test_cpp_without_the_extension(use_backend: Callable[[str], None], monkeypat
     assert "not built" in backend_report()["cpp"]
 
 
+def test_an_extension_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the wheel's OpenMP runtime was deleted: that is not a package without kernels."""
+
+    def fails(name: str) -> None:
+        raise ImportError("libgomp.so.1: cannot open shared object file")
+
+    _dispatch._loaded.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(_dispatch.importlib, "import_module", fails)
+            assert backend_report()["cpp"] == (
+                "the extension pyprune._C cannot be loaded: libgomp.so.1: cannot open shared object file"
+            )
+            assert available_isas() == []
+    finally:
+        _dispatch._loaded.cache_clear()
+
+
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_instruction_sets() -> None:
     module = _dispatch.extension()
