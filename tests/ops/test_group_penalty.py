@@ -41,6 +41,13 @@ def some_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[: max(1, count * 2 // 3)]
 
 
+def selections(count: int) -> list[torch.Tensor]:
+    """Positions that are shared between threads in different ways: scattered, neighbours at either end, every one."""
+    quarter = count // 4
+    ends = [torch.arange(count - quarter, count), torch.arange(quarter), torch.arange(count - 1, count)]
+    return [some_of(count), *ends, torch.arange(count)]
+
+
 def exact(
     w: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, axis: int, kind: str, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,11 +273,13 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     dtype: torch.dtype, axis: int, kind: str, use_backend: Callable[[str], None]
 ) -> None:
     w, grad = weights(131, 517, dtype=dtype)
-    index = some_of(w.shape[axis])
 
     def run() -> list[torch.Tensor]:
-        result = grad.clone()
-        return [add_group_penalty_(result, w, index, axis, kind, 0.3), result, group_penalty(w, index, axis, kind)]
+        results = []
+        for index in selections(w.shape[axis]):
+            own = grad.clone()
+            results += [add_group_penalty_(own, w, index, axis, kind, 0.3), own, group_penalty(w, index, axis, kind)]
+        return results
 
     assert_equal_for_every_isa_and_thread_count(use_backend, run)
 

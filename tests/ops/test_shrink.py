@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pyprune.ops import OpError, _dispatch, available_isas, shrink
 from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count
-from tests.ops.test_group_penalty import DTYPES, some_of, weights
+from tests.ops.test_group_penalty import DTYPES, selections, some_of, weights
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -70,9 +71,9 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     dtype: torch.dtype, axis: int, use_backend: Callable[[str], None]
 ) -> None:
     w, _ = weights(131, 517, dtype=dtype)
-    index = some_of(w.shape[axis])
+    cases = list(product(selections(w.shape[axis]), (0.0, 1.0)))
     assert_equal_for_every_isa_and_thread_count(
-        use_backend, lambda: [shrink(w.clone(), index, axis, 0.7, offset=offset) for offset in (0.0, 1.0)]
+        use_backend, lambda: [shrink(w.clone(), index, axis, 0.7, offset=offset) for index, offset in cases]
     )
 
 

@@ -69,22 +69,39 @@ struct Columns {
   }
 };
 
-// The blocks of [begin, end) that hold a selected column, neighbours of one kind as one panel.
-inline std::vector<Panel> panels_of(const Selection& selection, const Columns& columns, std::int64_t begin,
-                                    std::int64_t end) {
-  if (selection.index == nullptr) return {{begin, end, true}};
+// Where the grains begin that hold a selected column. They are what threads share: pieces of the whole matrix would
+// leave most of a selection that lies together, such as the last quarter of the columns, to few threads.
+inline std::vector<std::int64_t> grains_of(const Selection& selection, const Columns& columns) {
+  std::vector<std::int64_t> grains;
+  const auto selected = columns.selected.begin();
+  for (std::int64_t col = 0; col < selection.cols; col += kColumnGrain) {
+    const std::int64_t next = std::min(selection.cols, col + kColumnGrain);
+    const bool any = selection.index == nullptr ||
+                     std::find(selected + col, selected + next, ~std::uint32_t{0}) != selected + next;
+    if (any) grains.push_back(col);
+  }
+  return grains;
+}
+
+// The blocks of these grains that hold a selected column, neighbours of one kind as one panel.
+inline std::vector<Panel> panels_of(const Selection& selection, const Columns& columns, const std::int64_t* grains,
+                                    std::int64_t grain_count) {
   std::vector<Panel> panels;
   const auto selected = columns.selected.begin();
-  for (std::int64_t col = begin; col < end; col += kColumnBlock) {
-    const std::int64_t next = std::min(end, col + kColumnBlock);
-    const std::int64_t count = std::count(selected + col, selected + next, ~std::uint32_t{0});
-    const bool whole = count == next - col;
-    if (count == 0) continue;
-    if (!panels.empty() && panels.back().end == col && panels.back().whole == whole) {
-      panels.back().end = next;
+  const auto add = [&](std::int64_t begin, std::int64_t end) {
+    const bool every = selection.index == nullptr;
+    const std::int64_t count = every ? end - begin : std::count(selected + begin, selected + end, ~std::uint32_t{0});
+    const bool whole = count == end - begin;
+    if (count == 0) return;
+    if (!panels.empty() && panels.back().end == begin && panels.back().whole == whole) {
+      panels.back().end = end;
     } else {
-      panels.push_back({col, next, whole});
+      panels.push_back({begin, end, whole});
     }
+  };
+  for (std::int64_t grain = 0; grain < grain_count; ++grain) {
+    const std::int64_t end = std::min(selection.cols, grains[grain] + kColumnGrain);
+    for (std::int64_t col = grains[grain]; col < end; col += kColumnBlock) add(col, std::min(end, col + kColumnBlock));
   }
   return panels;
 }
@@ -102,8 +119,10 @@ void share_rows(const Selection& selection, const Piece& all, const Call& call) 
 template <class Call>
 void share_columns(const Selection& selection, const Piece& all, const Call& call) {
   Columns columns(selection);
-  parallel_for(selection.cols, kColumnGrain, selection.threads, [&](std::int64_t begin, std::int64_t end) {
-    const std::vector<Panel> panels = panels_of(selection, columns, begin, end);
+  const std::vector<std::int64_t> grains = grains_of(selection, columns);
+  const std::int64_t count = static_cast<std::int64_t>(grains.size());
+  parallel_for(count, 1, selection.threads, [&](std::int64_t begin, std::int64_t end) {
+    const std::vector<Panel> panels = panels_of(selection, columns, grains.data() + begin, end - begin);
     Piece own = all;
     own.panels = panels.data();
     own.panel_count = static_cast<std::int64_t>(panels.size());
