@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bench._ops_adamw import adamw_cases
-from bench._ops_setting import AXES, TINY, Setting, add, last, read, region, touch, words
-from bench._timing import CEILING, Case, on_backend
+from bench._ops_setting import AXES, ONE_THREAD, TINY, Setting, add, last, read, region, touch, words
+from bench._timing import CEILING, Case, on_backend, on_one_thread
 from pyprune.ops import (
     add_group_penalty_,
     group_importance,
@@ -71,18 +71,42 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
     return result
 
 
+def stepped(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
+    """The displacement after ``moreau_step``, which changes it in place."""
+    moreau_step(delta, grad, gamma, rho, eta, axis)
+    return delta
+
+
+def step_sums(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
+    """What ``moreau_step`` returns."""
+    return torch.stack(moreau_step(delta, grad, gamma, rho, eta, axis))
+
+
+def sums_apart(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
+    """The same by passes of torch around the step."""
+    before = delta.clone()
+    moreau_step(delta, grad, gamma, rho, eta, axis)
+    return torch.stack([x.double().square().sum() for x in (delta - before, delta)])
+
+
 def moreau_cases(s: Setting, dtype: str) -> list[Case]:
-    """``moreau_step`` with the group threshold, and the plain step."""
+    """``moreau_step`` with the group threshold, and the plain step; and both with the sums taken apart from it."""
     op, x = "moreau_step", s.array(dtype)
     grad = torch.full_like(x, 1e-3)
     traffic = 3 * x.nbytes
     ceiling = Case(op, dtype, "", CEILING, partial(add, x.clone(), grad), traffic)
     step = {"gamma": TINY, "rho": 1.0}
-    s.check(op, dtype, partial(moreau_step, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
+    result = [ceiling]
+    for groups, eta in (("plain step", 0.0), ("rows", 1.0)):
+        apart = on_backend(s.kernel, sums_apart, x, grad, **step, eta=eta, axis=0)
+        result.append(Case(op, dtype, groups, "sums apart", apart, traffic, ceiling))
+    s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
+    s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2, rtol=1e-5)
     plain = on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
-    result = [ceiling, Case(op, dtype, "plain step", s.kernel, plain, traffic, ceiling)]
+    result.append(Case(op, dtype, "plain step", s.kernel, plain, traffic, ceiling))
     for axis, groups in enumerate(AXES):
-        s.check(op, dtype, partial(moreau_step, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
+        s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
+        s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2, rtol=1e-5)
         ours = on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
         result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
         result.append(Case(op, dtype, groups, "eager", partial(into, eager_moreau, x, grad, axis), traffic, ceiling))
@@ -132,6 +156,8 @@ def penalty_cases(s: Setting, dtype: str) -> list[Case]:
             ours = on_backend(s.kernel, add_group_penalty_, grad, w, index, axis, kind, TINY)
             eager = partial(eager_penalty, w, grad, index, axis, kind)
             result += [case(name, s.kernel, ours, traffic, ceiling), case(name, "eager", eager, traffic, ceiling)]
+            if s.shared and groups == "columns" and kind == "l2":
+                result.append(case(name, ONE_THREAD, on_one_thread(ours), traffic, ceiling))
         s.check(op, dtype, partial(_penalty_value, axis=axis), rtol=1e-5)
         name = f"{groups}, value only"
         reading = case(name, CEILING, partial(read, part), part.nbytes)
@@ -184,6 +210,11 @@ def prox_cases(s: Setting, dtype: str) -> list[Case]:
             ):
                 variant = f"{groups}, {kind}"
                 result.append(case("group_prox", variant=variant, implementation=name, call=call, ceiling=ceiling))
+            if s.shared and groups == "columns" and kind == "l2":
+                call = on_one_thread(on_backend(s.kernel, group_prox, w, index, axis, kind, TINY))
+                result.append(
+                    case("group_prox", variant=variant, implementation=ONE_THREAD, call=call, ceiling=ceiling)
+                )
         s.check("shrink", dtype, partial(_shrunk, axis=axis))
         for name, call in (
             # Up and down in turn would be two calls; a factor of nearly 1 leaves the numbers where they are.

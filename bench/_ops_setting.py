@@ -31,6 +31,7 @@ from pyprune.ops import available_isas
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AXES = ("rows", "columns")
+ONE_THREAD = "cpp, one thread"
 TINY = 1e-9
 """A step so small that hundreds of them leave the weights where they are."""
 
@@ -62,6 +63,11 @@ class Setting:
         if self.device.type == "cuda":
             return "triton"
         return "cpp" if available_isas() else "python"
+
+    @property
+    def shared(self) -> bool:
+        """Whether the fast backend shares the work between threads of a CPU."""
+        return self.kernel == "cpp" and torch.get_num_threads() > 1
 
     @cached_property
     def cold(self) -> Callable[[], object] | None:

@@ -99,6 +99,20 @@ def on_backend(name: str, function: Callable[..., object], *args: object, **opti
     return call
 
 
+def on_one_thread(call: Callable[[], object]) -> Callable[[], object]:
+    """The call on one thread of the CPU."""
+
+    def alone() -> object:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
+
+
 def interleave(cases: Sequence[Case], repeats: int, device: torch.device) -> None:
     """Run every case once unmeasured (it compiles there), then sample each in turn until there are ``repeats``."""
     for number in range(repeats + 1):

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from bench._ops_cases import OPS, cases
-from bench._ops_setting import AXES, DTYPES, Setting
+from bench._ops_setting import AXES, DTYPES, ONE_THREAD, Setting
 from bench._timing import (
     CEILING,
     Case,
@@ -125,6 +125,18 @@ def axis_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
     return result
 
 
+def thread_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
+    """Columns that lie together, on all threads and on one: the selection has to be shared, not the matrix."""
+    chosen = [c for c in kernel_cases(all_cases, setting, SELECTED, "float32") if c.variant == "columns, l2"]
+    ratios = {
+        f"{c.op} {c.variant}": ratio
+        for c in chosen
+        if (ratio := quotient(find(all_cases, c.op, c.dtype, c.variant, ONE_THREAD), c)) is not None
+    }
+    share = f"last {setting.selected:.0%} of the columns"
+    return [worst(f"{_names(SELECTED[:2])}, float32, {share}, times faster than on one thread", 1.5, ratios)]
+
+
 def other_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
     """Against eager and compiled torch; ``perturb`` and ``slice_gather`` against a copy."""
     ours = find(all_cases, "moreau_step", "float32", "rows", setting.kernel)
@@ -145,6 +157,10 @@ def other_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
             note=f"torch.compile reaches {share:.0%} of the ceiling" if share else "",
         ),
     ]  # fmt: skip
+    for variant in ("plain step", "rows"):
+        apart = find(all_cases, "moreau_step", "float32", variant, "sums apart")
+        ratio = quotient(apart, find(all_cases, "moreau_step", "float32", variant, setting.kernel))
+        result.append(Target(f"moreau_step, float32 {variant}, times faster than with the sums apart", 3, ratio))
     for dtype in DTYPES:
         copy = find(all_cases, "perturb", dtype, "a plain copy", CEILING)
         ratio = quotient(find(all_cases, "perturb", dtype, "", setting.kernel), copy)
@@ -222,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
     print(f"{options.rows} x {options.cols}, {about['threads']} threads, {about['device']}\n")
     print_table(measured)
-    groups = (ceiling_targets, other_targets, dtype_targets, axis_targets, gpu_targets)
+    groups = (ceiling_targets, other_targets, dtype_targets, axis_targets, thread_targets, gpu_targets)
     print_targets([target for make in groups for target in make(measured, setting)])
 
 

@@ -17,7 +17,6 @@
 #include "kernels/group_importance.h"
 #include "kernels/group_penalty.h"
 #include "kernels/group_prox.h"
-#include "kernels/group_soft_threshold.h"
 #include "kernels/layer_norm_virtual.h"
 #include "kernels/moreau_step.h"
 #include "kernels/perturb.h"
@@ -31,25 +30,17 @@ namespace py = pybind11;
 namespace pyprune {
 namespace {
 
-void bind_group_soft_threshold(const Tensor& x, const Tensor& out, double threshold, int axis, int threads) {
-  check_same(x, "x", out, "out");
-  check_threshold(threshold);
-  const Selection groups = all_groups(x, axis, threads);
-  check_overlap(x, out, bytes_of(groups));
-  if (bytes_of(groups) == 0) return;
-  const py::gil_scoped_release released;
-  group_soft_threshold(data(x), data(out), threshold, groups);
-}
-
-void bind_moreau_step(const Tensor& delta, const Tensor& grad, float decay, float gamma, double threshold, int axis,
-                      int threads) {
+// Returns the sums of squares of the change and of the new values.
+std::tuple<double, double> bind_moreau_step(const Tensor& delta, const Tensor& grad, float decay, float gamma,
+                                            double threshold, int axis, int threads) {
   check_same(delta, "delta", grad, "grad");
   check_threshold(threshold);
   const Selection groups = all_groups(delta, axis, threads);
   check_overlap(delta, grad, bytes_of(groups));
-  if (bytes_of(groups) == 0) return;
+  if (bytes_of(groups) == 0) return {0.0, 0.0};
   const py::gil_scoped_release released;
-  moreau_step(data(delta), data(grad), decay, gamma, threshold, groups);
+  const StepSums sums = moreau_step(data(delta), data(grad), {decay, gamma, threshold}, groups);
+  return {sums.moved, sums.size};
 }
 
 void bind_perturb(const Tensor& w0, const Tensor& delta, const Tensor& out, float sigma, std::uint64_t seed,
@@ -240,12 +231,18 @@ double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l
   return group_penalty(data(w), gradient, penalty_weight, l1, selected);
 }
 
-void bind_group_prox(const Tensor& w, const Tensor& index, int axis, bool l1, double threshold, float offset,
-                     int threads) {
+void bind_group_prox(const Tensor& w, const Tensor& out, const Tensor& index, int axis, bool l1, double threshold,
+                     float offset, int threads) {
   const Selection selected = selected_groups(w, index, axis, offset, threads);
   check_threshold(threshold);
+  check_same(w, "w", out, "out");
+  check_overlap(w, out, bytes_of(selected));
+  if (w.address != out.address && selected.count != w.shape[static_cast<std::size_t>(axis)]) {
+    throw std::invalid_argument("out is not w, so the index must name every group");
+  }
+  if (bytes_of(selected) == 0) return;
   const py::gil_scoped_release released;
-  group_prox(data(w), threshold, l1, selected);
+  group_prox(data(w), data(out), threshold, l1, selected);
 }
 
 void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, float offset, int threads) {
@@ -327,8 +324,6 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("index_facts", &index_facts, py::arg("index"), py::arg("size"),
              "Least and greatest position, and whether one is there twice.");
-  module.def("group_soft_threshold", &bind_group_soft_threshold, py::arg("x"), py::arg("out"),
-             py::arg("threshold"), py::arg("axis"), py::arg("threads"));
   module.def("moreau_step", &bind_moreau_step, py::arg("delta"), py::arg("grad"), py::arg("decay"),
              py::arg("gamma"), py::arg("threshold"), py::arg("axis"), py::arg("threads"));
 
@@ -336,8 +331,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("seed"), py::arg("offset"), py::arg("threads"));
   module.def("group_penalty", &bind_group_penalty, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
              py::arg("grad"), py::arg("penalty_weight"), py::arg("offset"), py::arg("threads"));
-  module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
-             py::arg("threshold"), py::arg("offset"), py::arg("threads"));
+  module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("out"), py::arg("index"), py::arg("axis"),
+             py::arg("l1"), py::arg("threshold"), py::arg("offset"), py::arg("threads"));
   module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
              py::arg("offset"), py::arg("threads"));
   module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),

@@ -11,7 +11,7 @@ namespace pyprune {
 namespace {
 
 template <class T>
-using ProxKernel = void (*)(T* w, double threshold, bool l1, const Piece& piece);
+using ProxKernel = void (*)(const T* w, T* out, double threshold, bool l1, const Piece& piece);
 
 }  // namespace
 }  // namespace pyprune
@@ -30,11 +30,13 @@ ProxKernel<T> active_kernel() {
 
 }  // namespace
 
-void group_prox(void* w, double threshold, bool l1, const Selection& selection) {
+void group_prox(const void* w, void* out, double threshold, bool l1, const Selection& selection) {
   with_storage(selection.dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto kernel = active_kernel<T>();
-    share_groups(selection, [&](const Piece& piece) { kernel(static_cast<T*>(w), threshold, l1, piece); });
+    share_groups(selection, [&](const Piece& piece) {
+      kernel(static_cast<const T*>(w), static_cast<T*>(out), threshold, l1, piece);
+    });
   });
 }
 

@@ -89,7 +89,9 @@ std::vector<float> coefficients_of(const AdamTensor& t, const AdamOptions& optio
 }
 
 void l2_prox(const AdamTensor& t, const AdamKernels& kernels, const AdamOptions& options) {
-  if (!options.stochastic) return group_prox(t.weight, t.penalty_weight, false, selection_of(t, options));
+  if (!options.stochastic) {
+    return group_prox(t.weight, t.weight, t.penalty_weight, false, selection_of(t, options));
+  }
   const std::vector<GroupPiece> pieces = pieces_of(t);
   const std::vector<double> sums = group_squares(t.weight, selection_of(t, options));
   std::vector<float> scales;

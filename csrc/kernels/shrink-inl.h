@@ -7,7 +7,7 @@ namespace {
 
 template <class T>
 void shrink_body(T* w, float factor, const Piece& piece) {
-  update_all<T>(Multiply<T>{w, piece.offset}, piece, factor);
+  update_all<T>(Multiply<T>{w, w, piece.offset}, piece, factor);
 }
 
 }  // namespace

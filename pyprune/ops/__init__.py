@@ -10,8 +10,7 @@ from __future__ import annotations
 from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, without_values
 from pyprune.ops.group_importance import group_importance
 from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
-from pyprune.ops.group_prox import group_prox
-from pyprune.ops.group_soft_threshold import group_soft_threshold
+from pyprune.ops.group_prox import group_prox, group_soft_threshold
 from pyprune.ops.layer_norm_virtual import layer_norm_virtual
 from pyprune.ops.moreau_step import moreau_step
 from pyprune.ops.perturb import perturb

@@ -103,7 +103,7 @@ class TestOps:
     @pytest.mark.parametrize(
         ("name", "broken_when"),
         [
-            ("moreau_step", lambda args, options: options.get("eta") == 0),
+            ("moreau_step", lambda args, options: args[4] == 0),
             ("add_group_penalty_", lambda args, options: args[2].diff().min() == 4),
             ("group_penalty", lambda args, options: True),
             ("group_importance", lambda args, options: args[3] > 1),
@@ -131,7 +131,8 @@ class TestOps:
             if os.environ["PYPRUNE_BACKEND"] == "python" or not broken_when(args, options):
                 return result
             hit.append(options)
-            changed = {"add_group_penalty_": args[0], "regularised_adamw": args[0][0]}.get(name, result)
+            in_place = {"add_group_penalty_": args[0], "moreau_step": args[0], "regularised_adamw": args[0][0]}
+            changed = in_place.get(name, result)
             changed.copy_(changed * 1.05)
             return result
 

@@ -22,7 +22,7 @@ from pyprune.ops import (
     shrink,
     slice_gather,
 )
-from pyprune.ops.group_soft_threshold import reference
+from pyprune.ops.group_prox.reference import proximal_map
 from pyprune.ops.moreau_step import reference as step_reference
 from pyprune.ops.regularised_adamw import Moments, Penalty
 from pyprune.ops.regularised_adamw.reference import Randomness, read_moments, write_moments
@@ -42,7 +42,7 @@ def test_group_soft_threshold(
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
     out = torch.full_like(x, float("nan"))
     group_soft_threshold(x, 1.0, axis, out=out)
-    exact = reference(x.double(), 1.0, axis)
+    exact = proximal_map(x.double(), axis, "l1" if x.numel() == 1 else "l2", 1.0)
     unit = torch.finfo(dtype).eps
     assert ((out.double() - exact).abs() <= unit * exact.abs() + torch.finfo(dtype).smallest_normal).all()
     assert torch.equal(out == 0, exact.to(dtype) == 0)
@@ -56,11 +56,15 @@ def test_moreau_step(dtype: torch.dtype, axis: int, eta: float, monkeypatch: pyt
     generator = torch.Generator().manual_seed(0)
     delta, grad = (torch.randn(257, 4099, generator=generator).to("cuda", dtype) for _ in range(2))
     scalars = torch.tensor([0.75, 0.1, 0.1 * eta]).tolist()
-    exact = step_reference(delta.double(), grad.double(), *scalars, axis)
-    moreau_step(delta, grad, 0.1, 0.4, eta, axis)
+    exact, before = delta.double(), delta.float()
+    step_reference(exact, grad.double(), *scalars, axis)
+    sums = moreau_step(delta, grad, 0.1, 0.4, eta, axis)
     unit = torch.finfo(dtype).eps
     # The sum of two terms of about 1 carries their rounding in float32, whatever its own size.
     assert ((delta.double() - exact).abs() <= unit * exact.abs() + 1e-6).all()
+    after = delta.float()
+    expected = [x.double().square().sum().item() for x in (after - before, after)]
+    assert [float(x) for x in sums] == pytest.approx(expected, rel=1e-11)
 
 
 SHAPE = (257, 1031)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pyprune.ops import (
 from pyprune.ops.group_prox import reference
 from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
-from tests.ops.test_group_penalty import DTYPES, KINDS, SHAPES, some_of, weights
+from tests.ops.test_group_penalty import DTYPES, KINDS, SHAPES, selections, some_of, weights
 
 # Triton's interpreter computes in numpy, which warns of NaN and infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -145,8 +146,9 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     dtype: torch.dtype, axis: int, kind: str, use_backend: Callable[[str], None]
 ) -> None:
     w, _ = weights(131, 517, dtype=dtype)
-    index = some_of(w.shape[axis])
-    assert_equal_for_every_isa_and_thread_count(use_backend, lambda: [group_prox(w.clone(), index, axis, kind, 2.0)])
+    assert_equal_for_every_isa_and_thread_count(
+        use_backend, lambda: [group_prox(w.clone(), index, axis, kind, 2.0) for index in selections(w.shape[axis])]
+    )
 
 
 @examples(30)
@@ -234,12 +236,23 @@ def test_bad_arguments() -> None:
 def test_the_bindings_check_what_they_are_given() -> None:
     module, view = _dispatch.extension(), _dispatch.tensor_view
     assert module is not None
-    w, positions, outside = torch.ones(4, 6), torch.tensor([1]), torch.tensor([-1])
-    index = view(positions)
-    with pytest.raises(ValueError, match="threshold"):
-        module.group_prox(view(w), index, 0, False, -1.0, 0.0, 1)
-    with pytest.raises(ValueError, match="out of range"):
-        module.group_prox(view(w), view(outside), 0, False, 1.0, 0.0, 1)
-    with pytest.raises(ValueError, match="contiguous"):
-        module.group_prox(view(w.t()), index, 0, False, 1.0, 0.0, 1)
-    assert torch.equal(w, torch.ones(4, 6))
+    w, memory, tall, apart = torch.ones(4, 6), torch.ones(40), torch.ones(6, 4), torch.ones(4, 6)
+    wide, one, outside, every = w.double(), torch.tensor([1]), torch.tensor([-1]), torch.arange(4)
+    good = {"w": w, "out": w, "index": one, "axis": 0, "l1": False, "threshold": 1.0, "offset": 0.0, "threads": 1}
+    for words, changed in {
+        "threshold": {"threshold": -1.0},
+        "out of range": {"index": outside},
+        "contiguous": {"w": w.t(), "out": w.t()},
+        "2 dimensions": {"w": w[0], "out": w[0]},
+        "shape": {"out": tall},
+        "float64": {"w": wide, "out": wide},
+        "axis": {"axis": 2},
+        "threads": {"threads": 0},
+        "overlap": {"w": memory[:24].view(4, 6), "out": memory[4:28].view(4, 6), "index": every},
+        "every group": {"out": apart},
+    }.items():
+        arguments: dict[str, Any] = {**good, **changed}
+        views = {name: view(x) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        with pytest.raises(ValueError, match=words):
+            module.group_prox(**views)
+    assert all(torch.equal(x, torch.ones_like(x)) for x in (w, memory, apart))

@@ -73,7 +73,8 @@ def penalty(axis: int, kind: str, dtype: torch.dtype, held: torch.dtype) -> list
 
 def moreau(axis: int, eta: float, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
     delta, grad = tiny(dtype, 0).to(held), tiny(dtype, 1).to(held)
-    return [ops.moreau_step(delta, grad, 2.0, 4.0, eta * threshold(dtype, axis), axis)]
+    ops.moreau_step(delta, grad, 2.0, 4.0, eta * threshold(dtype, axis), axis)
+    return [delta]
 
 
 def importance(axis: int, signed: bool, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:

@@ -107,19 +107,6 @@ inline bool usable(double sum) {
   return magnitude > 1e-30 && magnitude < 1e38;
 }
 
-// A source evaluates elements in float32: here the stored ones as they are.
-template <class T>
-struct Plain {
-  using Storage = T;
-  static constexpr int kArrays = 1;
-  const T* x;
-  template <class Extent>
-  Pair at(std::int64_t i, Extent extent) const {
-    return extent.load(x + i);
-  }
-  Plain shifted(std::int64_t offset) const { return {x + offset}; }
-};
-
 // Chosen, not multiplied: what is removed is exactly +0, whatever it was.
 inline Floats scaled(Floats value, Floats scale) { return select((Words)(scale == 0.0f), Floats{}, value * scale); }
 inline Pair scaled(Pair value, Pair scale) {
@@ -296,9 +283,9 @@ void reduce_columns(Terms terms, const Piece& piece) {
   finish_column_sums(terms, piece);
 }
 
-// Sums, then an update with a scale made of each column's sum.
-template <class Terms, class Update, class ScaleOf>
-void reduce_and_update_columns(Terms terms, Update update, const Piece& piece, ScaleOf scale_of) {
+// Sums, and a scale made of each, for an update in the order of lanes.
+template <class Terms, class ScaleOf>
+void reduce_to_column_scales(Terms terms, const Piece& piece, ScaleOf scale_of) {
   using T = typename Terms::Storage;
   reduce_columns(terms, piece);
   for (std::int64_t p = 0; p < piece.panel_count; ++p) {
@@ -308,6 +295,12 @@ void reduce_and_update_columns(Terms terms, Update update, const Piece& piece, S
   }
   reorder<T, true>(piece.scales, piece);
   reorder<T, true>(piece.selected, piece);
+}
+
+// Sums, then an update with a scale made of each column's sum.
+template <class Terms, class Update, class ScaleOf>
+void reduce_and_update_columns(Terms terms, Update update, const Piece& piece, ScaleOf scale_of) {
+  reduce_to_column_scales(terms, piece, scale_of);
   // What was read last is found in the cache.
   over_columns(piece, true, UpdateColumns<Update>{update, piece.scales, {}, piece.selected});
 }

@@ -28,15 +28,16 @@ struct Weights {
 };
 
 // An update: at() is what the elements of `out` from i on become; scale has one value a lane. This one multiplies the
-// weights.
+// weights. out: w, or another matrix, every group of which is written then.
 template <class T>
 struct Multiply {
   static constexpr int kArrays = 1;
+  const T* w;
   T* out;
   float offset;
   template <class Extent>
   Pair at(std::int64_t i, Extent extent, Pair scale) const {
-    return scaled(extent.weights(out + i, offset), scale) - both(offset);
+    return scaled(extent.weights(w + i, offset), scale) - both(offset);
   }
 };
 

@@ -44,6 +44,18 @@ inline void add_stretch(Terms terms, std::int64_t start, std::int64_t i, ExtentA
   }
 }
 
+// The sum of lanes that pairs loaded from T were added to, kLanes of them.
+template <class T>
+double sum_of_lanes(const Sums* sums) {
+  double unordered[kLanes], lanes[kLanes];
+  std::memcpy(unordered, sums, sizeof unordered);
+  in_order<T>(unordered, lanes, kLanes);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
 // The sum of a row. `also` is called on every stretch of [0, count).
 template <class Terms, class Also>
 double row_sum(Terms terms, std::int64_t start, std::int64_t count, Also also) {
@@ -55,13 +67,7 @@ double row_sum(Terms terms, std::int64_t start, std::int64_t count, Also also) {
   }
   add_stretch(terms, start, i, [=](std::int64_t at) { return Part{count - at < kPair ? count - at : kPair}; }, sums,
               also);
-  double unordered[kLanes], lanes[kLanes];
-  std::memcpy(unordered, sums, sizeof unordered);
-  in_order<typename Terms::Storage>(unordered, lanes, kLanes);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  return sum_of_lanes<typename Terms::Storage>(sums);
 }
 
 template <class Terms, class Also>

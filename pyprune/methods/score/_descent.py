@@ -36,6 +36,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.ops import moreau_step, perturb
+from pyprune.ops.moreau_step import StepSums
 
 RECENT = 10
 """How many of the last steps tell whether a run goes round."""
@@ -112,20 +113,16 @@ class Descent:
         """One step of Algorithm 1 on every open parameter, each as soon as its gradient exists."""
         config = self.config
         first_draw = number * config.draws if config.redraw else 0
-        moved = size = 0.0
+        sums: list[StepSums] = []
 
         def weights(param: NamedParam, draw: int) -> Tensor:
             return self.noise.weights(param, self.deltas[param.name], first_draw + draw)
 
         def advance(param: NamedParam, grad: Tensor) -> None:
-            nonlocal moved, size
-            delta = self.deltas[param.name]
             if run.masked:
                 grad = grad.masked_fill(param.parameter == 0, 0.0)
-            before = delta.clone()
-            moreau_step(delta, grad.contiguous(), config.gamma, config.rho, config.group_weight, axis=0)
-            moved += float((delta - before).double().square().sum())
-            size += float(delta.double().square().sum())
+            delta = self.deltas[param.name]
+            sums.append(moreau_step(delta, grad, config.gamma, config.rho, config.group_weight, axis=0))
 
         report = take_gradients(run, weights, Summed(advance), draws=config.draws)
         if not math.isfinite(report.loss):
@@ -133,6 +130,8 @@ class Descent:
                 f"The loss at the noisy weights is {report.loss} in step {number + 1}: "
                 "use a smaller moreau.gamma or moreau.sigma, or dtype float32."
             )
+        # Not before: a GPU would be waited for at every parameter.
+        moved, size = sum(float(s.moved) for s in sums), sum(float(s.size) for s in sums)
         self.losses.append(report.loss)
         self.residuals.append(config.rho / config.gamma * math.sqrt(moved / size) if size else 0.0)
         return report

@@ -20,18 +20,18 @@ from pyprune.ops.group_penalty.triton import group_sums
 
 
 @triton.jit
-def _soft_threshold(w, index, groups, length, cols, threshold, offset, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
+def _soft_threshold(w, out, index, groups, length, cols, threshold, offset, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
                     STEP: tl.constexpr):  # fmt: skip
     begin = tl.program_id(1).to(tl.int64) * STEP
     at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
     value = load_weights(w, at, inside, offset)
     # The comparison is false for NaN, which stays.
     shorter = tl.where(tl.abs(value) <= threshold, 0.0, value - tl.where(value < 0, -1.0, 1.0) * threshold)
-    tl.store(w + at, to_storage(shorter - offset, w.dtype.element_ty), mask=inside)
+    tl.store(out + at, to_storage(shorter - offset, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rows(w, index, cols, threshold, offset, STEP: tl.constexpr):
+def _rows(w, out, index, cols, threshold, offset, STEP: tl.constexpr):
     """One program a row: once over it for the norm, once for the product."""
     total = tl.zeros((1, STEP), dtype=tl.float64)
     for begin in range(0, cols, STEP):
@@ -42,27 +42,30 @@ def _rows(w, index, cols, threshold, offset, STEP: tl.constexpr):
     for begin in range(0, cols, STEP):
         at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
         product = tl.where(scale == 0.0, 0.0, load_weights(w, at, inside, offset) * scale) - offset
-        tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
+        tl.store(out + at, to_storage(product, out.dtype.element_ty), mask=inside)
 
 
-def group_prox(w: torch.Tensor, index: torch.Tensor, axis: int, kind: str, threshold: float, offset: float) -> None:
-    """The proximal map on the selected rows or columns, in place.
+def group_prox(
+    w: torch.Tensor, out: torch.Tensor, index: torch.Tensor, axis: int, kind: str, threshold: float, offset: float
+) -> None:
+    """The proximal map of the selected rows or columns of ``w``, into those of ``out``.
 
     Args:
         w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        out: like ``w``; may be ``w``.
         index: int64, not empty.
         axis: 0 for rows, 1 for columns.
         kind: "l1" or "l2".
-        threshold: finite, > 0.
+        threshold: finite, >= 0.
         offset: added first and taken off again.
     """
     sizes = group_sizes(axis == 0, w.shape[1])
     if kind == "l1":
         length = w.shape[1 - axis]
         grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
-        launch(_soft_threshold, grid, w, index, len(index), length, w.shape[1], threshold, offset, **sizes)
+        launch(_soft_threshold, grid, w, out, index, len(index), length, w.shape[1], threshold, offset, **sizes)
     elif axis == 0:
-        launch(_rows, (len(index),), w, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
+        launch(_rows, (len(index),), w, out, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
     else:
         scales = shrink_scales(group_sums(w, index, axis, kind, offset), threshold)
-        multiply_groups(w, index, scales, axis, offset)
+        multiply_groups(w, out, index, scales, axis, offset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from types import ModuleType
 from typing import cast
 
@@ -11,30 +10,26 @@ import torch
 
 from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
-    Backend,
-    Check,
     OpError,
     as_matrix,
     checked_axis,
     checked_threshold,
-    choose,
     extension,
-    no_cpp,
-    no_middle_axis,
-    no_triton,
     rounded_scalar,
     tensor_view,
     threads,
 )
+from pyprune.ops._index_set import backend_for
+from pyprune.ops.moreau_step.reference import StepSums
 from pyprune.ops.moreau_step.reference import moreau_step as reference
+
+__all__ = ["StepSums", "moreau_step"]
 
 OP = "moreau_step"
 
 
 @torch.no_grad()
-def moreau_step(
-    delta: torch.Tensor, grad: torch.Tensor, gamma: float, rho: float, eta: float, axis: int
-) -> torch.Tensor:
+def moreau_step(delta: torch.Tensor, grad: torch.Tensor, gamma: float, rho: float, eta: float, axis: int) -> StepSums:
     """Advance the displacement ``delta = w - w0`` by one step, in place.
 
     ``delta <- (1 - gamma/rho) delta - gamma * grad``, then the group soft-threshold with ``gamma * eta``:
@@ -50,7 +45,9 @@ def moreau_step(
         axis: the dimension that counts the groups, as in ``group_soft_threshold``.
 
     Returns:
-        ``delta``. NaN and infinities follow ``group_soft_threshold``; in the plain step they stay where they are.
+        Two sums of squares from the same pass, float64 scalars on the device of ``delta``: of the change of ``delta``,
+        and of ``delta`` after it. NaN and infinities follow ``group_soft_threshold``, in the plain step they stay where
+        they are; they reach the sums.
 
     Raises:
         OpError: a scalar out of range, or tensors that do not fit each other.
@@ -66,11 +63,7 @@ def moreau_step(
     scalars = {"1 - gamma / rho": 1 - gamma / rho, "gamma": gamma, "gamma * eta": gamma * eta}
     decay, step, threshold = (rounded_scalar(value, delta.dtype, name) for name, value in scalars.items())
     shape = as_matrix(tuple(delta.shape), axis)
-    checks: dict[Backend, Check] = {
-        "triton": partial(no_middle_axis, no_triton, shape, delta, grad),
-        "cpp": partial(no_middle_axis, no_cpp, shape, delta, grad),
-    }
-    backend = choose(OP, checks)
+    backend = backend_for(OP, shape, delta, grad)
     if backend == "python" or shape is None or delta.numel() == 0:
         return reference(delta, grad, decay, step, threshold, axis)
     rows, cols, matrix_axis = shape
@@ -78,13 +71,14 @@ def moreau_step(
     if backend == "triton":
         from pyprune.ops.moreau_step import triton as kernels
 
-        kernels.moreau_step(matrix, gradient, decay, step, threshold, matrix_axis)
+        sums = kernels.moreau_step(matrix, gradient, decay, step, threshold, matrix_axis)
     else:
         module = cast(ModuleType, extension())
         views = tensor_view(matrix), tensor_view(gradient)
-        module.moreau_step(*views, decay, step, threshold, matrix_axis, threads())
+        found = module.moreau_step(*views, decay, step, threshold, matrix_axis, threads())
+        sums = torch.tensor(found, dtype=torch.float64)
     torch.autograd.graph.increment_version(delta)
-    return delta
+    return StepSums(*sums.unbind())
 
 
 def _check_tensors(delta: torch.Tensor, grad: torch.Tensor) -> None:

@@ -170,6 +170,7 @@ def test_l2_prox_removes_whole_groups(family: str) -> None:
         ("add_group_penalty_", {"norm": "l2", "penalty_weight": 0.3}),
         ("group_prox", {"norm": "l2", "solver": "prox", "penalty_weight": 1.0, "prox_step": 0.05}),
         ("group_prox", {"norm": "l1", "solver": "prox", "penalty_weight": 0.1, "prox_step": 0.01}),
+        ("group_soft_threshold", {"solver": "prox", "penalise": "all", "penalty_weight": 0.1, "prox_step": 0.05}),
         ("shrink", {"schedule": "anneal", "anneal_share": 1.0}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -174,6 +175,22 @@ def test_the_group_norm_zeroes_rows_and_more_of_them_with_a_larger_eta() -> None
         assert all(((d == 0).any(dim=1) == z).all() for d, z in zip(matrices, zero_rows, strict=True))
     assert rows[0] == 0
     assert 0 < rows[1] < rows[2]
+
+
+@pytest.mark.parametrize(
+    ("method", "constants"), [("moreau", {}), ("moreau_gs", {"rho": 0.2, "gamma": 1e-2, "eta": 0.05})]
+)
+def test_residuals_are_the_relative_moves_of_all_displacements(method: str, constants: dict[str, Any]) -> None:
+    """Their sums come out of the op; here they are taken from copies before and after each step."""
+    run = scoring_of(tiny_model("llama"), SAMPLES, options(method, constants))
+    descent = Descent.start(run)
+    for step in range(3):
+        before = {name: delta.clone() for name, delta in descent.deltas.items()}
+        descent.step(run, step)
+        moved = sum(float((d - before[name]).double().square().sum()) for name, d in descent.deltas.items())
+        size = sum(float(d.double().square().sum()) for d in descent.deltas.values())
+        expected = descent.config.rho / descent.config.gamma * math.sqrt(moved / size)
+        assert descent.residuals[-1] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_converged_run_is_at_the_proximal_point() -> None:

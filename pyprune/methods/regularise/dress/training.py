@@ -32,7 +32,7 @@ from pyprune.cut.mask import gauge_
 from pyprune.families import NamedParam, family_for, named_axes
 from pyprune.methods.base import RunOptions, StageReport, with_no_work_said
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.ops import add_group_penalty_, group_penalty, group_prox, shrink
+from pyprune.ops import add_group_penalty_, group_penalty, group_prox, group_soft_threshold, shrink
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import preserved_ratio, preserved_warnings, weight_sums
@@ -235,6 +235,10 @@ class DressObjective(Objective):
         for slices in self.slices:
             parameter = slices.param.parameter
             scale = scales.get(parameter)
+            if scale is None and self.config.norm == "l2" and self.config.penalise == "all":
+                # Every channel is a group: there is nothing to select.
+                group_soft_threshold(parameter, threshold, slices.dim, out=parameter, offset=slices.shift)
+                continue
             if scale is None:
                 norm = self.config.norm
                 group_prox(parameter, slices.index, slices.dim, norm, threshold, offset=slices.shift)
