@@ -43,9 +43,10 @@ StepSums step_run(const Stepped<T> source, T* delta, std::int64_t start, std::in
       step(source, delta, start + i + j * kPair, Whole{}, both(scale), &moved[j], &size[j]);
     }
   }
-  for (int j = 0; i < count; i += kPair, ++j) {
-    const std::int64_t left = count - i < kPair ? count - i : kPair;
-    step(source, delta, start + i, Part{left}, both(scale), &moved[j], &size[j]);
+  for (int j = 0; j < kPairs; ++j) {
+    const std::int64_t at = i + j * kPair, left = count - at < kPair ? count - at : kPair;
+    // Whether there are elements left is asked in a loop of constant length, which keeps the sums in registers.
+    if (left > 0) step(source, delta, start + at, Part{left}, both(scale), &moved[j], &size[j]);
   }
   return {sum_of_lanes<T>(moved), sum_of_lanes<T>(size)};
 }
