@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.load import model_without_weights
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.registry import get_method
@@ -77,12 +78,18 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
 
     Raises:
         ConfigError: a training that the device cannot hold; the message has the options that would help.
+        DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
     """
     trainings = list(config.trainings())
     device = resolve_device(config.device)
     capacity = device_memory(device)
-    if not trainings or not (always or _matters(source.shapes(config.dtype), trainings, capacity)):
+    if not trainings:
+        return config
+    model = source.shapes(config.dtype)
+    for training in trainings:
+        check_sequence_length(model.config, training.data.sequence_length)
+    if not (always or _matters(model, trainings, capacity)):
         return config
     decided, found = memory_of(source, config, device, capacity)
     if decided.dtype != config.dtype:
