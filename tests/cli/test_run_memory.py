@@ -9,35 +9,18 @@ import torch
 
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
-from pyprune.checkpoint.save import save_checkpoint
 from pyprune.recipe import build_config
 from pyprune.run_memory import Source, within_memory
 from tests._support.cli import run, tiny_elder
-from tests._support.models import tiny_model
-from tests._support.tokenizer import tiny_tokenizer
 
 BFLOAT16 = ("--set", "recover.train.dtype=bfloat16")
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("memory") / "dense"
-    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder, plan=None, provenance={"source": "tiny"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("\n\n".join(f"Line {i}: a sentence about the number {i * i}." for i in range(400)))
-    return path
 
 
 def device_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyprune.run_memory.device_memory", lambda device: size)
 
 
-def peaks(dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def peaks(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What the tiny run holds in full and in lean memory, bytes."""
     found: dict[str, int] = {}
 
@@ -49,15 +32,15 @@ def peaks(dense: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     with monkeypatch.context() as patched:
         patched.setattr("pyprune.run_memory.memory_table", keep)
         for memory in ("full", "lean"):
-            arguments = tiny_elder(dense, text, "--dry-run", *BFLOAT16, "--set", f"recover.train.memory={memory}")
+            arguments = tiny_elder(checkpoint, text, "--dry-run", *BFLOAT16, "--set", f"recover.train.memory={memory}")
             result = run(*arguments)
             assert result.exit_code == 0, result.output
             sizes[memory] = found["recover.train"]
     return sizes
 
 
-def test_a_dry_run_says_what_the_training_would_hold(dense: Path, text: Path) -> None:
-    result = run(*tiny_elder(dense, text, "--dry-run"))
+def test_a_dry_run_says_what_the_training_would_hold(checkpoint: Path, text: Path) -> None:
+    result = run(*tiny_elder(checkpoint, text, "--dry-run"))
     assert result.exit_code == 0, result.output
     assert "Memory at the peak" in result.stderr
     assert "| recover.train | full |" in result.stderr
@@ -65,13 +48,13 @@ def test_a_dry_run_says_what_the_training_would_hold(dense: Path, text: Path) ->
 
 
 def test_auto_takes_lean_where_full_does_not_fit(
-    dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The effect is in the checkpoint's record, and the weights have only values of bfloat16."""
-    sizes = peaks(dense, text, monkeypatch)
+    sizes = peaks(checkpoint, text, monkeypatch)
     assert sizes["lean"] < sizes["full"]
     device_of((sizes["lean"] + sizes["full"]) // 2, monkeypatch)
-    result = run(*tiny_elder(dense, text, "--out", tmp_path / "lean", *BFLOAT16))
+    result = run(*tiny_elder(checkpoint, text, "--out", tmp_path / "lean", *BFLOAT16))
     assert result.exit_code == 0, result.output
     assert "Memory is lean" in result.stderr
     assert "| recover.train | lean, steps in backward |" in result.stderr
@@ -80,7 +63,7 @@ def test_auto_takes_lean_where_full_does_not_fit(
     model, _ = load_model(tmp_path / "lean")
     assert all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
     device_of(sizes["full"] * 2, monkeypatch)
-    result = run(*tiny_elder(dense, text, "--out", tmp_path / "full", *BFLOAT16))
+    result = run(*tiny_elder(checkpoint, text, "--out", tmp_path / "full", *BFLOAT16))
     assert result.exit_code == 0, result.output
     assert read_pruning_json(tmp_path / "full").provenance["config"]["recover"]["train"]["memory"] == "full"
     model, _ = load_model(tmp_path / "full")
@@ -88,10 +71,12 @@ def test_auto_takes_lean_where_full_does_not_fit(
 
 
 def test_what_the_device_cannot_hold_is_refused_with_what_would_help(
-    dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device_of(100_000, monkeypatch)
-    result = run(*tiny_elder(dense, text, "--out", tmp_path / "out", *BFLOAT16, "--set", "recover.train.memory=full"))
+    result = run(
+        *tiny_elder(checkpoint, text, "--out", tmp_path / "out", *BFLOAT16, "--set", "recover.train.memory=full")
+    )
     assert result.exit_code == 2
     message = " ".join(result.stderr.split())
     assert "recover.train would hold" in message
@@ -100,8 +85,10 @@ def test_what_the_device_cannot_hold_is_refused_with_what_would_help(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recovery_is_looked_at_too(dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(*tiny_elder(dense, text, "--out", tmp_path / "cut")).exit_code == 0
+def test_a_recovery_is_looked_at_too(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*tiny_elder(checkpoint, text, "--out", tmp_path / "cut")).exit_code == 0
     device_of(9_000_000, monkeypatch)
     settings = {"recover.adapters": "none", "recover.train.steps": 2, "recover.train.batch_size": 2,
                 "recover.train.micro_batch_size": 2, "recover.train.dtype": "bfloat16"}  # fmt: skip
@@ -129,7 +116,7 @@ def test_the_7b_recipes_fit_on_one_gpu(recipe: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Source, "shapes", shapes)
     monkeypatch.setattr("pyprune.run_memory.resolve_device", lambda name: torch.device("cuda"))
     device_of(76 * 2**30, monkeypatch)
-    path = Path(__file__).resolve().parents[1] / "recipes" / "llama" / f"{recipe}.yaml"
+    path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{recipe}.yaml"
     config = build_config(preset=None, recovery=None, recipe=path, options={}, settings=())
     found = within_memory(Source("llama", {}), config)  # refuses what does not fit
     regularised = [t for t in found.trainings() if t.action == "regularise"]
