@@ -81,6 +81,7 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
     """
+    config = _with_dtype_of_lean(config)
     trainings = list(config.trainings())
     device = resolve_device(config.device)
     capacity = device_memory(device)
@@ -95,35 +96,41 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
     say(memory_table(found, device, capacity))
-    for training in decided.trainings():
-        if found[training.name].total > capacity:
+    for training, memory in found:
+        if memory.total > capacity:
             look = _Look(source, decided, device)
-            raise ConfigError(_refusal(training, found[training.name], look, decided.dtype, device, capacity))
+            raise ConfigError(_refusal(training, memory, look, decided.dtype, device, capacity))
     return decided
 
 
 def memory_of(
     source: Source, config: Run, device: torch.device, capacity: int
-) -> tuple[Run, dict[str, TrainingMemory]]:
+) -> tuple[Run, list[tuple[Training, TrainingMemory]]]:
     """The options with ``memory`` decided for a device of ``capacity`` bytes, and what each training then holds."""
     look = _Look(source, config, device)
     config = _decided(config, look, capacity)
-    return config, {training.name: look.at(training, config.dtype) for training in config.trainings()}
+    return config, [(training, look.at(training, config.dtype)) for training in config.trainings()]
 
 
-def memory_table(found: dict[str, TrainingMemory], device: torch.device, capacity: int) -> str:
+def _with_dtype_of_lean(config: Run) -> Run:
+    """Where a training is lean, the weights are loaded in bfloat16."""
+    lean = any(training.train.memory == "lean" for training in config.trainings())
+    return replace(config, dtype="bfloat16") if lean and config.dtype == "float32" else config
+
+
+def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.device, capacity: int) -> str:
     """What each training holds at its peak, as Markdown, GiB; of the dense model, of which a cut leaves less."""
     parts = ("weights", "gradients", "moments", "copies", "activations", "teacher")
     columns = ("training", "memory", "a forward pass", *parts, "peak")
     rows = [
         (
-            name,
+            training.name,
             m.memory + (", steps in backward" if m.in_backward else ""),
             f"{m.sequences} x {m.length} tokens" + (", checkpointing" if m.checkpointing else ""),
             *(f"{getattr(m, part) / 2**30:.2f}" for part in parts),
             f"{m.total / 2**30:.2f}" + (f" (and {m.on_host / 2**30:.2f} on the host)" if m.on_host else ""),
         )
-        for name, m in found.items()
+        for training, m in found
     ]
     title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}"
     return f"{title}:\n{markdown_table(Table(title, columns, tuple(rows)))}"
@@ -152,11 +159,11 @@ class _Look:
         self.source = source
         self.config = config
         self.device = device
-        self.found: dict[tuple[str, TrainConfig, str], TrainingMemory] = {}
+        self.found: dict[tuple[str, TrainConfig, int, str], TrainingMemory] = {}
 
     def at(self, training: Training, dtype: str) -> TrainingMemory:
         """What a training holds with weights in ``dtype``."""
-        key = (training.name, training.train, dtype)
+        key = (training.name, training.train, training.data.sequence_length, dtype)
         if key not in self.found:
             self.found[key] = self._measure(training, dtype)
         return self.found[key]
@@ -217,21 +224,16 @@ def _decided(config: Run, look: _Look, capacity: int) -> Run:
     """Auto becomes full or lean, for all trainings of all weights alike: they train the same weights."""
     whole = [t for t in config.trainings() if t.all_weights]
     auto = [t for t in whole if t.train.memory == "auto"]
-    lean = config.dtype == "bfloat16" or any(t.train.memory == "lean" for t in whole)
-    if not lean:
+    lean = config.dtype == "bfloat16"
+    if not lean and all(t.may_be_lean for t in whole):
         full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
-        lean = any(look.at(t, config.dtype).total > capacity for t in full) and all(_may_be_lean(t.train) for t in auto)
+        lean = any(look.at(t, config.dtype).total > capacity for t in full)
     for training in auto:
         train = replace(training.train, memory="lean" if lean else "full")
         config = config.with_training(training.action, train)
-    if lean and whole and config.dtype == "float32":
-        config = replace(config, dtype="bfloat16")
+    config = _with_dtype_of_lean(config)
     config.validate()
     return config
-
-
-def _may_be_lean(train: TrainConfig) -> bool:
-    return not replace(train, memory="lean").problems()
 
 
 def _refusal(
@@ -260,8 +262,10 @@ def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Traini
         steps.append((f"{training.name}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
     if train.sequences_per_pass > 1:
         steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
-    if training.all_weights and train.memory == "full" and _may_be_lean(replace(train, dtype="bfloat16")):
-        steps.append((f"{training.name}.memory=lean", {"memory": "lean", "dtype": "bfloat16"}))
+    lean: dict[str, Any] = {"memory": "lean", "dtype": "bfloat16"}
+    if training.all_weights and train.memory == "full" and not replace(train, **lean).problems():
+        changed = {name: value for name, value in lean.items() if getattr(train, name) != value}
+        steps.append((", ".join(f"{training.name}.{name}={value}" for name, value in changed.items()), changed))
     if not training.all_weights and dtype == "float32":
         steps.append(("dtype=bfloat16", {}))
     for option, change in steps:

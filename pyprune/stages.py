@@ -357,7 +357,7 @@ class StageRun:
             check_rank(model, target_names(model, config.recover), config.recover.rank)
         whole = [training for training in config.trainings() if training.all_weights]
         if whole:
-            lean = all(training.train.memory != "full" for training in whole)
+            lean = all(training.may_be_lean for training in whole)
             check_trainable(dict(model.named_parameters()), lean=lean)
         if "recover" in stages and config.recover.distill is not None and self.teacher is None:
             raise ConfigError(

@@ -37,10 +37,15 @@ class Training(NamedTuple):
     data: DataConfig
     all_weights: bool
 
+    @property
+    def may_be_lean(self) -> bool:
+        """Whether it is lean, or can be where memory is auto."""
+        return self.train.memory != "full" and not replace(self.train, memory="lean").problems()
+
     def problems(self, dtype: str) -> list[str]:
         """What would stop this training only when its turn comes; ``dtype`` is that of the model's weights."""
         found: list[str] = []
-        lean = dtype == "bfloat16" and self.train.memory != "full" and not replace(self.train, memory="lean").problems()
+        lean = dtype == "bfloat16" and self.may_be_lean
         _require(
             not self.all_weights or dtype not in HALF_DTYPES or lean,
             f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
@@ -55,6 +60,19 @@ class Training(NamedTuple):
             found,
         )
         return found
+
+
+def _mixed_memory(trainings: list[Training]) -> list[str]:
+    """Trainings of all weights train the same ones, which are float32 or bfloat16 for all of them."""
+    whole = [training for training in trainings if training.all_weights]
+    lean = [training.name for training in whole if training.train.memory == "lean"]
+    full = [training.name for training in whole if not training.may_be_lean]
+    if not (lean and full):
+        return []
+    return [
+        f"{lean[0]}.memory is 'lean', which trains bfloat16 weights, but {full[0]}, which trains the same weights, is "
+        "not lean or cannot be (its memory, dtype or optimizer); set both alike."
+    ]
 
 
 @dataclass(frozen=True)
@@ -271,6 +289,7 @@ class PruneConfig(Config):
     def problems(self) -> list[str]:
         found: list[str] = []
         found += dict.fromkeys(problem for training in self.trainings() for problem in training.problems(self.dtype))
+        found += _mixed_memory(list(self.trainings()))
         _require(
             self.stages.prune or not self.verify,
             "verify compares both sides of the cut, but stages.prune is off; turn one of them round.",

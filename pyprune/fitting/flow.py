@@ -29,6 +29,7 @@ from pyprune.fitting.report import sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.pipeline import prune
 from pyprune.report import write_report
+from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest, write_text
 
 
@@ -70,6 +71,8 @@ def fit(
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
     place = Path(out)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
+    if recover:  # what cannot be trained is refused before the search, which takes hours
+        within_memory(Source(model_id, reading), winner_config(options, "", recover=True))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
     found = fitting.fit(wanted, timed=timed)
     return write_winner(fitting, found, place, recover=recover, overwrite=overwrite, **reading)

@@ -44,6 +44,7 @@ from pyprune.train.optimizer import (
     RegularisedAdamW,
     _load_optimizer_tensors,
     _optimizer_tensors,
+    clip_each_,
     clip_factor,
     make_optimizer,
     uses_own_optimizer,
@@ -198,6 +199,8 @@ class _Run:
         own = uses_own_optimizer(self.config, self.device)
         penalties = self.objective.optimizer_penalties(self.model, self.config) if own else {}
         self.optimizer = make_optimizer(groups, self.config, penalties)
+        if isinstance(self.optimizer, RegularisedAdamW) and self.objective.reads_gradients():
+            self.optimizer.max_tensor_norm = None  # what it reads and adds to is clipped before
         self.in_backward = steps_in_backward(self.config, self.objective)
 
     def _stepping(self) -> AbstractContextManager[None]:
@@ -287,7 +290,9 @@ class _Run:
         self._check_finite(float(norm), "gradient norm", step)
         limit = self.config.max_grad_norm
         own = isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients()
-        if limit is None or self.config.memory == "lean":  # which clips each gradient by its own norm, in the optimizer
+        if limit is not None and self.config.memory == "lean" and not own:
+            clip_each_(gradients, limit)
+        if limit is None or self.config.memory == "lean":  # which clips each by its own norm, else in the optimizer
             return float(norm), 1.0
         if own:
             cast(RegularisedAdamW, self.optimizer).gradient_scale = clip_factor(float(norm), limit)
@@ -312,7 +317,8 @@ class _Run:
         if not self.last_good and self.changed:
             return "those that gave it: no copy of earlier ones was kept"
         restored = f"those after step {self.last_good_step}" if self.last_good_step else "the initial ones"
-        return f"{restored}, the last copy with a finite loss and gradient{self._write_last_good(step, what)}"
+        proven = "a finite loss" if self.in_backward else "a finite loss and gradient"
+        return f"{restored}, the last copy with {proven}{self._write_last_good(step, what)}"
 
     def _write_last_good(self, step: int, what: str) -> str:
         if self.checkpoint_dir is None:
@@ -326,7 +332,7 @@ class _Run:
         return f" (written to {path})"
 
     def _remember_last_good(self, step: int) -> None:
-        """Copy the weights that have just given a finite loss and gradient (those after ``step - 1``)."""
+        """Copy the weights that have just given a finite loss, those after ``step - 1``."""
         if not self.keep_last_good or (self.last_good and (step - 1) % self.config.last_good_interval):
             return
         self._copy_to(self.last_good)
@@ -380,7 +386,9 @@ class _Run:
             return
         if loss < self.best_loss - self.config.early_stop_min_delta:
             self.best_loss, self.bad_validations = loss, 0
-            if self.copies is not None:
+            if self.copies is None:
+                self.best = {}  # an earlier one, of the run that is continued
+            else:
                 self._copy_to(self.best)
             self.report.best_step = step
             return

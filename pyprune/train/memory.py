@@ -197,12 +197,17 @@ class _LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._now = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._answers: list[Tensor] = []
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1  # "every token counts" and the like: there are no values to look at
+            # There are no values: "all of them" is taken for true (every token counts), and nothing else (a layer
+            # that is dropped at random is not).
+            return int(any(args[0].untyped_storage()._cdata == t.untyped_storage()._cdata for t in self._answers))
         found = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.all:
+            self._answers.append(found)
         # A storage that an operation reads was made before the block, if it is not known; it is none of the block's.
         read = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(found):

@@ -92,9 +92,8 @@ class Objective:
 
     def reads_gradients(self) -> bool:
         """Whether anything here needs all gradients of a step at once, so that none can be used in backward."""
-        kind = type(self)
-        penalised = kind.step_penalty is not Objective.step_penalty
-        return penalised or kind.before_optimizer_step is not Objective.before_optimizer_step
+        names = ("step_penalty", "apply_step_penalty", "before_optimizer_step")
+        return any(getattr(type(self), name) is not getattr(Objective, name) for name in names)
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Called before the first micro batch of a step; must depend on ``step`` and the state only.

@@ -362,6 +362,13 @@ def clip_factor(norm: float, max_grad_norm: float) -> float:
     return min(1.0, max_grad_norm / (norm + 1e-6))
 
 
+@torch.no_grad()
+def clip_each_(gradients: Iterable[Tensor], max_norm: float) -> None:
+    """Clip each gradient by its own norm, in place."""
+    for gradient in gradients:
+        gradient.mul_(clip_factor(_norm(gradient), max_norm))
+
+
 def _norm(gradient: Tensor | None) -> float:
     """The l2 norm of one gradient, in float32."""
     return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=torch.float32))

@@ -9,8 +9,13 @@ import torch
 
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig, StageConfig, Training
+from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.errors import ConfigError
 from pyprune.recipe import build_config
-from pyprune.run_memory import Source, within_memory
+from pyprune.run_memory import Source, memory_of, within_memory
+from pyprune.train.memory import TrainingMemory
 from tests._support.cli import run, tiny_elder
 
 BFLOAT16 = ("--set", "recover.train.dtype=bfloat16")
@@ -24,8 +29,8 @@ def peaks(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     """What the tiny run holds in full and in lean memory, bytes."""
     found: dict[str, int] = {}
 
-    def keep(memories: dict[str, object], device: object, capacity: int) -> str:
-        found.update({name: m.total for name, m in memories.items()})  # type: ignore[attr-defined]
+    def keep(memories: list[tuple[Training, TrainingMemory]], device: object, capacity: int) -> str:
+        found.update({training.name: m.total for training, m in memories})
         return "kept"
 
     sizes = {}
@@ -122,3 +127,35 @@ def test_the_7b_recipes_fit_on_one_gpu(recipe: str, monkeypatch: pytest.MonkeyPa
     regularised = [t for t in found.trainings() if t.action == "regularise"]
     assert all(t.train.memory == "lean" for t in regularised)
     assert found.dtype == ("bfloat16" if regularised else "float32")
+
+
+def test_every_training_is_looked_at_with_its_own_text(checkpoint: Path) -> None:
+    train = TrainConfig(batch_size=2, micro_batch_size=2)
+    config = PruneConfig(
+        method="magnitude", device="cpu", finetune=train, stages=StageConfig(("finetune",), after=("finetune",)),
+        data=DataConfig("wikitext2", sequence_length=16), recovery_data=DataConfig("wikitext2", sequence_length=128),
+    )  # fmt: skip
+    _, found = memory_of(Source(checkpoint, {}), config, torch.device("cpu"), 2**40)
+    assert [memory.length for _, memory in found] == [16, 128]
+    assert found[1][1].activations > 2 * found[0][1].activations
+
+
+def test_lean_means_bfloat16_weights_also_for_a_small_model_and_for_adapters(checkpoint: Path) -> None:
+    lean = TrainConfig(dtype="bfloat16", memory="lean")
+    for adapters in ("none", "lora"):
+        config = PruneConfig(
+            method="magnitude", device="cpu", recover=RecoverConfig(adapters=adapters, train=lean),
+            stages=StageConfig((), after=("recover",)), data=DataConfig("wikitext2", sequence_length=16),
+        )  # fmt: skip
+        assert within_memory(Source(checkpoint, {}), config).dtype == "bfloat16"
+
+
+def test_trainings_of_the_same_weights_that_differ_in_memory_are_refused() -> None:
+    lean = TrainConfig(dtype="bfloat16", memory="lean")
+    for other in (TrainConfig(memory="full", dtype="bfloat16"), TrainConfig(dtype="float32")):
+        config = PruneConfig(
+            method="magnitude", finetune=lean, recover=RecoverConfig(adapters="none", train=other),
+            stages=StageConfig(("finetune",), after=("recover",)),
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=r"finetune\.memory is 'lean'.*set both alike"):
+            config.validate()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.methods.regularise.dress.training import regularise_dress
+from pyprune.methods.regularise.dress.training import DressObjective, regularise_dress
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from pyprune.train.objective import LossTerms, Objective
@@ -194,3 +194,77 @@ def test_an_objective_that_reads_gradients_gets_all_of_them() -> None:
 def test_a_copied_optimizer_keeps_its_limit() -> None:
     optimizer = RegularisedAdamW([nn.Parameter(torch.ones(3))], max_tensor_norm=0.5)
     assert copy.deepcopy(optimizer).max_tensor_norm == 0.5
+
+
+@pytest.mark.parametrize("memory", ["full", "lean"])
+def test_a_penalty_outside_the_optimizer_is_not_clipped(memory: str) -> None:
+    """A penalty whose gradient is far above the limit moves Adam's moments as if there were no clipping."""
+
+    class Pressed(Watched):
+        def step_penalty(self, model: nn.Module) -> Tensor:
+            return 1e4 * sum(p.float().sum() for p in model.parameters())  # type: ignore[return-value]
+
+        def before_optimizer_step(self, model: nn.Module, step: int, gradient_scale: float) -> None:
+            self.least = min(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+            self.scale = gradient_scale
+
+    objective = Pressed()
+    train(tiny_model(), samples(), replace(ONE_PASS, steps=1, memory=memory, max_grad_norm=0.1), objective)
+    assert objective.least == pytest.approx(1e4, rel=0.01)
+    assert objective.scale == 1.0
+
+
+def test_an_objective_with_a_gradient_of_its_own_making_is_stepped_after_backward() -> None:
+    class Own(Objective):
+        def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.add_(0.1)
+            return torch.tensor(0.0)
+
+    report = train(tiny_model(), samples(), ONE_PASS, Own())
+    assert report.steps == ONE_PASS.steps
+
+
+def test_annealed_channels_reach_zero_on_schedule_in_bfloat16() -> None:
+    """Steps of 0.1 % round to nothing in bfloat16; half-way the channels must be about half of what they were."""
+    model = tiny_model().to(torch.bfloat16)
+    before = model.model.embed_tokens.weight.detach().float().clone()
+    objective = DressObjective(range(36, 48), DressOptions(schedule="anneal", anneal_share=1.0))
+    objective.setup(model, replace(ONE_PASS, steps=1000))
+    with torch.no_grad():
+        for step in range(1, 501):
+            objective._shrink(step)
+        half = model.model.embed_tokens.weight.detach().float()
+        assert float(half[:, 36:].norm() / before[:, 36:].norm()) == pytest.approx(0.5, rel=0.05)
+        for step in range(501, 1001):
+            objective._shrink(step)
+    assert int(model.model.embed_tokens.weight[:, 36:].count_nonzero()) == 0
+    assert torch.equal(model.model.embed_tokens.weight[:, :36].float(), before[:, :36])
+
+
+def test_a_proximal_map_that_would_round_to_nothing_is_refused() -> None:
+    options = DressOptions(norm="l1", solver="prox", train=ONE_PASS)
+    with pytest.raises(ConfigError, match=r"dress\.solver is 'prox' in lean memory"):
+        regularise_dress(tiny_model("phi"), samples(), range(36, 48), options)
+
+
+def test_best_weights_of_an_earlier_part_are_not_put_back_without_copies(tmp_path: Path) -> None:
+    class Stop(Objective):
+        def before_step(self, model: nn.Module, step: int) -> None:
+            if step == 5:
+                raise KeyboardInterrupt
+
+    config = replace(
+        ONE_PASS, steps=8, early_stop_patience=9, validation_interval=2, copies="device", learning_rate=1e-3
+    )
+    held_out = samples()  # the text itself, on which every step is better than the one before
+    model = tiny_model()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, samples(), config, Stop(), validation=held_out, checkpoint_dir=tmp_path)
+    again = replace(config, copies="off")
+    report = train(model, samples(), again, validation=held_out, checkpoint_dir=tmp_path, resume=True)
+    whole = tiny_model()
+    train(whole, samples(), again, validation=held_out)
+    assert report.best_step == 8
+    assert_equal(model, whole)

@@ -133,3 +133,17 @@ def test_every_family_can_be_looked_at(family: str) -> None:
     assert found.gradients == held(real_one)
     assert found.moments == 2 * found.gradients
     assert found.activations > 0
+
+
+def test_layers_that_may_be_dropped_at_random_are_counted() -> None:
+    """OPT asks a random number whether it skips a layer; half of its layers hold half of its activations."""
+
+    def activations(layers: int) -> int:
+        config = type(tiny_model("opt").config)(**{**tiny_model("opt").config.to_dict(), "num_hidden_layers": layers})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        many = replace(BASE, batch_size=8, micro_batch_size=8)
+        found = training_memory(model, many, Objective(), 256, device=CPU)
+        return found.activations + found.gradients
+
+    assert activations(16) > 1.6 * activations(8)

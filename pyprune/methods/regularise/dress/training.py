@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import gauge_
+from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes
 from pyprune.methods.base import RunOptions, StageReport, with_no_work_said
 from pyprune.methods.regularise.dress import DressOptions
@@ -144,7 +145,16 @@ class DressObjective(Objective):
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
+            self._check_gauge(config)
             gauge_(dense, self.gauge_kept)
+
+    def _check_gauge(self, config: TrainConfig) -> None:
+        if config.memory == "lean" and self.config.solver == "prox" and not self.annealed:
+            raise ConfigError(
+                "dress.solver is 'prox' in lean memory, but LayerNorm's gauge keeps the proximal map out of the "
+                "optimizer's pass, where bfloat16 weights would round its small steps to nothing. Set dress.solver to "
+                "subgradient, or dress.train.memory to full."
+            )
 
     def _penalised(self, model: PreTrainedModel) -> tuple[int, ...]:
         if self.config.penalise == "all":
@@ -222,10 +232,21 @@ class DressObjective(Objective):
         return max(0.0, 1.0 - step / self.anneal_steps)
 
     def _shrink(self, step: int) -> None:
-        before = self.factor(step - 1)
-        ratio = self.factor(step) / before if before > 0 else 0.0
         for slices in self.slices:
-            shrink(slices.param.parameter, slices.index, slices.dim, ratio, offset=slices.shift)
+            parameter = slices.param.parameter
+            reached = self._coarse_factor if parameter.dtype == torch.bfloat16 else self.factor
+            before, now = reached(step - 1), reached(step)
+            if now != before or not before:
+                shrink(parameter, slices.index, slices.dim, now / before if before else 0.0, offset=slices.shift)
+
+    def _coarse_factor(self, step: int) -> float:
+        """The factor in steps of 3 %: bfloat16 has 8 bits, so that a product with 0.999 is the number itself."""
+        reached = 1.0
+        for earlier in range(1, step + 1):
+            factor = self.factor(earlier)
+            if factor <= 0.97 * reached:
+                reached = factor
+        return reached
 
     def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         penalty_weight, step_size = self.config.penalty_weight, self.config.prox_step
