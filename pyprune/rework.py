@@ -167,7 +167,7 @@ def recover_checkpoint(
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     if config.recover.distill is not None and config.recover.distill.hidden:
         _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
-    check_output(out, overwrite=overwrite, reads=[pruned, teacher, *config.data.sources])
+    _check_places(pruned, config, dense, out, overwrite=overwrite)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
     config = within_memory(Source(pruned, reading, teacher, dense.reading, record.plan if record else None), config)
@@ -225,6 +225,7 @@ def reconstruct_checkpoint(
     config.validate()
     _check_same_channels(pruned, "A reconstruction", "Prune the dense model again, with cut.reconstruct=least_squares.")
     source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
+    _check_places(pruned, config, source, out, overwrite=overwrite)
     with _reworked(pruned, config, source, out, "reconstructions", overwrite=overwrite) as work:
         if work.plan is None:
             raise ConfigError(
@@ -253,6 +254,19 @@ def _check_same_channels(pruned: str | Path, what: str, instead: str) -> None:
         )
 
 
+def _check_places(
+    pruned: str | Path,
+    config: RecoverCheckpointConfig | ReconstructCheckpointConfig,
+    dense: Dense,
+    out: str | Path,
+    *,
+    overwrite: bool,
+) -> None:
+    """Find out before anything is loaded that the output cannot be written, or that the text is not there."""
+    check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
+    check_sources(config.data.sources)
+
+
 @contextmanager
 def _reworked(
     pruned: str | Path,
@@ -266,8 +280,6 @@ def _reworked(
 ) -> Iterator[_Work]:
     """Load a checkpoint and its text, and write it with another entry in its record when the block has ended."""
     out = Path(out)
-    check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
-    check_sources(config.data.sources)
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
     source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
     source["teacher_weights"] = dense.weights
