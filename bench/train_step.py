@@ -23,7 +23,7 @@ import argparse
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
@@ -51,7 +51,7 @@ from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
 from pyprune.train.lean import to_bfloat16
 from pyprune.train.loop import _Run
-from pyprune.train.lora import adapters, target_names
+from pyprune.train.lora import adapted
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
@@ -107,17 +107,11 @@ def contender(name: str, form: Form, dense: PreTrainedModel, options: argparse.N
     if name == LEAN:
         to_bfloat16(model)
     recover = RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0)
-    with _adapted(model, recover) as trained:
+    with adapted(model, recover) as trained:
         make = _plain if name == PLAIN else partial(_ours, memory="lean" if name == LEAN else "full")
         with make(form, trained, teacher, recover, options) as found:
             found.name = name
             yield found
-
-
-def _adapted(model: PreTrainedModel, recover: RecoverConfig) -> AbstractContextManager[Any]:
-    if recover.adapters == "none":
-        return nullcontext(model)
-    return adapters(model, target_names(model, recover), recover)
 
 
 @contextmanager
@@ -158,7 +152,7 @@ def _predicted(form: Form, dense: PreTrainedModel, recover: RecoverConfig, lengt
     with torch.device("meta"):
         model, other = (AutoModelForCausalLM.from_config(copy.deepcopy(dense.config), dtype=dtype) for dtype in dtypes)
     teacher = other if form == "distil" else None
-    with _adapted(model, recover) as trained:
+    with adapted(model, recover) as trained:
         objective = _objective(form, model, teacher, recover)
         found = training_memory(trained, recover.train, objective, length, device=dense.device, teacher=teacher)
     return found.total

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from pyprune.checkpoint.load import model_without_weights
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
-from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.config.train import TrainConfig
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
@@ -23,8 +23,8 @@ from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.device import device_memory, resolve_device
 from pyprune.runtime.progress import say
-from pyprune.train.lora import adapters, target_names
-from pyprune.train.memory import TrainingMemory, training_memory
+from pyprune.train.lora import adapted
+from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
 
@@ -83,10 +83,10 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     """
     config = _with_dtype_of_lean(config)
     trainings = list(config.trainings())
-    device = resolve_device(config.device)
-    capacity = device_memory(device)
     if not trainings:
         return config
+    device = resolve_device(config.device)
+    capacity = device_memory(device)
     model = source.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
@@ -120,14 +120,13 @@ def _with_dtype_of_lean(config: Run) -> Run:
 
 def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.device, capacity: int) -> str:
     """What each training holds at its peak, as Markdown, GiB; of the dense model, of which a cut leaves less."""
-    parts = ("weights", "gradients", "moments", "copies", "activations", "teacher")
-    columns = ("training", "memory", "a forward pass", *parts, "peak")
+    columns = ("training", "memory", "a forward pass", *PARTS, "peak")
     rows = [
         (
             training.name,
             m.memory + (", steps in backward" if m.in_backward else ""),
             f"{m.sequences} x {m.length} tokens" + (", checkpointing" if m.checkpointing else ""),
-            *(f"{getattr(m, part) / 2**30:.2f}" for part in parts),
+            *(f"{getattr(m, part) / 2**30:.2f}" for part in PARTS),
             f"{m.total / 2**30:.2f}" + (f" (and {m.on_host / 2**30:.2f} on the host)" if m.on_host else ""),
         )
         for training, m in found
@@ -189,21 +188,12 @@ class _Look:
         if training.action == "recover":
             recover = replace(config.recover, train=training.train)
             objective = recovery_objective(model, recover, teacher=teacher, plan=self.source.plan)
-            with _adapted(model, recover) as trained:
+            with adapted(model, recover) as trained:
                 yield trained, objective
         elif training.action == "regularise" and isinstance(config, PruneConfig):
             yield model, _regularisation(model, config)
         else:
             yield model, Objective()
-
-
-@contextmanager
-def _adapted(model: PreTrainedModel, recover: RecoverConfig) -> Iterator[nn.Module]:
-    if recover.adapters == "none":
-        yield model
-        return
-    with adapters(model, target_names(model, recover), recover) as adapted:
-        yield adapted
 
 
 def _regularisation(model: PreTrainedModel, config: PruneConfig) -> Objective:
@@ -246,8 +236,7 @@ def _refusal(
         if total < found.total:
             lines.append(f"- {', '.join(options)}: {_gib(total)}")
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
-    parts = ("weights", "gradients", "moments", "copies", "activations", "teacher")
-    held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in parts)
+    held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in PARTS)
     return (
         f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)}."
         f"{advice}\nOr take shorter sequences, or a device with more memory."

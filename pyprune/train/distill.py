@@ -33,7 +33,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
-from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, predicting_rows
+from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked, predicting_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
 
@@ -122,7 +122,7 @@ class Distillation:
         self.listening = False
         with torch.no_grad():
             expected = at_rows(last_hidden(self.teacher, batch.inputs.to(self.teacher.device)), self.rows)
-        targets = batch.targets.flatten() if self.rows is None else batch.targets.flatten()[self.rows]
+        targets = picked(batch.targets.flatten(), self.rows)
         total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
         count = max(1, len(targets))
         cross_entropy, divergence = sums[0] / count, sums[1] / count

@@ -51,5 +51,9 @@ def predicting_rows(predicted: Tensor) -> Tensor | None:
 
 def at_rows(states: Tensor, rows: Tensor | None) -> Tensor:
     """Some of the first T - 1 positions of states [B, T, H], [n, H]; None for all of them."""
-    flat = states[:, :-1].flatten(0, 1)
+    return picked(states[:, :-1].flatten(0, 1), rows)
+
+
+def picked(flat: Tensor, rows: Tensor | None) -> Tensor:
+    """Some rows of [B (T - 1), ...]; None for all of them."""
     return flat if rows is None else flat.index_select(0, rows.to(flat.device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,6 +88,13 @@ def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> Non
             f"rank is {rank}, but the largest linear projection of {type(model).__name__} has {largest} channels; use "
             f"a rank of at most {largest}."
         )
+
+
+def adapted(model: PreTrainedModel, config: RecoverConfig) -> AbstractContextManager[nn.Module]:
+    """What a recovery trains: the model with adapters on it for the block, or itself where all weights are trained."""
+    if config.adapters == "none":
+        return nullcontext(model)
+    return adapters(model, target_names(model, config), config)
 
 
 @contextmanager

@@ -37,6 +37,10 @@ ATTENTION = "pyprune_fused_shapes"
 """What Transformers calls fused attention, and the name under which it finds the one that has shapes only."""
 
 
+PARTS = ("weights", "gradients", "moments", "copies", "activations", "teacher")
+"""What the peak on the device is the sum of."""
+
+
 @dataclass(frozen=True)
 class TrainingMemory:
     """What one training holds at its peak, bytes.
@@ -73,8 +77,7 @@ class TrainingMemory:
     @property
     def total(self) -> int:
         """The peak on the device."""
-        parts = (self.weights, self.gradients, self.moments, self.copies, self.activations, self.teacher)
-        return sum(parts)
+        return sum(getattr(self, part) for part in PARTS)
 
 
 def training_memory(

@@ -232,12 +232,18 @@ class DressObjective(Objective):
         return max(0.0, 1.0 - step / self.anneal_steps)
 
     def _shrink(self, step: int) -> None:
+        ratios = {dtype: self._ratio(step, dtype) for dtype in {s.param.parameter.dtype for s in self.slices}}
         for slices in self.slices:
             parameter = slices.param.parameter
-            reached = self._coarse_factor if parameter.dtype == torch.bfloat16 else self.factor
-            before, now = reached(step - 1), reached(step)
-            if now != before or not before:
-                shrink(parameter, slices.index, slices.dim, now / before if before else 0.0, offset=slices.shift)
+            ratio = ratios[parameter.dtype]
+            if ratio != 1.0:
+                shrink(parameter, slices.index, slices.dim, ratio, offset=slices.shift)
+
+    def _ratio(self, step: int, dtype: torch.dtype) -> float:
+        """What R is multiplied by in ``step`` alone."""
+        reached = self._coarse_factor if dtype == torch.bfloat16 else self.factor
+        before = reached(step - 1)
+        return reached(step) / before if before else 0.0
 
     def _coarse_factor(self, step: int) -> float:
         """The factor in steps of 3 %: bfloat16 has 8 bits, so that a product with 0.999 is the number itself."""
