@@ -30,6 +30,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreAxis
 from pyprune.cut._sides import Chunk, MaskedLayers
 from pyprune.cut._steps import Step, steps_of
+from pyprune.cut._systems import Writers
 from pyprune.cut._walk import Walk, chunks_of
 from pyprune.cut.mask import mask_, restored
 from pyprune.cut.reconstruct import reconstruct_
@@ -428,6 +429,8 @@ class _Trials:
 class _Solving(Walk):
     """A walk that ends with one step, so that nobody reads the cut stream behind it."""
 
+    held_bytes = 0
+
     @override
-    def advance_cut(self, step: Step, layer: nn.Module) -> float:
+    def _advance_past(self, writers: Writers) -> float:
         return 0.0

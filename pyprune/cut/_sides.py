@@ -124,13 +124,18 @@ class CutSide(ABC):
         plan = self.plans[step.part.layer]
         return [[self.projection(row, layer, plan) for row in self._rows(step, "reader", b)] for b in step.writers]
 
+    def post_norm(self, step: Step, layer: nn.Module) -> nn.Module | None:
+        """The norm behind the writer, or None where it writes to the stream itself."""
+        found = [row for block in step.writers for row in self._rows(step, "post_norm", block)]
+        return layer.get_submodule(self._name(found[0])) if found else None
+
     def gain(self, step: Step, layer: nn.Module) -> Tensor | None:
-        """Weight of the norm behind the writer, float32 [H'], or None where it writes to the stream itself."""
-        for block in step.writers:
-            for row in self._rows(step, "post_norm", block):
-                weight = cast(Tensor, layer.get_submodule(self._name(row)).weight).float()
-                return weight + 1 if self.family.unit_offset_norm else weight
-        return None
+        """Weight of that norm, float32 [H'], or None."""
+        norm = self.post_norm(step, layer)
+        if norm is None:
+            return None
+        weight = cast(Tensor, norm.weight).float()
+        return weight + 1 if self.family.unit_offset_norm else weight
 
 
 class MaskedLayers(CutSide):

@@ -17,11 +17,11 @@ from pyprune.cut._fit import Choice, Projection, Tally, choose, joint_solutions,
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._sides import Chunk, CutSide
 from pyprune.cut._steps import Step
+from pyprune.cut._systems import SMALLEST, Behind, Readers, Writers
 from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 
-_SMALLEST = 1e-12
 _ADDITION_ERROR = 0.02
 """Largest relative difference between a stream and the sum of what was written to it that bfloat16 explains."""
 
@@ -57,6 +57,10 @@ class Walk:
         relative: whether a token's error counts relative to the size of its stream.
     """
 
+    held_bytes = 2**30
+    """Most bytes of writers' inputs that are held, of one step, for the sequences that are solved on: the cut stream is
+    then taken past the step without computing them again."""
+
     def __init__(
         self,
         dense: LayerRunner,
@@ -88,165 +92,127 @@ class Walk:
                 for chunk in self.chunks:
                     chunk.dense = self.dense.run(layer, part, chunk.dense)
 
-    def advance_to_target(self, step: Step) -> None:
-        """Take the dense stream past a step and the removed parts behind it: to what the step's writers solve for."""
+    def advance_to_target(self, step: Step, solving: nn.Module | None = None) -> None:
+        """Take the dense stream past a step and the removed parts behind it: to what the step's writers solve for.
+
+        Args:
+            step: where both streams stand.
+            solving: the cut model's layer, whose readers are solved on the way to give the dense model's values from
+                the cut stream; None = they stay as they are.
+        """
+        systems = [] if solving is None else self._readers(step, solving)
         writer = self.cut.normed_writer(step)
-        if writer is None:
-            self.advance_dense([step.part, *step.absorbs])
-            return
+        names = [p.name for system in systems for p in system.projections] + ([writer] if writer else [])
         with self.dense.layer(step.part.layer) as layer:
             for chunk in self.chunks:
-                with listening({writer: layer.get_submodule(writer)}) as seen:
+                with listening({name: layer.get_submodule(name) for name in names}) as seen:
                     chunk.dense = self.dense.run(layer, step.part, chunk.dense)
-                    written = chunk.tokens(seen[writer][1]).float()
-                chunk.divisor = written.square().mean(-1, keepdim=True).sqrt().clamp(min=_SMALLEST)
+                    wanted = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
+                for system in systems:
+                    system.add(chunk, wanted)
+                if writer:
+                    size = wanted[writer].float().square().mean(-1, keepdim=True)
+                    chunk.divisor = size.sqrt().clamp(min=SMALLEST)
+        for system in systems:
+            self._solve_readers(step, system)
         self.advance_dense(step.absorbs)
 
-    def advance_cut(self, step: Step, layer: nn.Module) -> float:
-        """Take the cut stream past a step; the relative error on the sequences that are solved on."""
-        tally = Tally()
+    def advance_cut(self, step: Step, layer: nn.Module) -> None:
+        """Take the cut stream past a step that nothing is solved in."""
         for chunk in self.chunks:
             chunk.cut = self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
-            if not chunk.held_back:
-                tally.add("used", *self._error(chunk, chunk.cut)[2:])
-        return tally.overall()
 
     def solve_writers(self, step: Step, layer: nn.Module) -> None:
         """Solve the writers of a step for the dense stream where it stands now, and take the cut stream past it."""
-        projections = self.cut.writers(step, layer)
+        writers = Writers(self.cut, step, layer, self.multiplier, self.held_bytes)
+        projections = writers.projections
         constant = any(p.has_bias for p in projections)
-        equations = self._equations(sum(p.inputs for p in projections), projections[0].outputs, constant, projections)
+        equations = self._equations(sum(p.inputs for p in projections), projections[0].outputs, constant)
         before = Tally()
 
         def gather(held_back: bool) -> None:
             for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
-                self._gather(step, layer, projections, chunk, equations, before, check=not i)
+                self._gather(writers, chunk, equations, before, check=not i)
 
         def error() -> Tally:
             tally = Tally()
             for chunk in self.chunks:
                 if chunk.held_back:
-                    out = self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
-                    tally.add(chunk.kind, *self._error(chunk, out)[2:])
+                    tally.add(chunk.kind, *self._error(chunk, writers.behind(chunk).stream)[2:])
             return tally
 
         gather(False)
         solutions = partial(joint_solutions, equations, projections)
         choice = choose(projections, solutions, self.ridges, error, partial(gather, True))
+        self._count(equations, projections, writers.held)
         if choice.ridge is not None:
             self.cut.solved(projections)
-        after = self.advance_cut(step, layer)
+        after = self._advance_past(writers)
         self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after)))
 
+    def _advance_past(self, writers: Writers) -> float:
+        """Take the cut stream past solved writers; the relative error on the sequences that are solved on."""
+        tally = Tally()
+        for chunk in self.chunks:
+            chunk.cut = writers.behind(chunk).stream
+            if not chunk.held_back:
+                tally.add("used", *self._error(chunk, chunk.cut)[2:])
+        return tally.overall()
+
     def _gather(
-        self,
-        step: Step,
-        layer: nn.Module,
-        projections: Sequence[Projection],
-        chunk: Chunk,
-        equations: NormalEquations,
-        before: Tally,
-        *,
-        check: bool,
+        self, writers: Writers, chunk: Chunk, equations: NormalEquations, before: Tally, *, check: bool
     ) -> None:
         """Add a chunk to the equations: what the writers read, and what the stream lacks behind them."""
-        stream = cast(Tensor, chunk.cut)
-        with listening({p.name: p.module for p in projections}) as seen:
-            out = self.cut.run(layer, step.part, stream)
-            x = torch.cat([chunk.tokens(p.read(seen[p.name][0])) for p in projections], dim=1).float()
-            written = sum(seen[p.name][1].reshape(out.shape).float() for p in projections)
-        residual, weight, error, size = self._error(chunk, out)
+        stream, projections = cast(Tensor, chunk.cut), writers.projections
+        behind = writers.behind(chunk)
+        x = torch.cat([chunk.tokens(p.read(i)) for p, i in zip(projections, behind.inputs, strict=True)], 1).float()
+        residual, weight, error, size = self._error(chunk, behind.stream)
+        if check:
+            self._check_addition(writers, stream, behind)
         if not chunk.held_back:
             before.add("used", error, size)
-        lacking = projections[0].written(residual)
-        gain = self.cut.gain(step, layer)
-        written = cast(Tensor, written)
-        if gain is None:
-            if check:
-                self._check_addition(step, stream, out, written)
+        if writers.gain is None:
+            lacking = projections[0].written(residual)
             equations.add(x, lacking / self.multiplier, weight * self.multiplier)
             return
         # The norm behind the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
         # (t - h) / gain * divisor; what the dense writer itself wrote, where nothing is removed up to the next part.
         divisor = cast(Tensor, chunk.divisor)
-        gain = projections[0].written(gain)
+        gain = projections[0].written(writers.gain)
         target = projections[0].written(chunk.tokens(self.cut.target(chunk.dense) - stream.float()))
-        target = torch.where(gain.abs() > _SMALLEST, target / gain, torch.zeros_like(target)) * divisor
-        lacking = target - projections[0].written(chunk.tokens(written))
+        target = torch.where(gain.abs() > SMALLEST, target / gain, torch.zeros_like(target)) * divisor
+        lacking = target - projections[0].written(chunk.tokens(behind.written).float())
         equations.add(x, lacking, weight / divisor.squeeze(-1))
 
-    def _check_addition(self, step: Step, stream: Tensor, out: Tensor, written: Tensor) -> None:
+    def _check_addition(self, writers: Writers, stream: Tensor, behind: Behind) -> None:
         """Refuse a layer that does something else with its writer's output than to add it to the stream."""
-        expected = stream.float() + self.multiplier * written
-        if float((out.float() - expected).norm()) > _ADDITION_ERROR * float(expected.norm()):
+        expected = writers.joined(stream, behind.written).float()
+        if float((behind.stream.float() - expected).norm()) > _ADDITION_ERROR * float(expected.norm()):
             raise UnsupportedModelError(
-                f"{step.part} of this {self.dense.family.model_type!r} model does not add the output of its "
+                f"{writers.step.part} of this {self.dense.family.model_type!r} model does not add the output of its "
                 "projections to the stream, so that they cannot be solved for. Cut it without reconstruction."
             )
 
-    def solve_readers(self, step: Step, layer: nn.Module) -> None:
-        """Solve the readers of a step to give the dense model's values from the cut stream."""
-        for block, projections in zip(step.writers, self.cut.readers(step, layer), strict=True):
-            self._solve_readers(step, layer, block, projections)
+    def _readers(self, step: Step, layer: nn.Module) -> list[Readers]:
+        """One system for the readers of each block of a step."""
+        device = self.chunks[0].dense.device
+        groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
+        return [Readers(self.cut, step, layer, block, group, device) for block, group in groups]
 
-    def _solve_readers(self, step: Step, layer: nn.Module, block: Block, projections: Sequence[Projection]) -> None:
-        constant = all(p.has_bias for p in projections)
-        equations = self._equations(projections[0].inputs, sum(p.outputs for p in projections), constant, projections)
-        judges: list[tuple[str, Tensor, list[Tensor]]] = []
-
-        def add(x: Tensor, targets: Sequence[Tensor]) -> None:
-            lacking = torch.cat(_lacking(projections, x, targets), dim=1)
-            equations.add(projections[0].read(x), lacking, torch.ones(len(x), device=x.device))
-
-        def add_judges() -> None:
-            for _, x, targets in judges:
-                add(x, targets)
-
-        for chunk in self.chunks:
-            x, targets = self._read(step, layer, projections, chunk)
-            if chunk.held_back:
-                judges.append((chunk.kind, x, targets))
-            else:
-                add(x, targets)
-        self._count(equations, projections, [t for _, x, targets in judges for t in (x, *targets)])
-
-        def error() -> Tally:
-            tally = Tally()
-            for kind, x, targets in judges:
-                # Every module counts alike, whatever the size of its outputs.
-                pairs = zip(_lacking(projections, x, targets), targets, strict=True)
-                shares = [r.square().sum() / t.square().sum().clamp(min=_SMALLEST) for r, t in pairs]
-                tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
-            return tally
-
-        solutions = partial(parallel_solutions, equations, projections)
-        choice = choose(projections, solutions, self.ridges, error, add_judges)
+    def _solve_readers(self, step: Step, system: Readers) -> None:
+        self._count(system.equations, system.projections, system.held)
+        solutions = partial(parallel_solutions, system.equations, system.projections)
+        choice = choose(system.projections, solutions, self.ridges, system.error, system.add_judges)
         if choice.ridge is not None:
-            self.cut.solved(projections)
-        self.reports.append(Solved(step.part, (block,), "readers", choice, None))
-
-    def _read(
-        self, step: Step, layer: nn.Module, projections: Sequence[Projection], chunk: Chunk
-    ) -> tuple[Tensor, list[Tensor]]:
-        """What the readers of the cut model are given [tokens, in], and what each should make of it, float32.
-
-        Runs both models over the part; the streams stay where they are.
-        """
-        with self.dense.layer(step.part.layer) as dense:
-            wanted = {p.name: dense.get_submodule(p.name) for p in projections}
-            with listening(wanted) as seen:
-                self.dense.run(dense, step.part, chunk.dense)
-                targets = [p.wanted(chunk.tokens(seen[p.name][1]).float()) for p in projections]
-        with listening({p.name: p.module for p in projections}) as seen:
-            self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
-            return chunk.tokens(seen[projections[0].name][0]), targets
+            self.cut.solved(system.projections)
+        self.reports.append(Solved(step.part, (system.block,), "readers", choice, None))
 
     def _error(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the stream lacks [tokens, H'], the weight of each token, and the squared sums of error and target."""
         target = chunk.tokens(self.cut.target(chunk.dense))
         residual = target - chunk.tokens(out).float()
         if self.relative:
-            weight = 1 / target.square().mean(-1).sqrt().clamp(min=_SMALLEST)
+            weight = 1 / target.square().mean(-1).sqrt().clamp(min=SMALLEST)
         else:
             weight = torch.ones(len(target), device=target.device)
         squares = weight.square()
@@ -257,24 +223,13 @@ class Walk:
             (target.square().sum(-1) * squares).sum(dtype=torch.float64),
         )
 
-    def _equations(
-        self, inputs: int, outputs: int, constant: bool, projections: Sequence[Projection]
-    ) -> NormalEquations:
-        equations = NormalEquations(inputs, outputs, constant=constant, device=self.chunks[0].dense.device)
-        self._count(equations, projections)
-        return equations
+    def _equations(self, inputs: int, outputs: int, constant: bool) -> NormalEquations:
+        return NormalEquations(inputs, outputs, constant=constant, device=self.chunks[0].dense.device)
 
-    def _count(
-        self, equations: NormalEquations, projections: Sequence[Projection], beside: Sequence[Tensor] = ()
-    ) -> None:
+    def _count(self, equations: NormalEquations, projections: Sequence[Projection], beside: Sequence[Tensor]) -> None:
         """Count what is held at a time."""
         held = sum(chunk.nbytes for chunk in self.chunks) + sum(p.nbytes for p in projections) + equations.nbytes
         self.extra_bytes = max(self.extra_bytes, held + sum(tensor.nbytes for tensor in beside))
-
-
-def _lacking(projections: Sequence[Projection], x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-    """What the outputs of modules that read x [tokens, in] lack, float32 [tokens, kept outputs] each."""
-    return [t - p.written(p.module(x)).float() for p, t in zip(projections, targets, strict=True)]
 
 
 def chunks_of(

@@ -263,9 +263,7 @@ def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part]
                     walk.begin()
                 if started and layer is None:
                     layer = stack.enter_context(side.layer(index))
-                if layer is not None and not step.exact and readers:
-                    walk.solve_readers(step, layer)
-                walk.advance_to_target(step)
+                walk.advance_to_target(step, layer if readers and not step.exact else None)
                 if layer is not None and step.exact:
                     walk.advance_cut(step, layer)
                 elif layer is not None:

@@ -115,9 +115,16 @@ class LayerRunner:
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
         """
         call = self._calls[stream.shape[0], stream.shape[1]][part.layer]
-        autocast = torch.autocast(stream.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
-        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), autocast:
+        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self._autocast(stream):
             return module(stream, **call)  # type: ignore[no-any-return]
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a module inside a layer makes of x [..., in], in the dtype that :meth:`run` computes in."""
+        with self._autocast(x):
+            return module(x)  # type: ignore[no-any-return]
+
+    def _autocast(self, x: Tensor) -> torch.autocast:
+        return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
 
 
 @contextmanager

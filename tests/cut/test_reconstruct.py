@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.cut import ReconstructConfig
 from pyprune.cut._fit import Tally, _score
+from pyprune.cut._walk import Walk
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
 from pyprune.cut.reconstruct import reconstruct_, reconstruct_compacted_
@@ -18,6 +19,7 @@ from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError, DataError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.probe.streams import LayerRunner, Part
 from tests._support.compare import assert_same_logits
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
@@ -278,13 +280,39 @@ def test_attention_and_mlp_side_by_side_are_one_system() -> None:
     assert [(part.layer, part.blocks) for part in report.parts] == [(i, ("attention", "mlp")) for i in range(4)]
 
 
-def test_only_two_streams_and_one_layer_are_held() -> None:
+def test_two_streams_one_layer_and_what_its_writers_read_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    report = reconstruct_(model, plan_of(model, "layers"), SAMPLES)
+    plan = plan_of(model, "layers")
     streams = 2 * SAMPLES.numel() * 48 * 4
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     sums = 2 * 8 * (48 * 48 + 48 * 48)
-    assert streams < report.extra_bytes <= streams + 2 * layer + sums
+    widest = model.config.intermediate_size * 4
+    whole = reconstruct_(copy.deepcopy(model), plan, SAMPLES)
+    assert streams + SAMPLES.numel() * widest < whole.extra_bytes
+    assert whole.extra_bytes <= streams + 2 * layer + sums + SAMPLES.numel() * widest
+    # Without room only what judges is held, and the result is the same.
+    monkeypatch.setattr(Walk, "held_bytes", 0)
+    frugal = reconstruct_(model, plan, SAMPLES)
+    assert streams < frugal.extra_bytes <= streams + 2 * layer + sums + whole.held_back * widest
+    assert frugal.parts == whole.parts
+
+
+def test_the_rest_of_a_layer_runs_once_for_each_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate of the ridge is judged by the writers alone, and readers stop the layer where they begin."""
+    runs: dict[str, int] = {"dense": 0, "cut": 0}
+    run = LayerRunner.run
+    model = tiny_model("llama")
+
+    def counted(self: LayerRunner, module: torch.nn.Module, part: Part, stream: Tensor) -> Tensor:
+        runs["dense" if module in set(model.model.layers) else "cut"] += 1
+        return run(self, module, part, stream)
+
+    monkeypatch.setattr(LayerRunner, "run", counted)
+    report = reconstruct_(model, plan_of(model, "hidden"), SAMPLES, batch_size=1)
+    parts, chunks = 2 * len(model.model.layers), len(SAMPLES)
+    assert len(report.parts) == 2 * parts
+    # One more for the cut model than for the dense one: it is entered for its readers too.
+    assert runs == {"dense": parts * chunks, "cut": 2 * parts * chunks}
 
 
 def test_low_precision_models_are_solved_too() -> None:
