@@ -1,6 +1,7 @@
 r"""A whole training step, ours and a plain PyTorch loop's, at equal work: seconds, tokens a second, peak memory.
 
     python -m bench.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8] [--length 256]
+    python -m bench.train_step --shapes 7B --batch 1 --length 2048      # on a GPU: LLaMA-2's shapes, random weights
     python -m bench.train_step --recipes      # what the shipped recipes hold at 7B and 13B on 76 GiB; measures nothing
 
 The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Forms:
@@ -15,6 +16,9 @@ options that presets have (bfloat16 autocast over float32 weights, clipping at 1
 of a plain loop: torch's fused AdamW, autocast, the penalty by autograd, torch's clipping, Transformers' own loss. Steps
 take turns; the learning rate is so small that the weights stay. Peaks are of torch's allocator, with everything that
 lives between steps; beside them stands what :mod:`pyprune.train.memory` predicts. Every sample is appended to --jsonl.
+
+With --shapes the models would not fit beside each other, so one follows another, each with random weights of its own. A
+plain loop on bfloat16 weights is added, and an implementation that does not fit alone is recorded as out of memory.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,9 +37,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from bench._timing import Case, conditions, interleave
+from bench._timing import Case, Target, conditions, interleave, print_targets, worst
 from bench.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
@@ -45,16 +49,18 @@ from pyprune.methods.regularise.dress.training import DressObjective, hidden_sli
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
 from pyprune.recipe import build_config
-from pyprune.report import Table, markdown_table
+from pyprune.report import Cell, Table, markdown_table
 from pyprune.run_memory import Source, memory_of, memory_table
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
+from pyprune.serving.stats import mad, median
 from pyprune.train.lean import to_bfloat16
 from pyprune.train.loop import _Run
 from pyprune.train.lora import adapted
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
+from pyprune.train.sharded import Whole
 
 Form = Literal["dress", "elder", "lora", "distil"]
 FORMS: tuple[Form, ...] = ("dress", "elder", "lora", "distil")
@@ -65,8 +71,10 @@ LABELS: dict[Form, str] = {
     "distil": "recovery of all weights with distillation",
 }
 PLAIN, FULL, LEAN = "plain PyTorch loop", "ours, full memory", "ours, lean memory"
+PLAIN_NARROW = "plain PyTorch loop, bfloat16 weights"
 LAYERS = range(13, 20)
 CLIP = 1.0
+OUT_OF_MEMORY = "out of memory"
 
 
 LLAMA_2 = {
@@ -76,9 +84,45 @@ LLAMA_2 = {
         num_key_value_heads=40,
     ),
 }  # fmt: skip
+SHAPES = {
+    "tiny": LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=20, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32,
+    ),
+    **LLAMA_2,
+}  # fmt: skip
+"""Of --shapes; "tiny" is for trying the command."""
 RECIPES = ("llama2-7b-dress", "llama2-7b-elder", "llama2-7b-trsp", "llama-7b-moreau")
 GPU = 76 * 2**30
 """Bytes that a GPU of 80 GB leaves to a process."""
+
+
+@dataclass
+class Dense:
+    """What every contender has a model of its own of.
+
+    Attributes:
+        name: of the model.
+        config: its shapes.
+        device: where steps run.
+        model: whose weights are copied; None = every model gets random ones.
+    """
+
+    name: str
+    config: PretrainedConfig
+    device: torch.device
+    model: PreTrainedModel | None = None
+
+    def copy(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A model on the device, in training mode."""
+        if self.model is None:
+            with self.device:
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
+            return cast(PreTrainedModel, model.train())
+        model = copy.deepcopy(self.model)
+        if dtype == torch.bfloat16:
+            to_bfloat16(model)
+        return model
 
 
 @dataclass
@@ -99,39 +143,39 @@ class Contender:
 
 
 @contextmanager
-def contender(name: str, form: Form, dense: PreTrainedModel, options: argparse.Namespace) -> Iterator[Contender]:
+def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Contender]:
     """An implementation of a form, with a model of its own."""
-    model, teacher = copy.deepcopy(dense), None
-    if form == "distil":
-        teacher = copy.deepcopy(dense).to(torch.bfloat16).eval()
-    if name == LEAN:
-        to_bfloat16(model)
-    recover = RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0)
+    model = options.dense.copy(torch.bfloat16 if name in (LEAN, PLAIN_NARROW) else torch.float32)
+    teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
+    recover = _recover(name, form, options.batch)
     with adapted(model, recover) as trained:
-        make = _plain if name == PLAIN else partial(_ours, memory="lean" if name == LEAN else "full")
-        with make(form, trained, teacher, recover, options) as found:
-            found.name = name
-            yield found
+        make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
+        with make(form, trained, teacher, recover, options) as (step, held):
+            yield Contender(name, step, held)
+
+
+def _recover(name: str, form: Form, size: int) -> RecoverConfig:
+    """The options of a recovery, whose training is that of the other forms too."""
+    config = TrainConfig(
+        optimizer="fused_adamw", learning_rate=RATE, batch_size=size, micro_batch_size=size, max_grad_norm=CLIP,
+        dtype="bfloat16", memory="lean" if name == LEAN else "full", steps=100_000,
+    )  # fmt: skip
+    return RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0, train=config)
+
+
+Step = tuple[Callable[[], object], Callable[[], list[Tensor]]]
+"""What does one step, and what lives between two."""
 
 
 @contextmanager
 def _ours(
-    form: Form,
-    model: Any,
-    teacher: PreTrainedModel | None,
-    recover: RecoverConfig,
-    options: argparse.Namespace,
-    memory: Literal["full", "lean"],
-) -> Iterator[Contender]:
+    form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
+) -> Iterator[Step]:
     """A step of the product's loop."""
-    size = options.batch
-    config = TrainConfig(
-        optimizer="fused_adamw", learning_rate=RATE, batch_size=size, micro_batch_size=size, max_grad_norm=CLIP,
-        dtype="bfloat16", memory=memory, steps=100_000,
-    )  # fmt: skip
-    objective = _objective(form, model, teacher, replace(recover, train=config))
-    batch = Batch.of(tokens(options.dense, size, options.length))
-    run = _Run(model, batch, None, config, objective, None, True)
+    config = recover.train
+    objective = _objective(form, model, teacher, recover)
+    batch = Batch.of(tokens(options.dense, options.batch, options.length).cpu())
+    run = _Run(Whole(model), batch, None, config, objective, None, True)
     objective.setup(model, config)
     run._make_optimizer()
     numbers = count(1)
@@ -141,21 +185,23 @@ def _ours(
         return [*_weights(model, teacher), *states, *run.last_good.values()]
 
     with run._stepping():
-        predicted = _predicted(form, options.dense, replace(recover, train=config), options.length)
-        yield Contender("", lambda: run._step(next(numbers)), held, predicted)
+        yield lambda: run._step(next(numbers)), held
     objective.teardown(model)
 
 
-def _predicted(form: Form, dense: PreTrainedModel, recover: RecoverConfig, length: int) -> int:
-    """The peak that shapes alone tell."""
-    dtypes = (torch.bfloat16 if recover.train.memory == "lean" else torch.float32, torch.bfloat16)
+def predicted_peak(name: str, form: Form, options: argparse.Namespace) -> int | None:
+    """The peak that shapes alone tell, bytes; None for a plain loop."""
+    if name not in (FULL, LEAN):
+        return None
+    dense, recover = options.dense, _recover(name, form, options.batch)
+    dtypes = (torch.bfloat16 if name == LEAN else torch.float32, torch.bfloat16)
     with torch.device("meta"):
         model, other = (AutoModelForCausalLM.from_config(copy.deepcopy(dense.config), dtype=dtype) for dtype in dtypes)
     teacher = other if form == "distil" else None
     with adapted(model, recover) as trained:
         objective = _objective(form, model, teacher, recover)
-        found = training_memory(trained, recover.train, objective, length, device=dense.device, teacher=teacher)
-    return found.total
+        config, length = recover.train, options.length
+        return training_memory(trained, config, objective, length, device=dense.device, teacher=teacher).total
 
 
 def _objective(form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig) -> Objective:
@@ -170,7 +216,7 @@ def _objective(form: Form, model: Any, teacher: PreTrainedModel | None, recover:
 @contextmanager
 def _plain(
     form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
-) -> Iterator[Contender]:
+) -> Iterator[Step]:
     """A step as a user would write it."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -196,7 +242,7 @@ def _plain(
         states = [t for state in optimizer.state.values() for t in state.values()]
         return [*_weights(model, teacher), *states]
 
-    yield Contender("", step, held)
+    yield step, held
     for handle in handles:
         handle.remove()
 
@@ -238,28 +284,57 @@ def _weights(*models: nn.Module | None) -> list[Tensor]:
     return [p for model in models if model is not None for p in model.parameters()]
 
 
-def measure(form: Form, dense: PreTrainedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time the three in turns, and then find the peak of each."""
-    names = (PLAIN, FULL, LEAN)
-    managers = [contender(name, form, dense, options) for name in names]
-    found = [manager.__enter__() for manager in managers]
-    variant = f"{options.batch} x {options.length} tokens"
-    cases = [Case(LABELS[form], "bfloat16", variant, c.name, c.step) for c in found]
-    interleave(cases, options.repeats, dense.device)
-    peaks = []
-    for c in found:
-        between = sum({id(t): t.nbytes for t in c.held()}.values())
-        peaks.append(between + extra_peak(c.step, dense.device))
-    for manager in managers:
-        manager.__exit__(None, None, None)
+def measure(form: Form, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Records of all implementations: in turns where weights are copied, else one after another."""
+    if options.dense.model is not None:
+        yield from _measured(form, (PLAIN, FULL, LEAN), options)
+        return
+    for name in (PLAIN, PLAIN_NARROW, FULL, LEAN):
+        yield _measured_alone(form, name, options)
+
+
+def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time implementations in turns, and then find the peak of each."""
+    device = options.dense.device
+    with ExitStack() as stack:
+        found = [stack.enter_context(contender(name, form, options)) for name in names]
+        cases = [_case(form, c.name, options, c.step) for c in found]
+        interleave(cases, options.repeats, device)
+        peaks = []
+        for c in found:
+            between = sum({id(t): t.nbytes for t in c.held() if t.device.type == device.type}.values())
+            peaks.append(between + extra_peak(c.step, device))
     return [
-        {**case.record(), "peak_bytes": peak, "predicted_bytes": c.predicted}
-        for case, peak, c in zip(cases, peaks, found, strict=True)
+        {**case.record(), "peak_bytes": peak, "predicted_bytes": predicted_peak(case.implementation, form, options)}
+        for case, peak in zip(cases, peaks, strict=True)
     ]
 
 
+def _measured_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same of one implementation, which may not fit; what it held is free again afterwards."""
+    try:
+        return _measured(form, [name], options)[0]
+    except torch.OutOfMemoryError as error:
+        print(f"\n{LABELS[form]}, {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    finally:
+        gc.collect()
+        if options.dense.device.type == "cuda":
+            torch.cuda.empty_cache()
+    case, predicted = _case(form, name, options, int), predicted_peak(name, form, options)
+    return {**case.record(), "failed": OUT_OF_MEMORY, "peak_bytes": None, "predicted_bytes": predicted}
+
+
+def _case(form: Form, name: str, options: argparse.Namespace, step: Callable[[], object]) -> Case:
+    return Case(LABELS[form], "bfloat16", f"{options.batch} x {options.length} tokens", name, step)
+
+
 def table(records: Sequence[dict[str, Any]], work: int) -> str:
-    """One line a form and implementation; ratios are to the plain loop of the same form."""
+    """One line a form and implementation; ratios are to the first plain loop of the same form that fits.
+
+    Args:
+        records: of :func:`measure`.
+        work: tokens in a step.
+    """
     columns = (
         "step",
         "implementation",
@@ -270,22 +345,52 @@ def table(records: Sequence[dict[str, Any]], work: int) -> str:
         "peak MB",
         "of plain's",
         "predicted",
+        "peak over predicted",
     )
-    rows = []
-    plain: dict[str, Any] = {}
-    for record in records:
-        seconds, spread = _median([ms / 1e3 for ms in record["samples_ms"]])
-        if record["implementation"] == PLAIN:
-            plain = {"seconds": seconds, "peak": record["peak_bytes"]}
-        rows.append(
-            (
-                record["op"], record["implementation"], f"{seconds:.2f}", f"{spread:.2f}", f"{work / seconds:.0f}",
-                f"{plain['seconds'] / seconds:.2f}", f"{record['peak_bytes'] / 1e6:.0f}",
-                f"{record['peak_bytes'] / plain['peak']:.2f}",
-                f"{record['predicted_bytes'] / 1e6:.0f}" if record.get("predicted_bytes") else None,
-            )
-        )  # fmt: skip
+    rows = [_row(record, _baseline(records, record["op"]), work) for record in records]
     return markdown_table(Table("Whole training steps", columns, tuple(rows)))
+
+
+def _row(record: dict[str, Any], plain: dict[str, Any] | None, work: int) -> tuple[Cell, ...]:
+    predicted, ratio = record["predicted_bytes"], _peak_over_predicted(record)
+    memory = (f"{predicted / 1e6:.0f}" if predicted else None, f"{ratio:.3f}" if ratio else None)
+    if "failed" in record:
+        return (record["op"], record["implementation"], record["failed"], *[None] * 5, *memory)
+    seconds, spread = _median_seconds(record)
+    return (
+        record["op"],
+        record["implementation"],
+        f"{seconds:.2f}",
+        f"{spread:.2f}",
+        f"{work / seconds:.0f}",
+        f"{_median_seconds(plain)[0] / seconds:.2f}" if plain else None,
+        f"{record['peak_bytes'] / 1e6:.0f}",
+        f"{record['peak_bytes'] / plain['peak_bytes']:.2f}" if plain else None,
+        *memory,
+    )
+
+
+def _baseline(records: Sequence[dict[str, Any]], form: str) -> dict[str, Any] | None:
+    plain = (r for r in records if r["op"] == form and r["implementation"] in (PLAIN, PLAIN_NARROW))
+    return next((r for r in plain if "failed" not in r), None)
+
+
+def _median_seconds(record: dict[str, Any]) -> tuple[float, float]:
+    """Median and median absolute deviation."""
+    seconds = [ms / 1e3 for ms in record["samples_ms"]]
+    return median(seconds), mad(seconds)
+
+
+def _peak_over_predicted(record: dict[str, Any]) -> float | None:
+    peak, predicted = record["peak_bytes"], record["predicted_bytes"]
+    return peak / predicted if peak and predicted else None
+
+
+def prediction_target(records: Sequence[dict[str, Any]]) -> Target:
+    """How far measured peaks are from predicted ones, at most."""
+    ratios = {f"{r['op']}, {r['implementation']}": _peak_over_predicted(r) for r in records}
+    distances = {name: abs(ratio - 1) for name, ratio in ratios.items() if ratio is not None}
+    return worst("a peak's distance from its prediction, as a share of it", 0.1, distances, at_least=False)
 
 
 class _Llama(Source):
@@ -308,16 +413,11 @@ def print_recipes() -> None:
         print(f"\n{name}, LLaMA-2-{size}\n\n{memory_table(found, device, GPU)}")
 
 
-def _median(values: Sequence[float]) -> tuple[float, float]:
-    from pyprune.serving.stats import mad, median
-
-    return median(values), mad(values)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure the forms, report."""
     parser = argparse.ArgumentParser(description="Time whole training steps against a plain PyTorch loop.")
     parser.add_argument("--model", help="folder of a checkpoint (default: SmolLM2-135M, or its shapes)")
+    parser.add_argument("--shapes", choices=SHAPES, help="random weights of these shapes in place of --model")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these")
     parser.add_argument("--repeats", type=int, default=7, help="samples per implementation")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
@@ -327,18 +427,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.recipes:
         return print_recipes()
-    name, model, _ = the_model(options.model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options.dense = model.to(device).train()
+    options.dense = _dense(options)
+    name, device = options.dense.name, options.dense.device
     about = {**conditions(device), "model": name, "length": options.length}
     print(f"{name}, {about['threads']} threads, {about['device']}")
     records: list[dict[str, Any]] = []
     for form in options.forms:
-        found = measure(form, options.dense, options)
-        append_jsonl(options.jsonl, ({**about, "batch": options.batch, **record} for record in found))
-        records += found
+        for record in measure(form, options):
+            append_jsonl(options.jsonl, [{**about, "batch": options.batch, **record}])
+            records.append(record)
         gc.collect()
     print("\n" + table(records, options.batch * options.length))
+    print_targets([prediction_target(records)])
+
+
+def _dense(options: argparse.Namespace) -> Dense:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.shapes is not None:
+        return Dense(f"LLaMA's shapes ({options.shapes}), random weights", SHAPES[options.shapes], device)
+    name, model, _ = the_model(options.model)
+    return Dense(name, model.config, device, model.to(device).train())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pyprune.plan import PrunePlan
 from pyprune.rework import trained_before
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, within_memory
+from pyprune.runtime import processes
 from pyprune.runtime.files import check_output
 from pyprune.stages import (
     PruneResult,
@@ -92,6 +93,8 @@ def prune(
     source["weights"] = weights_version(model_id, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         note = why_loaded(model_id, config, **reading)
+        if note is None and processes.count() > 1:
+            note = "The model was loaded whole: several processes do not stream it from file to file."
         stored = StoredRun(model_id, config, revision=revision, work=work) if note is None else None
         if stored is not None:
             model, data, result = stored.model, stored.data, stored.result()
@@ -116,7 +119,9 @@ def prune(
             **earlier,
             "training_marks": marks,
         }
-        if stored is not None:
+        if not processes.first():
+            result.out = out
+        elif stored is not None:
             result.out = stored.write(out, provenance, overwrite=overwrite)
         else:
             result.out = save_checkpoint(

@@ -28,6 +28,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, within_memory
+from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import check_output
 from pyprune.runtime.progress import warn
@@ -174,17 +175,20 @@ def recover_checkpoint(
     with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
         if config.keep_adapter:
             work.adapter = work.folder.path / ADAPTER
-            shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        report = recover(
-            work.model,
-            work.samples,
-            config.recover,
-            teacher=None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=config.device),
-            plan=work.plan,
-            checkpoint_dir=work.folder.path / "recover",
-            resume=resume,
-            adapter_out=work.adapter,
-        )
+            if processes.first():
+                shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
+        loaded = None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=config.device)
+        with processes.dividing():
+            report = recover(
+                work.model,
+                work.samples,
+                config.recover,
+                teacher=loaded,
+                plan=work.plan,
+                checkpoint_dir=work.folder.path / "recover",
+                resume=resume,
+                adapter_out=work.adapter if processes.first() else None,
+            )
         report.warnings += work.warnings
         work.report = report.to_dict()
     return report
@@ -233,14 +237,16 @@ def reconstruct_checkpoint(
             )
         for warning in work.warnings:  # the report is of the systems and has no room for them
             warn(warning)
-        report = reconstruct_compacted_(
-            work.model,
-            work.plan,
-            source.walk(dtype=config.dtype, device=config.device),
-            work.samples,
-            options=config.least_squares,
-            batch_size=config.batch_size,
-        )
+        walked = source.walk(dtype=config.dtype, device=config.device)
+        with processes.dividing():
+            report = reconstruct_compacted_(
+                work.model,
+                work.plan,
+                walked,
+                work.samples,
+                options=config.least_squares,
+                batch_size=config.batch_size,
+            )
         work.report = report.to_dict()
     return report
 
@@ -304,6 +310,8 @@ def _reworked(
             "training_marks": training_marks([samples], marks),
         }
         dtype = config.export_dtype or stored_dtype(pruned, **remote)
+        if not processes.first():
+            return
         save_checkpoint(
             model,
             tokenizer,

@@ -18,6 +18,7 @@ from pyprune.config.base import Config
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
+from pyprune.runtime import processes
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
 from pyprune.runtime.records import differences
@@ -78,6 +79,10 @@ def run_folder(
         OutputError: another run holds the folder, it cannot be written, or it holds a plan or training checkpoints that
             nobody asked to drop.
     """
+    if not processes.first():
+        with _followed(out, resume=resume) as work:
+            yield work
+        return
     with claimed(out) as path:
         work = RunFolder(path, resume)
         facts = {**source, "config": config.to_dict()}
@@ -85,14 +90,24 @@ def run_folder(
             work.check_same(facts)
         else:
             work.begin(facts, out, overwrite=overwrite)
+        processes.barrier()
         try:
             yield work
+            processes.barrier()
         except BaseException as error:
             reached = _holds_training(path) if isinstance(error, ConfigError) else _kept_in(path)
             if isinstance(error, PypruneError | KeyboardInterrupt) and not (reached or resume):
                 work.clear()
             raise
         work.clear()
+
+
+@contextmanager
+def _followed(out: Path, *, resume: bool) -> Iterator[RunFolder]:
+    """The folder that the first of several processes holds; all leave it together."""
+    processes.barrier()
+    yield RunFolder(work_folder(out), resume)
+    processes.barrier()
 
 
 class RunFolder:
@@ -150,6 +165,8 @@ class RunFolder:
 
     def write_decision(self, decision: PlanDecision) -> None:
         """Keep the plan."""
+        if not processes.first():
+            return
         data = {
             "plan": decision.plan.to_dict(),
             "notes": list(decision.notes),

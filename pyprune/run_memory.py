@@ -21,6 +21,7 @@ from pyprune.families import family_for
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
+from pyprune.runtime import processes
 from pyprune.runtime.device import device_memory, resolve_device
 from pyprune.runtime.progress import say
 from pyprune.train.lora import adapted
@@ -86,7 +87,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     if not trainings:
         return config
     device = resolve_device(config.device)
-    capacity = device_memory(device)
+    # Processes on one machine share its memory; each of them has a GPU of its own.
+    capacity = device_memory(device) // (processes.on_this_machine() if device.type == "cpu" else 1)
     model = source.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
@@ -131,7 +133,8 @@ def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.dev
         )
         for training, m in found
     ]
-    title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}"
+    each = f", in each of {processes.count()} processes" if processes.count() > 1 else ""
+    title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}{each}"
     return f"{title}:\n{markdown_table(Table(title, columns, tuple(rows)))}"
 
 

@@ -33,6 +33,7 @@ from pyprune.probe.effects import EffectReport, compare, snapshot
 from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
 from pyprune.runtime.files import read_bounded
+from pyprune.runtime.processes import dividing, from_first
 from pyprune.runtime.progress import warn
 from pyprune.train.lora import check_rank, target_names
 from pyprune.train.recover import finetune, recover
@@ -212,7 +213,7 @@ class StageRun:
     def decide(self) -> PlanDecision:
         """Choose what to remove, or take what an interrupted run or a saved plan chose."""
         kept = self.work.read_decision() if self.work is not None else None
-        decision = kept or self._new_decision()
+        decision = from_first(kept or self._new_decision())
         check_plan(decision.plan, family_for(self.model), self.model.config)
         if self.work is not None:
             self.work.write_decision(decision)
@@ -294,9 +295,10 @@ class StageRun:
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
-            solved = self.cutting.reconstruct(
-                model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
-            )
+            with dividing():
+                solved = self.cutting.reconstruct(
+                    model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
+                )
             (result.notes if solved.solved else result.warnings).extend(solved.notes())
             result.reconstruction = solved.to_dict()
 
@@ -313,6 +315,10 @@ class StageRun:
         return self.result
 
     def _act(self, action: StageAction, samples: Batch, name: str) -> None:
+        with dividing():
+            self._train(action, samples, name)
+
+    def _train(self, action: StageAction, samples: Batch, name: str) -> None:
         config, run, model, plan = self.config, self._run(name), self.model, self.result.plan
         report: StageReport
         if action == "regularise":

@@ -28,6 +28,7 @@ from pyprune.budget.values import BlockLoss, BlockLosses, ValueOptions, anchors_
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreAxis
+from pyprune.cut._fit import Tally
 from pyprune.cut._sides import Chunk, MaskedLayers
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._systems import Writers
@@ -366,8 +367,9 @@ class _Trials:
     def _solve(self, side: MaskedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
         """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
         chunks = [replace(chunk) for chunk in self.fit]
+        judging = sorted({chunk.kind for chunk in chunks if chunk.held_back})
         walk = _Solving(
-            self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
+            self.runner, side, chunks, judging, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
         )
         walk.begin()
         key = (*lost, step.part, *step.absorbs)
@@ -432,5 +434,5 @@ class _Solving(Walk):
     held_bytes = 0
 
     @override
-    def _advance_past(self, writers: Writers) -> float:
-        return 0.0
+    def _advance_past(self, writers: Writers) -> Tally:
+        return Tally()

@@ -19,6 +19,7 @@ import typer
 
 from pyprune.errors import PypruneError, shown
 from pyprune.runtime.interrupts import interruptible
+from pyprune.runtime.processes import joined
 from pyprune.runtime.progress import end_bars, printable, say
 
 ERROR_CODE = 2
@@ -28,6 +29,8 @@ PATH_OPTIONS = (
     "model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl", "report",
 )  # fmt: skip
 """Parameters of commands that may name something on the disk, which the file for the figures must not be."""
+DIVIDED = ("prune", "recover", "reconstruct")
+"""Commands that torchrun may start in several processes."""
 P = ParamSpec("P")
 
 
@@ -39,7 +42,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         with interruptible() as interruption:
             try:
                 _check_json_file(kwargs)
-                command(*args, **kwargs)
+                with joined(command.__name__, may_divide=command.__name__ in DIVIDED):
+                    command(*args, **kwargs)
             except (typer.Exit, typer.BadParameter):
                 raise
             except (Exception, KeyboardInterrupt) as error:

@@ -51,7 +51,8 @@ class TrainConfig(Config):
         early_stop_patience: evaluations without improvement before stopping; None = off.
         early_stop_min_delta: smallest improvement of the validation loss that counts.
         validation_interval: steps between two validations (used when early stopping is on).
-        checkpoint_interval: steps between two resumable checkpoints; None = only at the end.
+        checkpoint_interval: steps between two resumable checkpoints; None = only at the end and when the run is
+            interrupted. Several processes cannot save when one is lost, so that None is a tenth of the steps there.
         seed: of the order of samples and of dropout.
     """
 

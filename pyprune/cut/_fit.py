@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from pyprune.cut._least_squares import NormalEquations
+from pyprune.runtime import processes
 
 
 class Projection:
@@ -133,6 +135,18 @@ class Tally:
         """Add the sums of a chunk (0-dimensional tensors)."""
         self.error[kind] = self.error.get(kind, 0.0) + float(error)
         self.size[kind] = self.size.get(kind, 0.0) + float(size)
+
+    def over_processes(self, kinds: Sequence[str]) -> Tally:
+        """The sums of all processes that share the sequences.
+
+        Args:
+            kinds: of the sequences of all processes, in an order that is theirs too.
+        """
+        if not processes.divided():
+            return self
+        mine = [[sums.get(kind, 0.0) for kind in kinds] for sums in (self.error, self.size)]
+        error, size = processes.summed_(torch.tensor(mine, dtype=torch.float64)).tolist()
+        return Tally(dict(zip(kinds, error, strict=True)), dict(zip(kinds, size, strict=True)))
 
     def relative(self) -> dict[str, float]:
         """Relative error of each kind: the root of error / size."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyprune.runtime import processes
+
 FLOAT64_INPUTS = 1024
 """Up to this many inputs everything is float64; beyond it is float32, as memory and time of float64 are not small."""
 _ROWS = 4096
@@ -30,6 +32,7 @@ class NormalEquations:
         self.gram = torch.zeros(size, size, dtype=dtype, device=device)
         self.moment = torch.zeros(size, outputs, dtype=dtype, device=device)
         self.tokens = 0
+        self._whole: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +56,15 @@ class NormalEquations:
             self.gram += given.T @ given
             self.moment += given.T @ (r[some].to(self.gram.dtype) * w)
         self.tokens += len(x)
+        self._whole = None
+
+    def _over_processes(self) -> tuple[Tensor, Tensor]:
+        """The sums of all processes that share the tokens."""
+        if not processes.divided():
+            return self.gram, self.moment
+        if self._whole is None:
+            self._whole = processes.summed_(self.gram.clone()), processes.summed_(self.moment.clone())
+        return self._whole
 
     def solve(self, ridge: float) -> Tensor | None:
         """The solution D [inputs (+ 1 with a constant), outputs], or None where it is not determined.
@@ -60,15 +72,16 @@ class NormalEquations:
         Args:
             ridge: relative to the mean of the diagonal of x^T x.
         """
-        diagonal = self.gram.diagonal()
+        gram, moment = self._over_processes()
+        diagonal = gram.diagonal()
         penalty = torch.full_like(diagonal, ridge)
         if self.constant:
             penalty[-1] = 0.0
         mean = diagonal[: len(diagonal) - self.constant].mean()
-        matrix = self.gram + torch.diag(penalty * mean)
+        matrix = gram + torch.diag(penalty * mean)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         del matrix
         if failed:
             return None
-        found = torch.cholesky_solve(self.moment, factor)
+        found = torch.cholesky_solve(moment, factor)
         return found if bool(torch.isfinite(found).all()) else None

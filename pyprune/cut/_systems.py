@@ -114,6 +114,7 @@ class Readers:
         block: whose readers these are.
         projections: the readers.
         device: of the sums.
+        judging: kinds of text that are held back.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class Readers:
         block: Block,
         projections: Sequence[Projection],
         device: torch.device,
+        judging: Sequence[str],
     ) -> None:
         self.cut = cut
         self.step = step
         self.layer = layer
         self.block = block
         self.projections = projections
+        self._judging = judging
         constant = all(p.has_bias for p in projections)
         outputs = sum(p.outputs for p in projections)
         self.equations = NormalEquations(projections[0].inputs, outputs, constant=constant, device=device)
@@ -166,7 +169,7 @@ class Readers:
             pairs = zip(self._lacking(x, targets), targets, strict=True)
             shares = [r.square().sum() / t.square().sum().clamp(min=SMALLEST) for r, t in pairs]
             tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
-        return tally
+        return tally.over_processes(self._judging)
 
     def _add(self, x: Tensor, targets: Sequence[Tensor]) -> None:
         lacking = torch.cat(self._lacking(x, targets), dim=1)

@@ -22,6 +22,7 @@ from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 
+_USED = "used"
 _ADDITION_ERROR = 0.02
 """Largest relative difference between a stream and the sum of what was written to it that bfloat16 explains."""
 
@@ -51,7 +52,8 @@ class Walk:
     Args:
         dense: the dense model.
         cut: the cut one.
-        chunks: the text, with the dense stream that enters the first layer.
+        chunks: the text, with the dense stream that enters the first layer; of several processes the share of this one.
+        judging: kinds of text that are held back, in all processes.
         ridges: candidates, relative to the mean diagonal.
         multiplier: what a block's output is multiplied by before it joins the stream (Granite).
         relative: whether a token's error counts relative to the size of its stream.
@@ -66,6 +68,7 @@ class Walk:
         dense: LayerRunner,
         cut: CutSide,
         chunks: Sequence[Chunk],
+        judging: Sequence[str],
         *,
         ridges: Sequence[float],
         multiplier: float,
@@ -74,6 +77,7 @@ class Walk:
         self.dense = dense
         self.cut = cut
         self.chunks = chunks
+        self.judging = judging
         self.ridges = ridges
         self.multiplier = multiplier
         self.relative = relative
@@ -139,7 +143,7 @@ class Walk:
             for chunk in self.chunks:
                 if chunk.held_back:
                     tally.add(chunk.kind, *self._error(chunk, writers.behind(chunk).stream)[2:])
-            return tally
+            return tally.over_processes(self.judging)
 
         gather(False)
         solutions = partial(joint_solutions, equations, projections)
@@ -148,16 +152,17 @@ class Walk:
         if choice.ridge is not None:
             self.cut.solved(projections)
         after = self._advance_past(writers)
-        self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after)))
+        used = before.over_processes([_USED]).overall(), after.over_processes([_USED]).overall()
+        self.reports.append(Solved(step.part, step.writers, "writers", choice, used))
 
-    def _advance_past(self, writers: Writers) -> float:
-        """Take the cut stream past solved writers; the relative error on the sequences that are solved on."""
+    def _advance_past(self, writers: Writers) -> Tally:
+        """Take the cut stream past solved writers; the errors on the sequences that are solved on."""
         tally = Tally()
         for chunk in self.chunks:
             chunk.cut = writers.behind(chunk).stream
             if not chunk.held_back:
-                tally.add("used", *self._error(chunk, chunk.cut)[2:])
-        return tally.overall()
+                tally.add(_USED, *self._error(chunk, chunk.cut)[2:])
+        return tally
 
     def _gather(
         self, writers: Writers, chunk: Chunk, equations: NormalEquations, before: Tally, *, check: bool
@@ -170,7 +175,7 @@ class Walk:
         if check:
             self._check_addition(writers, stream, behind)
         if not chunk.held_back:
-            before.add("used", error, size)
+            before.add(_USED, error, size)
         if writers.gain is None:
             lacking = projections[0].written(residual)
             equations.add(x, lacking / self.multiplier, weight * self.multiplier)
@@ -197,7 +202,7 @@ class Walk:
         """One system for the readers of each block of a step."""
         device = self.chunks[0].dense.device
         groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
-        return [Readers(self.cut, step, layer, block, group, device) for block, group in groups]
+        return [Readers(self.cut, step, layer, block, group, device, self.judging) for block, group in groups]
 
     def _solve_readers(self, step: Step, system: Readers) -> None:
         self._count(system.equations, system.projections, system.held)

@@ -21,6 +21,9 @@ the system is then solved on all sequences; the errors reported are those from b
 With the readers (q, k, v, gate, up), each is solved to give the dense module's values from the cut stream before the
 writers of its block are. That is on by default where hidden channels go.
 
+Several processes (torchrun) share the sequences: each takes its own through both models, and the sums of the systems
+and of the errors are those of all, so that every process solves the same.
+
 The idea generalises FLAP's bias compensation, the least squares of OSSCAR and SlimGPT after cuts of heads and FFN
 channels, and ReplaceMe's linear map in place of a run of layers.
 """
@@ -32,7 +35,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +51,11 @@ from pyprune.families import check_plan, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import LayerRunner, Part
+from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.progress import track
+
+T = TypeVar("T")
 
 FORWARD_TOKENS = 2048
 """Tokens in one pass through a layer, unless ``batch_size`` says otherwise."""
@@ -230,9 +236,11 @@ def _reconstruct(
     walk: Walk | None = None
     if not all(step.exact for step in steps):
         with still(dense.model), dense.computing(options.dtype), side.runner.computing(options.dtype):
-            chunks = _chunks(dense, samples, kinds or samples.kinds or None, options.held_back, batch_size)
+            chunks, judging = _chunks(dense, samples, kinds or samples.kinds or None, options.held_back, batch_size)
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
-            walk = Walk(dense, side, chunks, ridges=options.ridges, multiplier=multiplier, relative=options.relative)
+            walk = Walk(
+                dense, side, chunks, judging, ridges=options.ridges, multiplier=multiplier, relative=options.relative
+            )
             _walk(walk, side, steps, lost, readers=readers)
         solved = tuple(_described(entry) for entry in walk.reports)
     return ReconstructionReport(
@@ -240,7 +248,7 @@ def _reconstruct(
         exact=tuple(str(step.part) for step in steps if step.exact),
         no_carrier=tuple(map(str, lost)),
         tokens=samples.fed(),
-        held_back=int(sum(chunk.real.sum() for chunk in chunks if chunk.held_back)),
+        held_back=_sum_over_processes(sum(int(chunk.real.sum()) for chunk in chunks if chunk.held_back)),
         seconds=round(time.monotonic() - begin, 3),
         extra_bytes=walk.extra_bytes + side.copied_bytes if walk is not None else 0,
     )
@@ -286,20 +294,39 @@ def _described(entry: Solved) -> SolvedPart:
 
 def _chunks(
     dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
-) -> list[Chunk]:
+) -> tuple[list[Chunk], list[str]]:
+    """This process's share of the text, and the kinds of text that all hold back."""
     count = len(samples)
     labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
     if len(labels) != count:
         raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
     size = batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
-    device = dense.model.device
-    made = []
-    for ids, real, kind, judges in chunks_of(samples.inputs, samples.real, labels, held_back, size):
-        ids, real = ids.to(device), real.to(device)
-        made.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
-    if not any(chunk.held_back for chunk in made):
+    found = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
+    judging = sorted({kind for _, _, kind, judges in found if judges})
+    if not judging:
         raise DataError(
             f"Reconstruction has {count} samples and cannot hold any back to choose the ridge with; give at least two "
             "of a kind."
         )
-    return made
+    device = dense.model.device
+    made = []
+    for ids, real, kind, judges in _share(found):
+        ids, real = ids.to(device), real.to(device)
+        made.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
+    return made, judging
+
+
+def _share(chunks: list[T]) -> list[T]:
+    """The chunks of this process, where several share the text."""
+    if not processes.divided():
+        return chunks
+    if len(chunks) < processes.count():
+        raise DataError(
+            f"Reconstruction's text makes {len(chunks)} forward passes, and {processes.count()} processes share them; "
+            "give more text or a smaller cut.batch_size, or start fewer processes."
+        )
+    return chunks[processes.number() :: processes.count()]
+
+
+def _sum_over_processes(value: int) -> int:
+    return int(processes.summed_(torch.tensor(value))) if processes.divided() else value

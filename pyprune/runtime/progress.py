@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -83,3 +84,17 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
         yield item
         count += 1
     out.print(f"{description}: {count} done", highlight=False)
+
+
+@contextmanager
+def printing_nothing() -> Iterator[None]:
+    """In the block this process shows no progress, notes or results: another one of the same run does."""
+    global _console
+    from rich.console import Console
+
+    before, _console = _console, Console(quiet=True, stderr=True)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        _console = before

@@ -52,7 +52,8 @@ from pyprune.train.optimizer import (
 from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
-from pyprune.train.state import TrainState, check_same_run, latest_state, load_state, save_state
+from pyprune.train.sharded import Whole, sharding
+from pyprune.train.state import TrainState, check_same_run, latest_state
 from pyprune.train.sums import Sums, Weight
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ def train(
     on the whole objective (loss and penalties); the weights of the best validation are put back at the end.
     While an objective's schedule is still running nothing is kept or stopped. Without a ``validation`` set, 5 %
     of the samples (the last ones, at least one) are held out for it and the report says so.
+
+    Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
+    every one is given the same, whole model and samples, and has the same whole model afterwards.
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean
@@ -119,15 +123,17 @@ def train(
     config = decided(config, model)
     if config.memory == "lean":
         to_bfloat16(model)
-    run = _Run(model, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
+    shards = sharding(model)
+    shards.check(config)
+    run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
     warn_of_slow_dtype(config.dtype, run.device)
-    with training(model, run.device, gradient_checkpointing=config.gradient_checkpointing):
+    with shards.training(), training(run.model, run.device, gradient_checkpointing=config.gradient_checkpointing):
         try:
             return run.execute(resume, description or run.objective.name)
         finally:
-            run.objective.teardown(model)
+            run.objective.teardown(run.model)
 
 
 class _Run:
@@ -135,7 +141,7 @@ class _Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        shards: Whole,
         samples: Batch,
         validation: Batch | None,
         config: TrainConfig,
@@ -143,13 +149,14 @@ class _Run:
         checkpoint_dir: Path | None,
         keep_last_good: bool,
     ) -> None:
-        self.model = model
+        self.shards = shards
+        self.model = shards.model
         self.samples = samples
         self.validation = validation
         self.config = config
         self.objective = objective
         self.checkpoint_dir = checkpoint_dir
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self.copies = place_of_copies(config, self.device)
         self.keep_last_good = keep_last_good and self.copies is not None
         self.report = TrainReport(objective.name)
@@ -191,7 +198,7 @@ class _Run:
         return self.report
 
     def _make_optimizer(self) -> None:
-        groups = self.objective.parameter_groups(self.model, self.config)
+        groups = self.shards.groups(self.objective.parameter_groups(self.model, self.config))
         self.peaks = [g.learning_rate for g in groups]
         for group in groups:
             self.parameters.update(group.parameters)
@@ -199,9 +206,14 @@ class _Run:
         own = uses_own_optimizer(self.config, self.device)
         penalties = self.objective.optimizer_penalties(self.model, self.config) if own else {}
         self.optimizer = make_optimizer(groups, self.config, penalties)
-        if isinstance(self.optimizer, RegularisedAdamW) and self.objective.reads_gradients():
-            self.optimizer.max_tensor_norm = None  # what it reads and adds to is clipped before
-        self.in_backward = steps_in_backward(self.config, self.objective)
+        if isinstance(self.optimizer, RegularisedAdamW) and not self._clips_itself():
+            self.optimizer.max_tensor_norm = None
+        self.in_backward = self.shards.processes == 1 and steps_in_backward(self.config, self.objective)
+
+    def _clips_itself(self) -> bool:
+        """Whether the optimizer clips: nothing reads or adds to clipped gradients, and it has them whole."""
+        own = isinstance(self.optimizer, RegularisedAdamW)
+        return own and not self.objective.reads_gradients() and self.shards.processes == 1
 
     def _stepping(self) -> AbstractContextManager[None]:
         """Where a step's weights are updated: inside backward, or after it."""
@@ -227,6 +239,8 @@ class _Run:
         sums = Sums()
         for micro, weight in self._micro_batches(batch):
             self._loss(micro, weight, sums).backward()
+        self.shards.take_gradients()
+        sums = self._over_processes(sums)
         self._check_finite(sums.minimised(), "loss", step)
         norm, scale = self._clip(step)
         self._remember_last_good(step)
@@ -266,39 +280,52 @@ class _Run:
     def _loss(self, micro: Batch, weight: Weight, sums: Sums) -> Tensor:
         """What a micro batch adds to the step's loss, differentiable; ``sums`` gets what is reported."""
         with self._autocast():
-            terms = self.objective.micro_loss(self.model, micro)
+            terms = self.shards.loss(lambda: self.objective.micro_loss(self.model, micro))
         return sums.add(terms, weight)
+
+    def _over_processes(self, sums: Sums) -> Sums:
+        """What the micro batches of all processes add up to."""
+        if self.shards.processes == 1:
+            return sums
+        names = sorted(sums.parts)
+        found = Sums()
+        values = [float(v) for v in (sums.lm, sums.total, sums.penalty, *(sums.parts[name] for name in names))]
+        found.lm, found.total, found.penalty, *parts = self.shards.total(values)
+        found.parts = dict(zip(names, parts, strict=True))
+        return found
 
     def _weight_penalty(self, step: int) -> float:
         """Let the penalty on the weights join the gradients; its value, finite."""
         penalty = self.objective.apply_step_penalty(self.model)
-        value = 0.0 if penalty is None else float(penalty)
+        (value,) = self.shards.total([0.0 if penalty is None else float(penalty)])
         self._check_finite(value, "penalty", step)
         return value
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, Weight]]:
         """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
         predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
-        for micro in batch.micro_batches(self.config.sequences_per_pass):
-            weight = Weight(int(micro.predicted.sum()) / predicted, micro.fed() / fed)
+        for micro, counts in self.shards.shares(batch, self.config):
+            weight = Weight(counts * int(micro.predicted.sum()) / predicted, counts * micro.fed() / fed)
             yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
         """The gradients' norm before clipping, finite, and the factor that is left to the optimizer."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        self._check_finite(float(norm), "gradient norm", step)
+        norm = float(self.shards.norm(gradients))
+        self._check_finite(norm, "gradient norm", step)
         limit = self.config.max_grad_norm
-        own = isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients()
-        if limit is not None and self.config.memory == "lean" and not own:
-            clip_each_(gradients, limit)
-        if limit is None or self.config.memory == "lean":  # which clips each by its own norm, else in the optimizer
-            return float(norm), 1.0
-        if own:
-            cast(RegularisedAdamW, self.optimizer).gradient_scale = clip_factor(float(norm), limit)
-            return float(norm), clip_factor(float(norm), limit)
-        nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, norm)
-        return float(norm), 1.0
+        if limit is None:
+            return norm, 1.0
+        if self.config.memory == "lean":  # which clips each gradient by its own norm
+            if not self._clips_itself():
+                clip_each_(gradients, self.shards.norms(gradients), limit)
+            return norm, 1.0
+        factor = clip_factor(norm, limit)
+        if isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients():
+            self.optimizer.gradient_scale = factor
+            return norm, factor
+        nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, torch.tensor(norm))
+        return norm, 1.0
 
     def _check_finite(self, value: float, what: str, step: int) -> None:
         if math.isfinite(value):
@@ -328,7 +355,7 @@ class _Run:
             {"objective": self.objective.name, "failed_step": step, "reason": f"{what} not finite"},
             {"weights": dict(self.parameters)},
         )
-        path = save_state(self.checkpoint_dir, state, name="last-good")
+        path = self.shards.save(self.checkpoint_dir, state, name="last-good")
         return f" (written to {path})"
 
     def _remember_last_good(self, step: int) -> None:
@@ -368,7 +395,7 @@ class _Run:
     def _validate_and_checkpoint(self) -> None:
         with interrupts_deferred():
             self._validate_if_due()
-            step, interval = self.report.steps, self.config.checkpoint_interval
+            step, interval = self.report.steps, self.shards.checkpoint_interval(self.config)
             due = interval is not None and step % interval == 0 and step < self.config.steps
             if due and self.checkpoint_dir is not None:
                 self._save(self.checkpoint_dir)
@@ -401,11 +428,11 @@ class _Run:
             loss = self.objective.validation_penalty(self.model)
             for micro, weight in self._micro_batches(samples):
                 with self._autocast():
-                    terms = self.objective.micro_loss(self.model, micro)
+                    terms = self.shards.loss(lambda micro=micro: self.objective.micro_loss(self.model, micro))  # type: ignore[misc]
                 loss += float(terms.minimised) * weight.predicted
                 if terms.penalty is not None:
                     loss += float(terms.penalty) * weight.fed
-        return loss
+        return self.shards.total([loss])[0]
 
     def _end(self) -> None:
         self.report.stopped = "early_stop" if self.done else "steps"
@@ -424,7 +451,8 @@ class _Run:
 
     def _save_after_interruption(self) -> None:
         self.report.stopped = "interrupted"
-        if self.checkpoint_dir is None or self.updating or self.report.steps == 0:
+        alone = self.shards.processes == 1  # others are at other steps, or gone
+        if self.checkpoint_dir is None or self.updating or self.report.steps == 0 or not alone:
             return
         try:
             path = self._save(self.checkpoint_dir)
@@ -451,7 +479,7 @@ class _Run:
             "objective": self.objective.state_dict(),
             "best": self.best,
         }
-        return save_state(folder, TrainState(self.report.steps, meta, tensors))
+        return self.shards.save(folder, TrainState(self.report.steps, meta, tensors))
 
     def _run_facts(self) -> dict[str, Any]:
         """What must be equal for a resumed run to be the same run."""
@@ -461,7 +489,7 @@ class _Run:
             **{k: v for k, v in asdict(self.config).items() if k not in _SAME_RESULT},
             "samples_sha256": self.samples.digest(),
             "validation_sha256": None if self.validation is None else self.validation.digest(),
-            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "parameters": self.shards.size(self.parameters.values()),
         }
 
     def _restore(self, resume: bool) -> None:
@@ -473,7 +501,7 @@ class _Run:
                 f"{self.checkpoint_dir} already holds the checkpoint {path.name} of a run. Continue it with "
                 "resume, or remove it or choose another folder to start over."
             )
-        state = load_state(path)
+        state = self.shards.load(path)
         try:
             check_same_run(path, state.meta["run"], self._run_facts())
             self._load(state)

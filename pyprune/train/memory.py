@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -26,8 +26,11 @@ from typing_extensions import override
 
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import Batch
+from pyprune.families import decoder_layers
 from pyprune.ops import without_values
 from pyprune.ops.regularised_adamw import Moments
+from pyprune.runtime import processes
+from pyprune.train.head import causal_lm
 from pyprune.train.lean import decided, place_of_copies, steps_in_backward
 from pyprune.train.objective import Objective
 from pyprune.train.optimizer import uses_own_optimizer
@@ -37,7 +40,7 @@ ATTENTION = "pyprune_fused_shapes"
 """What Transformers calls fused attention, and the name under which it finds the one that has shapes only."""
 
 
-PARTS = ("weights", "gradients", "moments", "copies", "activations", "teacher")
+PARTS = ("weights", "gradients", "moments", "copies", "gathered", "activations", "teacher")
 """What the peak on the device is the sum of."""
 
 
@@ -52,6 +55,8 @@ class TrainingMemory:
         gradients: of all trained weights; 0 in backward.
         moments: of the optimizer.
         copies: of trained weights on the device (the last good and the best ones).
+        gathered: where several processes share the weights, what FSDP gathers of them: embeddings and head, a layer and
+            the next one, and the whole gradients of the first two. 0 in one process.
         activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
             a teacher aside.
         teacher: weights of the dense model that is learnt from; 0 without distillation.
@@ -67,6 +72,7 @@ class TrainingMemory:
     gradients: int
     moments: int
     copies: int
+    gathered: int
     activations: int
     teacher: int
     on_host: int
@@ -88,8 +94,9 @@ def training_memory(
     *,
     device: torch.device,
     teacher: nn.Module | None = None,
+    shares: int | None = None,
 ) -> TrainingMemory:
-    """Find what training holds at its peak. Models are given on the meta device, and are of no use afterwards.
+    """Find what training holds at its peak, in each process. Models are on the meta device, and useless afterwards.
 
     Args:
         model: a causal LM, with the dtypes that it will have; adapters on it, if any.
@@ -97,13 +104,15 @@ def training_memory(
         objective: of the run; its ``setup`` and ``teardown`` are called.
         length: tokens in a sequence, all of them predicted.
         device: where the real model will be.
-        teacher: that the objective runs, for its weights.
+        teacher: that the objective runs, for its weights; whole in every process.
+        shares: processes that share the weights and the batch; None = those of this run.
     """
-    config = decided(config, model)
+    shares = shares or processes.count()
+    config = replace(decided(config, model), batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
-        return _measured(model, config, objective, length, device, teacher)
+        return _measured(model, config, objective, length, device, teacher, shares)
 
 
 def _measured(
@@ -113,6 +122,7 @@ def _measured(
     length: int,
     device: torch.device,
     teacher: nn.Module | None,
+    shares: int,
 ) -> TrainingMemory:
     model.train()
     if config.gradient_checkpointing:
@@ -123,7 +133,7 @@ def _measured(
         trained = _unique(p for group in groups for p in group.parameters.values())
         if uses_own_optimizer(config, device):
             objective.optimizer_penalties(model, config)
-        in_backward = steps_in_backward(config, objective)
+        in_backward = shares == 1 and steps_in_backward(config, objective)
         peak = _peak(model, config, objective, length, trained if in_backward else [])
     finally:
         objective.teardown(model)
@@ -134,17 +144,29 @@ def _measured(
     return TrainingMemory(
         memory=cast(Literal["full", "lean"], config.memory),
         in_backward=in_backward,
-        weights=_bytes(_unique(model.parameters())) + _bytes(_unique(model.buffers())),
-        gradients=gradients,
-        moments=sum(_moments(p, config) for p in trained),
-        copies=copies if on_device else 0,
+        weights=_bytes(_unique(model.parameters())) // shares + _bytes(_unique(model.buffers())),
+        gradients=gradients // shares,
+        moments=sum(_moments(p, config) for p in trained) // shares,
+        copies=copies // shares if on_device else 0,
+        gathered=_gathered(model, trained) if shares > 1 else 0,
         activations=max(0, peak - gradients),
         teacher=0 if teacher is None else _bytes(_unique(teacher.parameters())),
-        on_host=0 if on_device else copies,
+        on_host=0 if on_device else copies // shares,
         sequences=config.sequences_per_pass,
         length=length,
         checkpointing=config.gradient_checkpointing,
     )
+
+
+def _gathered(model: nn.Module, trained: list[Tensor]) -> int:
+    """Bytes of whole weights, and of their whole gradients, that a process holds of what it shares."""
+    base = causal_lm(model)
+    layers = [_unique(layer.parameters()) for layer in decoder_layers(base)] if base is not None else []
+    in_layers = {id(p) for layer in layers for p in layer}
+    rest = [p for p in _unique(model.parameters()) if id(p) not in in_layers]
+    largest = max(layers, key=_bytes, default=[])
+    known = {id(p) for p in trained}
+    return _bytes(rest) + 2 * _bytes(largest) + _bytes(p for p in (*rest, *largest) if id(p) in known)
 
 
 def _give_shapes(model: nn.Module | None) -> None:

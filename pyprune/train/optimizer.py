@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -363,10 +363,10 @@ def clip_factor(norm: float, max_grad_norm: float) -> float:
 
 
 @torch.no_grad()
-def clip_each_(gradients: Iterable[Tensor], max_norm: float) -> None:
-    """Clip each gradient by its own norm, in place."""
-    for gradient in gradients:
-        gradient.mul_(clip_factor(_norm(gradient), max_norm))
+def clip_each_(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:
+    """Clip each gradient by its own norm, in place; norms float32 [n]."""
+    for gradient, norm in zip(gradients, norms.tolist(), strict=True):
+        gradient.mul_(clip_factor(norm, max_norm))
 
 
 def _norm(gradient: Tensor | None) -> float:

@@ -3,6 +3,8 @@
 Layout of a checkpoint folder ``step-000012/``: ``weights.safetensors`` (what is trained), optionally
 ``optimizer.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
 else, the SHA-256 of each tensor file and a checksum of its own, so that a truncated or altered checkpoint is refused.
+Where several processes train together, the files of torch.distributed.checkpoint are in ``shards/`` instead
+(:mod:`pyprune.train.shared_state`).
 """
 
 from __future__ import annotations
@@ -11,19 +13,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pyprune.errors import CheckpointError, OutputError, shown
 from pyprune.runtime.disk import reason, sync
 from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
 from pyprune.runtime.records import differences
+from pyprune.train.shards import SHARDS, Tensors, read_shards
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -41,11 +43,23 @@ class TrainState:
 
     step: int
     meta: dict[str, Any]
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
 
 
-def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> Path:
+def save_state(
+    folder: Path,
+    state: TrainState,
+    *,
+    name: str | None = None,
+    write_tensors: Callable[[Path, Tensors], None] | None = None,
+) -> Path:
     """Write ``folder/step-NNNNNN`` (or ``folder/name``) atomically, then remove older steps.
+
+    Args:
+        folder: of the run's checkpoints.
+        state: what is written.
+        name: of the folder; None = by the step.
+        write_tensors: puts the tensors into a folder; None = safetensors files.
 
     Raises:
         OutputError: the disk is full or the folder cannot be written; nothing half-written is left.
@@ -60,7 +74,10 @@ def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> P
 
     try:
         with whole_folder(folder / f".{final.name}.{os.getpid()}.tmp", place) as part:
-            _write(part, state)
+            (write_tensors or _write_tensors)(part, state.tensors)
+            files = {str(path.relative_to(part)): file_digest(path) for path in _files(part)}
+            meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": files, **state.meta}
+            (part / "state.json").write_text(json.dumps(seal(meta), indent=1))
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"The training checkpoint {final} could not be written: {reason(error, final)}. Earlier checkpoints are "
@@ -71,16 +88,14 @@ def save_state(folder: Path, state: TrainState, *, name: str | None = None) -> P
     return final
 
 
-def _write(folder: Path, state: TrainState) -> None:
-    digests: dict[str, str] = {}
-    for stem, tensors in state.tensors.items():
-        if not tensors:
-            continue
-        path = folder / f"{stem}.safetensors"
-        save_file({k: v.detach().contiguous() for k, v in tensors.items()}, path)
-        digests[path.name] = file_digest(path)
-    meta = {"version": CHECKPOINT_VERSION, "step": state.step, "files": digests, **state.meta}
-    (folder / "state.json").write_text(json.dumps(seal(meta), indent=1))
+def _write_tensors(folder: Path, tensors: Tensors) -> None:
+    for stem, entries in tensors.items():
+        if entries:
+            save_file({k: v.detach().contiguous() for k, v in entries.items()}, folder / f"{stem}.safetensors")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -91,8 +106,12 @@ def latest_state(folder: Path) -> Path | None:
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
-def load_state(path: Path) -> TrainState:
+def load_state(path: Path, read_tensors: Callable[[Path], Tensors] | None = None) -> TrainState:
     """Read and verify one checkpoint; tensors come back on the CPU.
+
+    Args:
+        path: of the checkpoint.
+        read_tensors: reads the tensors of a folder; None = all of them, whole.
 
     Raises:
         CheckpointError: a missing, truncated or altered file, or another version.
@@ -102,14 +121,22 @@ def load_state(path: Path) -> TrainState:
         if meta.pop("version") != CHECKPOINT_VERSION:
             raise CheckpointError(f"{path} was written by another version of pyprune; start the run again.")
         step, files = int(meta.pop("step")), dict(meta.pop("files"))
-        tensors = {}
         for name, digest in files.items():
-            if Path(name).name != name or file_digest(path / name) != digest:
+            if ".." in Path(name).parts or Path(name).is_absolute() or file_digest(path / name) != digest:
                 raise CheckpointError(_damaged(path, f"{name} does not match its recorded SHA-256"))
-            tensors[name.removesuffix(".safetensors")] = load_file(path / name)
+        if set(files) != {str(found.relative_to(path)) for found in _files(path)} - {"state.json"}:
+            raise CheckpointError(_damaged(path, "it holds other files than were written"))
+        tensors = (read_tensors or read_whole)(path)
     except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(_damaged(path, shown(error))) from error
     return TrainState(step, meta, tensors)
+
+
+def read_whole(folder: Path) -> Tensors:
+    """The tensors of a checkpoint, whole, however many processes wrote it."""
+    if (folder / SHARDS).is_dir():
+        return read_shards(folder / SHARDS)
+    return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
 
 
 def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:

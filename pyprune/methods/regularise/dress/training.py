@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.effects import preserved_ratio, preserved_warnings, weight_sums
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, TrainReport
+from pyprune.train.sharded import channels_of, is_divided, part_of
 
 
 @dataclass
@@ -145,10 +146,15 @@ class DressObjective(Objective):
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
-            self._check_gauge(config)
+            self._check_gauge(dense, config)
             gauge_(dense, self.gauge_kept)
 
-    def _check_gauge(self, config: TrainConfig) -> None:
+    def _check_gauge(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        if is_divided(model):
+            raise ConfigError(
+                f"DReSS keeps LayerNorm's gauge of {model.config.model_type!r}, a mean over all hidden channels, which "
+                "it cannot do while they are divided among processes. Start it in one process."
+            )
         if config.memory == "lean" and self.config.solver == "prox" and not self.annealed:
             raise ConfigError(
                 "dress.solver is 'prox' in lean memory, but LayerNorm's gauge keeps the proximal map out of the "
@@ -276,15 +282,21 @@ class DressObjective(Objective):
 
 
 def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slices]:
-    """Every tensor with a hidden axis, tied ones once, with the channels selected in it."""
+    """Every tensor with a hidden axis, tied ones once, with the channels selected in it.
+
+    Of weights that are divided among processes, the parts of this one and those of the channels that lie in them.
+    """
     offset_family = family_for(model).unit_offset_norm
     slices = []
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
-        index = torch.tensor(list(channels), device=param.parameter.device)
-        slices.append(_Slices(param, dim, index, offset_family and param.row.is_norm_weight))
+        index = torch.tensor(channels_of(param.parameter, dim, channels), device=param.parameter.device)
+        if not len(index):
+            continue
+        part = replace(param, parameter=part_of(param.parameter))
+        slices.append(_Slices(part, dim, index, offset_family and param.row.is_norm_weight))
     return slices
 
 

@@ -1,0 +1,142 @@
+"""Processes that torchrun started to train one model together.
+
+Each does the whole run, on the same text: what is not trained, every process computes for itself; where results could
+differ, that of the first is taken by all. While a model trains, its weights are divided among the processes
+(:mod:`pyprune.train.sharded`). Only the first writes files and prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from pyprune.errors import ConfigError, PypruneError
+from pyprune.runtime.progress import printing_nothing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+LONGEST_WAIT = timedelta(hours=6)
+"""How long a process waits for the others: while the first writes a checkpoint, say."""
+
+_joined = False
+_dividing = False
+
+
+def launched() -> int:
+    """Processes that torchrun started for this run; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
+@contextmanager
+def joined(command: str, *, may_divide: bool) -> Iterator[None]:
+    """Be one of the processes of this run in the block; does nothing where there is only one.
+
+    Args:
+        command: for the message.
+        may_divide: whether it trains.
+
+    Raises:
+        ConfigError: several processes were started for something that only one can do.
+        PypruneError: another process has gone.
+    """
+    global _joined
+    if launched() == 1:
+        yield
+        return
+    if not may_divide:
+        raise ConfigError(
+            f"torchrun started {launched()} processes, but '{command}' works in one; start it without torchrun. "
+            "prune, recover and reconstruct can be divided."
+        )
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
+    _joined = True
+    try:
+        with nullcontext() if first() else printing_nothing():
+            yield
+            barrier()
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        raise PypruneError(
+            f"Another of the {launched()} processes of this run ended, so this one stops too; its own message says "
+            "why, unless it was killed."
+        ) from error
+    finally:
+        _joined = False
+        dist.destroy_process_group()
+
+
+def count() -> int:
+    """Processes that work together; 1 outside :func:`joined`."""
+    return launched() if _joined else 1
+
+
+def on_this_machine() -> int:
+    """Those of them that run on the same machine as this one."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if _joined else 1
+
+
+def number() -> int:
+    """Which of them this is, from 0."""
+    return int(os.environ["RANK"]) if _joined else 0
+
+
+def first() -> bool:
+    """Whether this process writes and prints."""
+    return number() == 0
+
+
+@contextmanager
+def dividing() -> Iterator[None]:
+    """What is trained in the block is divided among the processes."""
+    global _dividing
+    before, _dividing = _dividing, count() > 1
+    try:
+        yield
+    finally:
+        _dividing = before
+
+
+def divided() -> bool:
+    """Whether a training that starts now is divided."""
+    return _dividing
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if _joined:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def from_first(value: T) -> T:
+    """What the first process has, plain data, for all of them."""
+    if not _joined:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def summed_(tensor: Tensor) -> Tensor:
+    """Add up a tensor over the processes, in place; the same in all of them, bit for bit."""
+    if _joined:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor)
+    return tensor

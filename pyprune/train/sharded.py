@@ -1,0 +1,352 @@
+"""Training that is divided among processes: FSDP2 holds a part of every weight, its gradient and moments in each.
+
+A model with its layers is copied without its weights, and the copy is sharded by ``fully_shard``, layer by layer; each
+weight leaves the model as it joins the copy. Every tensor with a hidden axis is divided along that axis, so that each
+group of DReSS's penalty lies in one process, and penalties and proximal maps work on the part as on a whole. The
+optimizer, the copies and the kernels see plain tensors: the parts that this process holds. Gradients add up over the
+processes (no mean), because losses are weighted by their share of the whole batch's tokens. Afterwards the weights
+come back whole, in every process.
+
+The rows of a batch are divided in the order of the processes, so that N processes with one micro batch each do what one
+process does with N micro batches; sums are taken in another order, which changes the last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pyprune.config.train import TrainConfig, largest_divisor
+from pyprune.data.tokens import Batch
+from pyprune.errors import ConfigError, TrainingError
+from pyprune.families import decoder_layers, named_axes
+from pyprune.runtime import processes
+from pyprune.runtime.processes import summed_
+from pyprune.train.head import causal_lm
+from pyprune.train.objective import LossTerms, ParameterGroup
+from pyprune.train.shards import BLOCKS
+from pyprune.train.shared_state import load_shared, save_shared
+from pyprune.train.state import TrainState, load_state, save_state
+
+_LOSS = "pyprune_loss"
+
+
+class Whole:
+    """One process trains all of a model.
+
+    Attributes:
+        model: what is trained.
+        processes: how many work together.
+    """
+
+    processes = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse options that do not go with the number of processes."""
+
+    def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
+        """What the optimizer gets of groups of the model's parameters: the parts that this process holds."""
+        return groups
+
+    def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
+        """This process's micro batches of a batch, and whether each counts: all processes must run as many."""
+        for micro in batch.micro_batches(config.sequences_per_pass):
+            yield micro, True
+
+    def loss(self, compute: Callable[[], LossTerms]) -> LossTerms:
+        """Run the objective's loss of one micro batch."""
+        return compute()
+
+    def take_gradients(self) -> None:
+        """Hand the gradients of a complete step to the parts."""
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The l2 norm of all gradients."""
+        return nn.utils.get_total_norm(gradients)
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The l2 norm of each gradient, float32 [n]."""
+        return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Numbers added up over the processes."""
+        return list(values)
+
+    def size(self, parameters: Iterable[Tensor]) -> int:
+        """Elements of whole parameters, of which parts are given."""
+        return sum(p.numel() for p in parameters)
+
+    def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
+        """Write a state whose tensors are parts; see :func:`pyprune.train.state.save_state`."""
+        return save_state(folder, state, name=name)
+
+    def load(self, path: Path) -> TrainState:
+        """Read a state; tensors come back as this process's parts."""
+        return load_state(path)
+
+    def checkpoint_interval(self, config: TrainConfig) -> int | None:
+        """Steps between two checkpoints; None = only at the end."""
+        return config.checkpoint_interval
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Where the model is trained; afterwards its weights are whole."""
+        yield
+
+
+class Sharded(Whole):
+    """A part of a model's weights in each process.
+
+    Args:
+        model: whole, the same in every process; it has no weights while it is trained.
+
+    Raises:
+        ConfigError: the installed torch cannot do this.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ConfigError(f"Training in several processes needs torch 2.9 or newer; this is {torch.__version__}.")
+        self.whole = model
+        self.processes = processes.count()
+        self.rank = processes.number()
+        device = next(model.parameters()).device
+        self.mesh = init_device_mesh(device.type, (self.processes,))
+        self._originals = dict(model.named_parameters())
+        for parameter in self._originals.values():
+            torch.distributed.broadcast(parameter.data, src=0)
+        self.model = self._sharded_copy(model)
+        setattr(self.model, _LOSS, MethodType(_call, self.model))
+        register_fsdp_forward_method(self.model, _LOSS)
+        self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
+        self.parts = {name: _with_part(p) for name, p in self.divided.items()}
+        self._names = {id(part): name for name, part in self.parts.items()}
+        self._order: list[str] = []
+
+    def _sharded_copy(self, model: nn.Module) -> nn.Module:
+        """A copy of the modules that takes the weights over, a layer at a time."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        place = self._placement(copied)
+        base = causal_lm(copied)
+        layers = [] if base is None else list(decoder_layers(base))
+        for module in (*layers, copied):
+            held = [p for p in module.parameters() if not hasattr(p, "device_mesh")]
+            fully_shard(module, mesh=self.mesh, shard_placement_fn=place)
+            for parameter in held:
+                parameter.data = parameter.data.new_empty(0)
+        for module in copied.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return copied
+
+    def _placement(self, model: nn.Module) -> Callable[[nn.Parameter], Any]:
+        """Along which dimension a weight is divided: its hidden one, else the first."""
+        from torch.distributed.tensor import Shard
+
+        dims = {}
+        # With adapters no method looks at channels, and the names are not the model's own.
+        for param in named_axes(model) if isinstance(model, PreTrainedModel) else ():
+            dim = param.axis_dim("hidden")
+            if dim is not None and param.parameter.shape[dim] % self.processes == 0:
+                dims[id(param.parameter)] = dim
+        return lambda parameter: Shard(dims.get(id(parameter), 0))
+
+    def check(self, config: TrainConfig) -> None:
+        """Every process gets as many rows of a batch."""
+        if config.batch_size % self.processes:
+            raise ConfigError(
+                f"batch_size is {config.batch_size}, which {self.processes} processes cannot share; use a multiple of "
+                f"{self.processes}."
+            )
+
+    def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
+        """The same groups, of parts."""
+        made = [replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups]
+        self._order = [self._names[id(p)] for group in made for p in group.parameters.values()]
+        return made
+
+    def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
+        """The rows of this process. One that has fewer than another runs a row again, which does not count."""
+        rows = -(-len(batch) // self.processes)
+        size = largest_divisor(rows, config.micro_batch_size)
+        mine = batch[self.rank * rows : (self.rank + 1) * rows]
+        micros = list(mine.micro_batches(size)) if len(mine) else []
+        yield from ((micro, True) for micro in micros)
+        for _ in range(-(-rows // size) - len(micros)):
+            yield batch[:1], False
+
+    def loss(self, compute: Callable[[], LossTerms]) -> LossTerms:
+        """The same, as FSDP's forward pass of the whole model: an objective may call parts of it by themselves."""
+        found: list[LossTerms] = []
+
+        def tensors() -> tuple[Tensor, ...]:
+            terms = compute()
+            found.append(terms)
+            given = (terms.lm, terms.penalty, terms.total, *terms.parts.values())
+            return tuple(t for t in given if t is not None)
+
+        getattr(self.model, _LOSS)(tensors)
+        if not torch.is_grad_enabled():
+            cast(Any, self.model).reshard()  # which the backward pass does otherwise
+        return found[0]
+
+    def take_gradients(self) -> None:
+        """FSDP leaves the sums over the processes at the divided weights."""
+        for name, parameter in self.divided.items():
+            if parameter.grad is not None:
+                self.parts[name].grad = parameter.grad.to_local()
+                parameter.grad = None
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The same over the parts of all processes."""
+        return summed_(_squares(gradients).sum()).sqrt()
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The same over the parts of all processes."""
+        return summed_(_squares(gradients)).sqrt()
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Numbers added up over the processes."""
+        device = "cpu"  # a few numbers, for which gloo is there on a GPU too
+        return [float(v) for v in summed_(torch.tensor(list(map(float, values)), dtype=torch.float64, device=device))]
+
+    def size(self, parameters: Iterable[Tensor]) -> int:
+        """Elements of the whole parameters."""
+        return sum(self.divided[self._names[id(p)]].numel() for p in parameters)
+
+    def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
+        """Every process writes its parts, through torch.distributed.checkpoint."""
+        tensors = {
+            f"{group}/{key}": self._for_checkpoint(group, key, tensor)
+            for group, entries in state.tensors.items()
+            for key, tensor in entries.items()
+        }
+        return save_shared(folder, replace(state, tensors={}), tensors, name=name)
+
+    def _for_checkpoint(self, group: str, key: str, tensor: Tensor) -> Any:
+        """A part as the tensor that it is a part of, so that any number of processes can read it."""
+        name = self._name_of(group, key)
+        return tensor if name is None else self._divided(name, tensor)
+
+    def _name_of(self, group: str, key: str) -> str | None:
+        """The parameter that an entry of a state belongs to; None for others."""
+        if group == "optimizer":
+            position, _, what = key.partition(".")
+            return None if what == "step" or what.endswith(BLOCKS) else self._order[int(position)]
+        return key if group in ("weights", "best") else None
+
+    def _divided(self, name: str, part: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        like = self.divided[name]
+        return DTensor.from_local(
+            part.detach(), self.mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def load(self, path: Path) -> TrainState:
+        """Read a state of any number of processes."""
+        return load_shared(path, self._empty, self._part_of_whole)
+
+    def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
+        """Where an entry of a state is read to: of a parameter the part of this process, else all of it."""
+        name = self._name_of(group, key)
+        if name is None:
+            return torch.empty(size, dtype=dtype)
+        return self._divided(name, torch.empty_like(self.parts[name], dtype=dtype))
+
+    def _part_of_whole(self, group: str, key: str, tensor: Tensor) -> Tensor:
+        """The part of a whole tensor that this process holds."""
+        name = self._name_of(group, key)
+        if name is None:
+            return tensor
+        dim = self.divided[name].placements[0].dim
+        pieces = tensor.chunk(self.processes, dim)
+        return pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)
+
+    def checkpoint_interval(self, config: TrainConfig) -> int | None:
+        """The same; where nothing is said every tenth of the steps, as nothing can be saved when a process is lost."""
+        return config.checkpoint_interval or max(1, config.steps // 10)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The same. A failure that all processes see gives the weights back too; after any other the run ends."""
+        try:
+            yield
+        except TrainingError:
+            self._restore()
+            raise
+        self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Gather the weights, one at a time, and give them to the model."""
+        for name, original in self._originals.items():
+            original.data = self.divided[name].detach().full_tensor()
+
+
+def sharding(model: nn.Module) -> Whole:
+    """How a training that starts now holds a model."""
+    return Sharded(model) if processes.divided() else Whole(model)
+
+
+def part_of(parameter: nn.Parameter) -> nn.Parameter:
+    """The part of a parameter that this process holds: itself, unless its training is divided."""
+    return cast(nn.Parameter, getattr(parameter, "pyprune_part", parameter))
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the weights of a model are divided among processes."""
+    return any(hasattr(p, "device_mesh") for p in model.parameters())
+
+
+def channels_of(parameter: nn.Parameter, dim: int, channels: Sequence[int]) -> list[int]:
+    """Channels of a parameter along a dimension, as positions in the part of this process; of others' none.
+
+    Raises:
+        ConfigError: the parameter is divided along another dimension, because this one is no multiple of the number
+            of processes.
+    """
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return list(channels)
+    if cast(Any, parameter).placements[0].dim != dim or parameter.shape[dim] % mesh.size():
+        raise ConfigError(
+            f"The penalty's {parameter.shape[dim]} channels cannot be divided among {mesh.size()} processes; use a "
+            "number of processes that divides them."
+        )
+    size = parameter.shape[dim] // mesh.size()
+    start = mesh.get_local_rank() * size
+    return [channel - start for channel in channels if start <= channel < start + size]
+
+
+def _call(model: nn.Module, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _with_part(parameter: Any) -> nn.Parameter:
+    """A plain parameter over the memory of the part; the divided one knows it."""
+    part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    parameter.pyprune_part = part
+    return part
+
+
+def _squares(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in gradients])

@@ -1,0 +1,64 @@
+"""Training checkpoints that several processes write together, and any number of processes reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pyprune.runtime import processes
+from pyprune.train.shards import SHARDS, Empty, Tensors, own_name, quietly, read_shards
+from pyprune.train.state import TrainState, load_state, read_whole, save_state
+
+
+def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, name: str | None = None) -> Path:
+    """Write a checkpoint from all processes at once; they go on when it is in its place.
+
+    Args:
+        folder: of the run's checkpoints, the same in all processes.
+        state: what else is written; that of the first process counts.
+        tensors: ``group/entry`` -> the divided tensor (DTensor), or a plain one that all processes have alike.
+        name: see :func:`pyprune.train.state.save_state`.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    named = {own_name(entry): tensor for entry, tensor in tensors.items()}
+
+    def write(part: Path | None) -> None:
+        place = processes.from_first(None if part is None else str(part / SHARDS))
+        with quietly():
+            save(named, checkpoint_id=place)
+
+    written: Path | None = None
+    if processes.first():
+        written = save_state(folder, replace(state, tensors={}), name=name, write_tensors=lambda part, _: write(part))
+    else:
+        write(None)
+    return Path(processes.from_first(str(written)))
+
+
+def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Tensor]) -> TrainState:
+    """Read a checkpoint; every process gets its parts.
+
+    Args:
+        path: of the checkpoint, written by one process or by any number.
+        empty: where an entry is read to, from shards.
+        part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
+
+    Raises:
+        CheckpointError: it is damaged, or holds moments in 8 bits of another number of processes.
+    """
+
+    def read(folder: Path) -> Tensors:
+        if (folder / SHARDS).is_dir():
+            return read_shards(folder / SHARDS, empty)
+        whole = read_whole(folder)
+        return {group: {key: part(group, key, t) for key, t in entries.items()} for group, entries in whole.items()}
+
+    return load_state(path, read)

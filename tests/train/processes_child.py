@@ -1,0 +1,118 @@
+"""What several processes train together, and what one does: run by torchrun, or called.
+
+    torchrun --standalone --nproc-per-node 2 tests/train/processes_child.py OUT CASE...
+
+Every process writes the weights that it has in the end to OUT/CASE-PROCESS.pt, the first one also its report.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
+from pyprune.cut.reconstruct import reconstruct_
+from pyprune.families import family_for
+from pyprune.methods.regularise.dress import DressOptions
+from pyprune.methods.regularise.dress.training import DressObjective
+from pyprune.methods.regularise.elder import ElderOptions
+from pyprune.methods.regularise.elder.penalty import ElderObjective
+from pyprune.runtime import processes
+from pyprune.train.loop import train
+from pyprune.train.objective import Objective, TrainReport
+from pyprune.train.recover import recover
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.plans import axis_plans
+
+REMOVED = [1, 5, 30, 40]
+"""Hidden channels: some of each half, none of the middle third."""
+CONFIG = TrainConfig(
+    steps=6, batch_size=12, micro_batch_size=6, learning_rate=1e-2, optimizer="sgd", max_grad_norm=None, memory="full"
+)
+ADAM = replace(CONFIG, optimizer="fused_adamw", learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=4)
+LEAN = replace(ADAM, memory="lean", dtype="bfloat16")
+SAMPLES = tiny_batch(batch=37, length=16)
+DRESS = DressOptions(penalty_weight=0.1, norm="l2", train=ADAM)
+
+
+class _Stop(Objective):
+    """Ends after a step, as a process that is lost does."""
+
+    def after_optimizer_step(self, model: Any, optimizer: Any, step: int, learning_rate: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+
+def _trained(config: TrainConfig, objective: Objective | None = None, **options: Any) -> Any:
+    model = tiny_model("llama")
+    return model, train(model, SAMPLES, config, objective, **options)
+
+
+def _recovered(adapters: Any, distill: DistillConfig | None = None) -> Any:
+    model = tiny_model("llama")
+    config = RecoverConfig(adapters=adapters, rank=4, distill=distill, train=ADAM)
+    return model, recover(model, SAMPLES, config, teacher=copy.deepcopy(model) if distill else None)
+
+
+def _interrupted(config: TrainConfig, folder: Path) -> Any:
+    model = tiny_model("llama")
+    try:
+        train(model, SAMPLES, replace(config, checkpoint_interval=2), _Stop(), checkpoint_dir=folder)
+    except KeyboardInterrupt:
+        return tiny_model("llama"), None  # weights that are lost
+
+
+def _resumed(config: TrainConfig, folder: Path) -> Any:
+    return _trained(replace(config, checkpoint_interval=2), checkpoint_dir=folder, resume=True)
+
+
+def _reconstructed() -> Any:
+    model = tiny_model("llama")
+    plan = axis_plans(family_for(model).plan(model.config))["everything"]
+    return model, reconstruct_(model, plan, tiny_batch(batch=16, length=32), kinds=["a", "b"] * 8, batch_size=2)
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "sgd": lambda _: _trained(CONFIG),
+    "checkpointing": lambda _: _trained(replace(CONFIG, gradient_checkpointing=True)),
+    "early-stop": lambda _: _trained(replace(ADAM, early_stop_patience=2, validation_interval=2)),
+    "lean": lambda _: _trained(LEAN),
+    "dress": lambda _: _trained(ADAM, DressObjective(REMOVED, DRESS)),
+    "dress-torch": lambda _: _trained(replace(ADAM, optimizer="adamw"), DressObjective(REMOVED, DRESS)),
+    "dress-one-half": lambda _: _trained(ADAM, DressObjective([1, 5], DRESS)),
+    "dress-prox": lambda _: _trained(ADAM, DressObjective(REMOVED, replace(DRESS, solver="prox", prox_step=1.0))),
+    "dress-anneal": lambda _: _trained(ADAM, DressObjective(REMOVED, replace(DRESS, schedule="anneal"))),
+    "elder": lambda _: _trained(ADAM, ElderObjective([1, 2], ElderOptions(penalty_weight=0.1, train=ADAM))),
+    "elder-anneal": lambda _: _trained(ADAM, ElderObjective([1], ElderOptions(schedule="anneal", train=ADAM))),
+    "lora": lambda _: _recovered("lora"),
+    "distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
+    "reconstruct": lambda _: _reconstructed(),
+    "interrupted": lambda out: _interrupted(ADAM, out / "states"),
+    "resumed": lambda out: _resumed(ADAM, out / "states"),
+    "lean-interrupted": lambda out: _interrupted(LEAN, out / "lean-states"),
+    "lean-resumed": lambda out: _resumed(LEAN, out / "lean-states"),
+}
+
+
+def results(out: Path, names: list[str]) -> None:
+    """Run cases, and write what came out."""
+    for name in names:
+        with processes.dividing():
+            model, report = CASES[name](out)
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        facts = report.to_dict() if isinstance(report, TrainReport) else {}
+        torch.save({"weights": weights, "report": facts}, out / f"{name}-{processes.number()}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with processes.joined("prune", may_divide=True):
+        results(Path(sys.argv[1]), sys.argv[2:])

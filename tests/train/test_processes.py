@@ -1,0 +1,211 @@
+"""Several processes of torchrun train, recover and reconstruct together as one does."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pyprune.runtime import processes
+from tests._support.models import tiny_model
+from tests._support.text import write_model, write_text
+from tests.train import processes_child
+from tests.train.processes_child import CASES, REMOVED
+
+CHILD = Path(processes_child.__file__)
+STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
+EQUAL = [name for name in CASES if name not in (*STATES, "lean")]
+ROUNDING = 1e-3
+"""Of the change that training makes: sums over processes are taken in another order, and Adam makes whole steps of
+gradients that are nearly zero."""
+
+
+def torchrun(number: int, *arguments: str | Path) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    return [sys.executable, *launch, *map(str, arguments)]
+
+
+def launched(number: int, out: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(torchrun(number, CHILD, out, *names), capture_output=True, text=True, timeout=600)
+
+
+def read(out: Path, name: str, process: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(out / f"{name}-{process}.pt", weights_only=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process reaches."""
+    out = tmp_path_factory.mktemp("one")
+    processes_child.results(out, [name for name in CASES if name not in STATES])
+    return out
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes reach; their interrupted runs have left states."""
+    out = tmp_path_factory.mktemp("two")
+    result = launched(2, out, *(name for name in CASES if not name.endswith("resumed")))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return out
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Of all weights together, l2."""
+    assert a.keys() == b.keys()
+    return sum(float((a[name].float() - b[name].float()).square().sum()) for name in a) ** 0.5
+
+
+def untrained() -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in tiny_model("llama").named_parameters()}
+
+
+def assert_reached(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same weights, by how far they are from where they began."""
+    assert distance(found, expected) < ROUNDING * distance(expected, untrained())
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_processes_reach_what_one_does(name: str, one: Path, two: Path) -> None:
+    expected, found, other = read(one, name), read(two, name), read(two, name, process=1)
+    assert largest_difference(found["weights"], other["weights"]) == 0
+    assert distance(expected["weights"], untrained()) > 0.1, "trained"
+    assert_reached(found["weights"], expected["weights"])
+    before, after = expected["report"].get("history", []), found["report"].get("history", [])
+    for mine, theirs in zip(before, after, strict=True):
+        for value in ("lm_loss", "penalty", "grad_norm"):
+            assert theirs[value] == pytest.approx(mine[value], rel=1e-4), value
+        assert theirs["parts"] == pytest.approx(mine["parts"], rel=1e-4)
+    assert found["report"].get("tokens") == expected["report"].get("tokens")
+    pairs = zip(expected["report"].get("validation", []), found["report"].get("validation", []), strict=True)
+    assert all(a == pytest.approx(b, rel=1e-5) for a, b in pairs)
+
+
+def test_sums_of_two_are_the_same_bits(one: Path, two: Path) -> None:
+    """Two micro batches of one process, or one of each of two: the same products, and a sum of two."""
+    assert largest_difference(read(one, "sgd")["weights"], read(two, "sgd")["weights"]) < 3e-7
+    assert largest_difference(read(one, "reconstruct")["weights"], read(two, "reconstruct")["weights"]) < 1e-6
+
+
+def test_penalised_channels_shrink_in_whichever_process_they_lie(two: Path) -> None:
+    dense = tiny_model("llama").model.embed_tokens.weight.detach()
+    found = read(two, "dress-prox")["weights"]["model.embed_tokens.weight"]
+    sizes = found.norm(dim=0) / dense.norm(dim=0)
+    others = [i for i in range(48) if i not in REMOVED]
+    assert float(sizes[REMOVED].max()) < 0.9 < float(sizes[others].min())
+
+
+def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
+    """Stochastic rounding draws other bits for parts, so that the weights differ."""
+    alone, together = (read(out, "lean")["report"]["history"] for out in (one, two))
+    assert together[0]["lm_loss"] == pytest.approx(alone[0]["lm_loss"], rel=1e-3)
+    assert together[-1]["lm_loss"] < together[0]["lm_loss"] - 0.1
+    assert together[-1]["lm_loss"] == pytest.approx(alone[-1]["lm_loss"], rel=0.02)
+
+
+def copied_states(two: Path, out: Path) -> Path:
+    for name in ("states", "lean-states"):
+        shutil.copytree(two / name, out / name)
+    return out
+
+
+def test_an_interrupted_run_goes_on_in_one_process(two: Path, tmp_path: Path) -> None:
+    out = copied_states(two, tmp_path)
+    expected = _uninterrupted()
+    processes_child.results(out, ["resumed"])
+    found = read(out, "resumed")
+    assert found["report"]["resumed_from"] == 4
+    assert_reached(found["weights"], expected)
+
+
+def test_an_interrupted_run_goes_on_in_three_processes_and_8_bits_only_in_two(two: Path, tmp_path: Path) -> None:
+    out = copied_states(two, tmp_path)
+    result = launched(3, out, "resumed", "lean-resumed")
+    assert result.returncode != 0
+    assert "moments in 8 bits of 2 processes" in result.stderr
+    found = read(out, "resumed", process=2)
+    assert found["report"]["resumed_from"] == 4
+    assert_reached(found["weights"], _uninterrupted())
+
+
+def test_8_bits_go_on_in_as_many_processes_bit_for_bit(two: Path, tmp_path: Path) -> None:
+    out = copied_states(two, tmp_path)
+    result = launched(2, out, "lean-resumed")
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert largest_difference(read(out, "lean-resumed")["weights"], read(two, "lean")["weights"]) == 0
+
+
+def _uninterrupted() -> dict[str, Tensor]:
+    model, _ = processes_child._trained(processes_child.ADAM)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]:
+    options = {
+        "steps": 40, "batch_size": 6, "micro_batch_size": 2, "dtype": "float32", "learning_rate": 1e-2,
+        "checkpoint_interval": 2,
+    }  # fmt: skip
+    sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
+    base = ["-m", "pyprune", "prune", dense, "--method", "last", "--ratio", "0.5", "--calibration", text, "--out", out]
+    small = ["--samples", "16", "--sequence-length", "16", "--set", "stages.after=[recover]"]
+    return [*map(str, base), *small, *sets, *more]
+
+
+def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(tmp_path: Path) -> None:
+    """Through the command: one of two processes is killed, and three continue to what one reaches at once."""
+    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
+    alone = subprocess.run(
+        [sys.executable, *prune_arguments(dense, text, tmp_path / "alone")], capture_output=True, text=True, timeout=300
+    )
+    assert alone.returncode == 0, alone.stderr[-4000:]
+    together = tmp_path / "together"
+    arguments = prune_arguments(dense, text, together)
+    with subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        _kill_one(run.pid, tmp_path)
+        run.communicate(timeout=120)
+        assert run.returncode != 0
+    assert not together.exists()
+    resumed = subprocess.run(torchrun(3, *arguments, "--resume"), capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    assert resumed.stdout.count("share removed") == 1, "one process prints"
+    weights = [load_file(folder / "model.safetensors") for folder in (tmp_path / "alone", together)]
+    assert largest_difference(*weights) < 1e-4
+
+
+def _kill_one(parent: int, folder: Path) -> None:
+    """SIGKILL for one of the processes that torchrun started, once a state was written."""
+    deadline = time.monotonic() + 200
+    while not list(folder.glob(".together*/*/step-*")):
+        assert time.monotonic() < deadline, "no state was written"
+        time.sleep(0.02)
+    children = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run(["kill", f"-{signal.SIGKILL.value}", children[-1]], check=True)
+
+
+def test_commands_that_do_not_train_refuse_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests._support.cli import refused
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "torchrun started 4 processes, but 'inspect' works in one" in refused("inspect", "anywhere")
+
+
+def test_without_torchrun_nothing_is_divided() -> None:
+    assert processes.count() == 1
+    with processes.dividing():
+        assert not processes.divided()
