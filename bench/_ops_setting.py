@@ -17,6 +17,7 @@ so that both find the same in the L2 cache. Evicting it would leave one call a s
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class Setting:
 
     @cached_property
     def kernel(self) -> str:
-        """The fast backend of this device, or the reference if there is none."""
-        if self.device.type == "cuda":
+        """The fast backend of this device, or the reference if there is none; Triton where it is chosen by name."""
+        if self.device.type == "cuda" or os.environ.get("PYPRUNE_BACKEND") == "triton":
             return "triton"
         return "cpp" if available_isas() else "python"
 

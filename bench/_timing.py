@@ -218,6 +218,14 @@ class Target:
         return "met" if (self.measured >= self.wanted) == self.at_least or self.measured == self.wanted else "missed"
 
 
+def worst(what: str, wanted: float, ratios: dict[str, float], *, at_least: bool = True, note: str = "") -> Target:
+    """A target that has to hold for every case, judged by the worst one, which is named."""
+    if not ratios:
+        return Target(what, wanted, None, at_least, note)
+    name = (min if at_least else max)(ratios, key=lambda key: ratios[key])
+    return Target(what, wanted, ratios[name], at_least, "; ".join(filter(None, (f"worst: {name}", note))))
+
+
 def print_targets(targets: Sequence[Target]) -> None:
     """One line a target."""
     rows = tuple(
