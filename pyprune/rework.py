@@ -15,8 +15,7 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.checkpoint.shards import has_safetensors
-from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
 from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
@@ -31,8 +30,8 @@ from pyprune.run_memory import Source, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import check_output
-from pyprune.runtime.progress import warn
-from pyprune.stages import was_rotated
+from pyprune.runtime.progress import say, warn
+from pyprune.stages import one_kind_of_text, was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
 
@@ -81,14 +80,14 @@ class Dense:
         return load_model(self.model, dtype=dtype, device=device, **self.reading)[0]
 
     def walk(self, *, dtype: str, device: str) -> PreTrainedModel | LayerRunner:
-        """The model for one pass through its layers: of a folder with safetensors, one layer in memory at a time.
+        """The model for one pass through its layers: of safetensors, one layer in memory at a time.
 
         A folder with a record is loaded whole, which compares it with its checksums.
         """
         if self.model is None or self.gguf_file is not None or self.trust_remote_code:
             return self.load(dtype=dtype, device=device)
-        folder = Path(self.model)
-        if has_record(folder) or not has_safetensors(folder):
+        folder = folder_with_safetensors(self.model, self.revision)
+        if folder is None or has_record(folder):
             return self.load(dtype=dtype, device=device)
         return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
 
@@ -213,8 +212,8 @@ def reconstruct_checkpoint(
     Args:
         pruned: checkpoint folder of the cut model, written by pyprune.
         config: every option.
-        dense: folder or hub id of the model that it was cut from. Of a folder with safetensors one layer is in memory
-            at a time; from the hub or a GGUF file it is loaded whole.
+        dense: folder or hub id of the model that it was cut from. Of safetensors one layer is in memory at a time; of
+            other formats the whole model.
         out: the folder to create.
         dense_gguf_file: a GGUF file inside the dense model's folder or repository.
         dense_revision: hub revision of the dense model.
@@ -237,6 +236,8 @@ def reconstruct_checkpoint(
             )
         for warning in work.warnings:  # the report is of the systems and has no room for them
             warn(warning)
+        for note in one_kind_of_text(work.samples):
+            say(note)
         walked = source.walk(dtype=config.dtype, device=config.device)
         with processes.dividing():
             report = reconstruct_compacted_(

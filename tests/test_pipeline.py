@@ -18,6 +18,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
+from pyprune.data.tokens import Batch
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
@@ -475,3 +476,14 @@ def test_every_family_runs_through_every_method(name: str, method: str, text: Pa
     assert result.compact is not None
     assert 0 < result.compact.removed_share < 1
     assert torch.isfinite(logits_of(tmp_path / "out")).all()
+
+
+@pytest.mark.parametrize("kinds", [(), ("prose", "code")])
+def test_a_reconstruction_on_one_kind_of_text_says_so(kinds: tuple[str, ...]) -> None:
+    ids = tiny_batch(batch=8, length=16)
+    text = replace(Batch.of(ids), kinds=kinds * 4) if kinds else Batch.of(ids)
+    stages: dict[str, Any] = {"before": [], "after": []}
+    config = read_config({"method": "last", "ratio": 0.5, "cut": {"reconstruct": "least_squares"}, "stages": stages})
+    result = prune_(tiny_model("llama"), {"regularise": text}, config)
+    assert result.reconstruction is not None
+    assert any("one kind of text" in note for note in result.notes) == (not kinds)

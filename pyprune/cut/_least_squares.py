@@ -35,6 +35,11 @@ class NormalEquations:
         self._whole: tuple[Tensor, Tensor] | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """The sums."""
+        return self.gram, self.moment
+
+    @property
     def nbytes(self) -> int:
         """Bytes held while a solution is made: the sums, the factor and the solution."""
         return 2 * (self.gram.nbytes + self.moment.nbytes)

@@ -23,8 +23,9 @@ from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 
 _USED = "used"
-_ADDITION_ERROR = 0.02
-"""Largest relative difference between a stream and the sum of what was written to it that bfloat16 explains."""
+_ADDITION_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative difference between a stream and the sum of what was written to it that rounding explains; of half
+types 0.02."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Walk:
                 if writer:
                     size = wanted[writer].float().square().mean(-1, keepdim=True)
                     chunk.divisor = size.sqrt().clamp(min=SMALLEST)
+        self._count_readers(systems)
         for system in systems:
             self._solve_readers(step, system)
         self.advance_dense(step.absorbs)
@@ -191,8 +193,10 @@ class Walk:
 
     def _check_addition(self, writers: Writers, stream: Tensor, behind: Behind) -> None:
         """Refuse a layer that does something else with its writer's output than to add it to the stream."""
-        expected = writers.joined(stream, behind.written).float()
-        if float((behind.stream.float() - expected).norm()) > _ADDITION_ERROR * float(expected.norm()):
+        expected = writers.joined(stream, behind.written)
+        # Autocast rounds what is written, the same way both times.
+        allowed = _ADDITION_ERROR.get(behind.stream.dtype, 0.02) * float(expected.float().norm())
+        if float((behind.stream.float() - expected.float()).norm()) > allowed:
             raise UnsupportedModelError(
                 f"{writers.step.part} of this {self.dense.family.model_type!r} model does not add the output of its "
                 "projections to the stream, so that they cannot be solved for. Cut it without reconstruction."
@@ -204,8 +208,14 @@ class Walk:
         groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
         return [Readers(self.cut, step, layer, block, group, device, self.judging) for block, group in groups]
 
+    def _count_readers(self, systems: Sequence[Readers]) -> None:
+        """The systems of a step are filled side by side."""
+        if systems:
+            *others, last = systems
+            beside = [t for s in systems for t in s.held] + [t for s in others for t in s.equations.tensors]
+            self._count(last.equations, [p for s in systems for p in s.projections], beside)
+
     def _solve_readers(self, step: Step, system: Readers) -> None:
-        self._count(system.equations, system.projections, system.held)
         solutions = partial(parallel_solutions, system.equations, system.projections)
         choice = choose(system.projections, solutions, self.ridges, system.error, system.add_judges)
         if choice.ridge is not None:

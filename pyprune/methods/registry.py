@@ -254,12 +254,12 @@ def presets() -> dict[str, Callable[[], PruneConfig]]:
 
 @cache
 def score_presets() -> dict[str, Callable[[], PruneConfig]]:
-    """The presets of our own scoring methods, without the second names of those that give the same options."""
+    """The presets of our own scoring methods: one for each score, without the forms that a score has besides."""
     scoring = {name for name in own_methods() if get_method(name).scores}
     return {
         name: make
         for name, make in presets().items()
-        if name.partition("-")[0] in scoring and not name.endswith("-paper")
+        if name.partition("-")[0] in scoring and not name.endswith(("-paper", "-recovered"))
     }
 
 

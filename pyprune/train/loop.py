@@ -311,7 +311,8 @@ class _Run:
     def _clip(self, step: int) -> tuple[float, float]:
         """The gradients' norm before clipping, finite, and the factor that is left to the optimizer."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = float(self.shards.norm(gradients))
+        total = self.shards.norm(gradients)
+        norm = float(total)
         self._check_finite(norm, "gradient norm", step)
         limit = self.config.max_grad_norm
         if limit is None:
@@ -324,7 +325,7 @@ class _Run:
         if isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients():
             self.optimizer.gradient_scale = factor
             return norm, factor
-        nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, torch.tensor(norm))
+        nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, total)
         return norm, 1.0
 
     def _check_finite(self, value: float, what: str, step: int) -> None:

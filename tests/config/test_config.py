@@ -98,7 +98,7 @@ def test_values_are_checked_after_types() -> None:
         ("finetune", "early_stop_min_delta", -1.0),
         ("finetune", "max_grad_norm", -1.0),
         ("finetune", "weight_decay", -0.1),
-        ("elder", "anneal_share", 0.0),
+        ("elder", "anneal_share", -0.1),
         ("recover", "dropout", 1.0),
     ],
 )

@@ -22,7 +22,7 @@ from pyprune.methods.base import PlanRequest, RunOptions
 from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import channel_scores, select_channels
-from pyprune.methods.regularise.dress.training import DressObjective, regularise_dress
+from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices, regularise_dress
 from pyprune.ops import available_isas
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import compare, preserved_ratio, snapshot, weight_sums
@@ -262,6 +262,18 @@ def test_the_annealed_factor_falls_to_exactly_zero_at_its_share() -> None:
     objective.setup(tiny_model(), replace(TRAIN, steps=8))
     assert [objective.factor(s) for s in range(9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert [objective.settled(s) for s in (3, 4)] == [False, True]
+
+
+def test_annealing_in_no_steps_zeroes_the_channels_in_the_first() -> None:
+    objective = DressObjective(R, DressOptions(schedule="anneal", anneal_share=0.0))
+    objective.setup(tiny_model(), replace(TRAIN, steps=8))
+    assert [objective.factor(s) for s in range(3)] == [1.0, 0.0, 0.0]
+    assert objective.settled(1)
+    model = tiny_model()
+    regularise_dress(
+        model, samples(), R, DressOptions(schedule="anneal", anneal_share=0.0, train=replace(TRAIN, steps=1))
+    )
+    assert all(float(s.selected().detach().abs().max()) == 0 for s in hidden_slices(model, R))
 
 
 def test_selections() -> None:

@@ -332,6 +332,17 @@ def test_annealing_makes_the_layers_the_identity_and_the_drop_changes_nothing(fa
     torch.testing.assert_close(logits(model), trained)
 
 
+def test_annealing_in_no_steps_is_to_cut_and_then_to_train() -> None:
+    config = ElderOptions(schedule="anneal", anneal_share=0.0, train=TRAIN)
+    annealed, cut = tiny_model(), tiny_model()
+    plan = family_for(cut).plan(cut.config).drop_layers(P)
+    regularise_elder(annealed, samples(), P, config)
+    compact_(annealed, plan)
+    compact_(cut, plan)
+    train(cut, samples(), TRAIN)
+    torch.testing.assert_close(logits(annealed), logits(cut))
+
+
 def test_the_annealed_gate_falls_to_exactly_zero_and_stops_computing() -> None:
     objective = ElderObjective(P, ElderOptions(schedule="anneal", anneal_share=0.5))
     model = tiny_model()

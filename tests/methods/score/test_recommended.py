@@ -43,3 +43,18 @@ def test_scores_that_do_compare_keep_the_one_order() -> None:
     """FLAP standardises by itself, as in its paper; obs counts nats; the control draws every score from one range."""
     found = {name for name in score_presets() if preset(name).score_options.ranking == "global"}
     assert found == {"flap", "obs", "random"}
+
+
+def test_the_recovered_preset_takes_heads_too_reconstructs_and_trains_all_weights() -> None:
+    found = preset("taylor-recovered")
+    assert found.cut.reconstruct == "least_squares"
+    assert found.stages.after == ("recover",)
+    assert (found.recover.adapters, found.options.to_dict()["form"]) == ("none", "param_second")
+    assert found.recover.distill is not None
+    model = tiny_model("llama", num_key_value_heads=6, num_hidden_layers=6)
+    decision = decision_of(model, tiny_batch(1, 8, 12), quick(replace(found, ratio=0.1)))
+    removed = decision.details["scores"]["removed_by_axis"]
+    assert removed["heads"]["removed"] > 0
+    assert removed["ffn"]["removed"] > 0
+    widths = [layer.widths for layer in decision.plan.layers]
+    assert all(widths[i] == (6, 6, 40) for i in (0, 1, 4, 5)), "the first two layers and the last two stay whole"

@@ -32,7 +32,8 @@ class DressOptions(MethodOptions):
         solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
         prox_step: step size of the proximal map; None = the learning rate (l1 in the Adam metric).
         schedule: published, or anneal (the channels of R shrink to exactly zero).
-        anneal_share: share of the steps after which the annealed factor is zero, in (0, 1].
+        anneal_share: share of the steps after which the annealed factor is zero, in [0, 1]; at 0 the channels of R are
+            zero from the first step on.
         target_preserved_ratio: preserved ratio of |W| in R to reach; above it a warning is issued.
         train: the training loop's options.
     """
@@ -46,7 +47,7 @@ class DressOptions(MethodOptions):
     solver: Literal["subgradient", "prox"] = "subgradient"
     prox_step: float | None = option(None, above=0, at_most=LARGEST_WEIGHT, otherwise=", or null for the learning rate")
     schedule: Literal["published", "anneal"] = "published"
-    anneal_share: float = option(0.5, above=0, at_most=1)
+    anneal_share: float = option(0.5, at_least=0, at_most=1)
     target_preserved_ratio: float = option(0.3, at_least=0)
     train: TrainConfig = field(default_factory=TrainConfig)
 

@@ -235,6 +235,8 @@ class DressObjective(Objective):
 
     def factor(self, step: int) -> float:
         """What R is multiplied by in all after ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
+        if not self.anneal_steps:
+            return 0.0 if step else 1.0
         return max(0.0, 1.0 - step / self.anneal_steps)
 
     def _shrink(self, step: int) -> None:

@@ -50,7 +50,8 @@ class ElderOptions(MethodOptions):
         norm: of the input-output difference of a layer in P, mean over tokens of the per-token norm.
         penalty_weight: the papers' lambda2.
         schedule: published (the norm penalty) or anneal (gates of P go from 1 to exactly 0).
-        anneal_share: share of the steps after which the annealed gate is zero, in (0, 1].
+        anneal_share: share of the steps after which the annealed gate is zero, in [0, 1]; at 0 the layers of P are gone
+            from the first step, and what is left is trained: cut, then fine-tuned.
         train: stage 2's training options.
     """
 
@@ -59,7 +60,7 @@ class ElderOptions(MethodOptions):
     norm: Norm = "l2"
     penalty_weight: float = option(1e-3, at_least=0, at_most=LARGEST_WEIGHT)
     schedule: Literal["published", "anneal"] = "published"
-    anneal_share: float = option(0.5, above=0, at_most=1)
+    anneal_share: float = option(0.5, at_least=0, at_most=1)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property

@@ -106,7 +106,7 @@ class ElderObjective(Objective):
 
     def gate_at(self, step: int) -> float:
         """The gate of P during ``step``: linear from 1 to exactly 0 at step ceil(anneal_share * steps)."""
-        return max(0.0, 1.0 - step / self.anneal_steps)
+        return max(0.0, 1.0 - step / self.anneal_steps) if self.anneal_steps else 0.0
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Set the annealed gate; at zero the layers are not computed any more."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreConfig
 from pyprune.methods.score import score_method, scoring, with_equal_layers
+from pyprune.methods.training import reconstructed
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,21 @@ def _taylor_paper() -> PruneConfig:
     return scoring("taylor", TaylorOptions())
 
 
+def _taylor_recovered() -> PruneConfig:
+    """What is recommended for heads and FFN channels: second order, by layer; reconstructed, then trained.
+
+    A unit counts by its share of the mean of its axis in its layer, so that heads go too; the first two layers and the
+    last two stay whole (all constants ours).
+    """
+    base = reconstructed(scoring("taylor", TaylorOptions(form="param_second")))
+    score = ScoreConfig(normalise="layer", first_layer=2, last_layer=-3, batch_size=8)
+    return replace(base, score=score)
+
+
 METHOD = score_method(
     "taylor",
     "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
     f"{__name__}.score:score",
     options=TaylorOptions,
-    presets=with_equal_layers("taylor", _taylor_paper),
+    presets={**with_equal_layers("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
 )
