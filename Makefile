@@ -7,6 +7,7 @@
 # make lint     ruff, mypy, and which folder may import which
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  whole training steps, optimizer, memory and streamed compaction on SmolLM2-135M
+# make gpu-card  on one GPU, within 40 minutes: kernels, bandwidth, whole steps at 7B shapes, dense and pruned in vLLM
 # make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
 # make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
 # make lock     rewrite requirements.lock from the current environment
@@ -27,7 +28,7 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz sanitize setup wheel lint types bench-ops bench-optimizer matrix container lock clean
+.PHONY: demo test fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
@@ -90,6 +91,13 @@ bench-ops: setup
 bench-optimizer: setup
 	$(PY) -m bench.train_step
 	$(PY) bench/optimizer.py
+
+# Not after `setup`: a borrowed machine has a torch for its GPU and often no network. Where there is no complete
+# environment, the packages of PYTHON serve, to which only pyprune itself is added. CARD="--parts kernels" runs one part.
+GPU_PY = $(if $(wildcard $(VENV)/.stamp-package),$(PY),$(PYTHON))
+gpu-card:
+	$(GPU_PY) -c "import pyprune.serving" 2>/dev/null || $(GPU_PY) -m pip install --no-deps --no-build-isolation -e .
+	$(GPU_PY) -m bench.gpu_card $(CARD)
 
 matrix: setup
 	$(PY) -m bench.matrix
