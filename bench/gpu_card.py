@@ -50,7 +50,7 @@ from pyprune.serving.engines import end_group, vllm_installed
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("dress", "elder", "lora", "distil")
-LIMITS = {"kernels": 5.0, "bandwidth": 6.0, **dict.fromkeys(STEPS, 4.0), "serving": 11.0}
+LIMITS = {"kernels": 7.0, "bandwidth": 6.0, **dict.fromkeys(STEPS, 4.0), "serving": 10.0}
 """Minutes of each part."""
 PATIENCE = 30
 """Seconds in which a part that is stopped ends what it started."""

@@ -100,6 +100,22 @@ class TestOps:
         with pytest.raises(SystemExit, match="disagrees"):
             setting.check("broken", "float32", broken)
 
+    def test_an_op_that_disagrees_leaves_the_others_to_be_timed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def refusing(setting: Setting, op: str, dtypes: list[str]) -> list[Case]:
+            if op == "perturb":
+                raise SystemExit("perturb disagrees")
+            return cases(setting, op, dtypes)
+
+        monkeypatch.setattr(ops, "cases", refusing)
+        path = tmp_path / "ops.jsonl"
+        size = ["--rows", "16", "--cols", "8", "--repeats", "1", "--no-compile", "--jsonl", str(path)]
+        with pytest.raises(SystemExit, match="perturb disagrees"):
+            ops.main([*size, "--ops", "perturb", "slice_gather", "--dtypes", "float32"])
+        assert {row["op"] for row in lines(path)} == {"slice_gather"}
+        assert "| slice_gather |" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("name", "broken_when"),
         [
