@@ -134,6 +134,7 @@ def train(
             return run.execute(resume, description or run.objective.name)
         finally:
             run.objective.teardown(run.model)
+            run.release()
 
 
 class _Run:
@@ -196,6 +197,13 @@ class _Run:
             self.report.seconds = time.monotonic() - started
             self.optimizer.zero_grad(set_to_none=True)
         return self.report
+
+    def release(self) -> None:
+        """Drop moments and copies, before weights that were divided come back whole."""
+        self.last_good.clear()
+        self.best.clear()
+        if hasattr(self, "optimizer"):
+            self.optimizer.state.clear()
 
     def _make_optimizer(self) -> None:
         groups = self.shards.groups(self.objective.parameter_groups(self.model, self.config))

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.optimizer import extra_peak
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.families import family_for
@@ -39,6 +41,15 @@ CONFIG = TrainConfig(
 )
 ADAM = replace(CONFIG, optimizer="fused_adamw", learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=4)
 LEAN = replace(ADAM, memory="lean", dtype="bfloat16")
+LENGTH = 192
+SHAPES = LlamaConfig(
+    vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+"""Of the model whose memory is measured."""
+MEASURED = TrainConfig(
+    steps=2, batch_size=8, micro_batch_size=4, dtype="bfloat16", memory="full", optimizer="fused_adamw"
+)
 SAMPLES = tiny_batch(batch=37, length=16)
 DRESS = DressOptions(penalty_weight=0.1, norm="l2", train=ADAM)
 
@@ -74,6 +85,15 @@ def _resumed(config: TrainConfig, folder: Path) -> Any:
     return _trained(replace(config, checkpoint_interval=2), checkpoint_dir=folder, resume=True)
 
 
+def peak_bytes() -> int:
+    """Most bytes that torch's allocator holds for a step's training of every weight, weights included."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES.to_dict()))
+    whole = sum(p.nbytes for p in model.parameters())
+    ids = torch.randint(0, SHAPES.vocab_size, (MEASURED.batch_size, LENGTH))
+    return whole + extra_peak(lambda: train(model, ids, MEASURED), torch.device("cpu"))
+
+
 def _reconstructed() -> Any:
     model = tiny_model("llama")
     plan = axis_plans(family_for(model).plan(model.config))["everything"]
@@ -95,6 +115,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "lora": lambda _: _recovered("lora"),
     "distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
     "reconstruct": lambda _: _reconstructed(),
+    "memory": lambda _: (tiny_model("llama"), peak_bytes()),
     "interrupted": lambda out: _interrupted(ADAM, out / "states"),
     "resumed": lambda out: _resumed(ADAM, out / "states"),
     "lean-interrupted": lambda out: _interrupted(LEAN, out / "lean-states"),
@@ -108,7 +129,7 @@ def results(out: Path, names: list[str]) -> None:
         with processes.dividing():
             model, report = CASES[name](out)
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        facts = report.to_dict() if isinstance(report, TrainReport) else {}
+        facts = report.to_dict() if isinstance(report, TrainReport) else {"peak": report}
         torch.save({"weights": weights, "report": facts}, out / f"{name}-{processes.number()}.pt")
 
 

@@ -14,16 +14,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.runtime import processes
+from pyprune.train.memory import training_memory
+from pyprune.train.objective import Objective
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests.train import processes_child
-from tests.train.processes_child import CASES, REMOVED
+from tests.train.processes_child import CASES, LENGTH, MEASURED, REMOVED, SHAPES
 
 CHILD = Path(processes_child.__file__)
 STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
-EQUAL = [name for name in CASES if name not in (*STATES, "lean")]
+EQUAL = [name for name in CASES if name not in (*STATES, "lean", "memory")]
 ROUNDING = 1e-3
 """Of the change that training makes: sums over processes are taken in another order, and Adam makes whole steps of
 gradients that are nearly zero."""
@@ -116,6 +119,15 @@ def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
     assert together[0]["lm_loss"] == pytest.approx(alone[0]["lm_loss"], rel=1e-3)
     assert together[-1]["lm_loss"] < together[0]["lm_loss"] - 0.1
     assert together[-1]["lm_loss"] == pytest.approx(alone[-1]["lm_loss"], rel=0.02)
+
+
+def test_what_each_process_holds_is_predicted(one: Path, two: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES.to_dict()))
+    alone, together = (read(out, "memory")["report"]["peak"] for out in (one, two))
+    found = training_memory(model, MEASURED, Objective(), LENGTH, device=torch.device("cpu"), shares=2)
+    assert together < 0.85 * alone
+    assert found.total == pytest.approx(together, rel=0.1)
 
 
 def copied_states(two: Path, out: Path) -> Path:
