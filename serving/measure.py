@@ -238,7 +238,7 @@ class _Pool:
                 self.__exit__()
                 raise
         else:
-            say("Not enough memory for all engines at once: each turn loads its own.")
+            say("One engine at a time, because of memory: each turn loads its own.")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -318,6 +318,11 @@ PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29
 
 
 def _fits(run: _Run) -> bool:
+    """Whether all engines may be loaded at once; never on a GPU, of which vLLM takes its share, needed or not."""
+    import torch
+
+    if run.engine != "llamacpp" and torch.cuda.is_available():
+        return False
     found = [model.checkpoint for model in run.models.values()]
     process = PROCESS_BYTES[run.engine]
     return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < available_bytes()

@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from pyprune.checkpoint.save import save_checkpoint
@@ -17,7 +19,7 @@ from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine
-from pyprune.serving.measure import measure
+from pyprune.serving.measure import _fits, measure
 from pyprune.serving.precision import ratio_interval
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.table import conditions, speed_table
@@ -247,3 +249,10 @@ def test_auto_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_engine() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'vllm'"):
         choose_engine("vlm")
+
+
+def test_on_a_gpu_engines_do_not_share_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two vLLM engines would find no memory; llama.cpp runs on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not _fits(SimpleNamespace(engine="vllm", models={}))
+    assert _fits(SimpleNamespace(engine="llamacpp", models={}))
