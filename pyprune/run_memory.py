@@ -28,6 +28,7 @@ from pyprune.train.lora import adapted
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
+from pyprune.train.sharded import check_shares
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
 
@@ -86,6 +87,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     trainings = list(config.trainings())
     if not trainings:
         return config
+    for training in trainings:
+        check_shares(training.train, training.name)
     device = resolve_device(config.device)
     # Processes on one machine share its memory; each of them has a GPU of its own.
     capacity = device_memory(device) // (processes.on_this_machine() if device.type == "cpu" else 1)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingError
+from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
@@ -52,7 +53,7 @@ from pyprune.train.optimizer import (
 from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
-from pyprune.train.sharded import Whole, sharding
+from pyprune.train.sharded import Whole, check_shares, sharding
 from pyprune.train.state import TrainState, check_same_run, latest_state
 from pyprune.train.sums import Sums, Weight
 
@@ -123,8 +124,9 @@ def train(
     config = decided(config, model)
     if config.memory == "lean":
         to_bfloat16(model)
+    if processes.divided():
+        check_shares(config)
     shards = sharding(model)
-    shards.check(config)
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)

@@ -53,9 +53,6 @@ class Whole:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def check(self, config: TrainConfig) -> None:
-        """Refuse options that do not go with the number of processes."""
-
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """What the optimizer gets of groups of the model's parameters: the parts that this process holds."""
         return groups
@@ -169,14 +166,6 @@ class Sharded(Whole):
                 dims[id(param.parameter)] = dim
         return lambda parameter: Shard(dims.get(id(parameter), 0))
 
-    def check(self, config: TrainConfig) -> None:
-        """Every process gets as many rows of a batch."""
-        if config.batch_size % self.processes:
-            raise ConfigError(
-                f"batch_size is {config.batch_size}, which {self.processes} processes cannot share; use a multiple of "
-                f"{self.processes}."
-            )
-
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """The same groups, of parts."""
         made = [replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups]
@@ -279,7 +268,7 @@ class Sharded(Whole):
             return tensor
         dim = self.divided[name].placements[0].dim
         pieces = tensor.chunk(self.processes, dim)
-        return pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)
+        return (pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)).contiguous()
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
         """The same; where nothing is said every tenth of the steps, as nothing can be saved when a process is lost."""
@@ -297,9 +286,28 @@ class Sharded(Whole):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Gather the weights, one at a time, and give them to the model."""
+        """Gather the weights, one at a time, and give them to the model; the parts of them go."""
         for name, original in self._originals.items():
             original.data = self.divided[name].detach().full_tensor()
+            self.parts[name].data.untyped_storage().resize_(0)
+
+
+def check_shares(config: TrainConfig, name: str = "") -> None:
+    """Every process of this run gets as many rows of a batch.
+
+    Args:
+        config: of a training.
+        name: of its options, for the message.
+
+    Raises:
+        ConfigError: the batch cannot be divided so.
+    """
+    number = processes.count()
+    if config.batch_size % number:
+        raise ConfigError(
+            f"{name}{'.' if name else ''}batch_size is {config.batch_size}, which {number} processes cannot share; use "
+            f"a multiple of {number}."
+        )
 
 
 def sharding(model: nn.Module) -> Whole:

@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pyprune.config.train import TrainConfig
+from pyprune.errors import ConfigError
 from pyprune.runtime import processes
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
+from pyprune.train.sharded import check_shares
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests.train import processes_child
@@ -215,6 +218,13 @@ def test_commands_that_do_not_train_refuse_several_processes(monkeypatch: pytest
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "torchrun started 4 processes, but 'inspect' works in one" in refused("inspect", "anywhere")
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 8)
+    check_shares(TrainConfig(batch_size=64))
+    with pytest.raises(ConfigError, match=r"recover.train.batch_size is 12, which 8 processes cannot share"):
+        check_shares(TrainConfig(batch_size=12), "recover.train")
 
 
 def test_without_torchrun_nothing_is_divided() -> None:
