@@ -91,7 +91,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         check_shares(training.train, training.name)
     device = resolve_device(config.device)
     # Processes on one machine share its memory; each of them has a GPU of its own.
-    capacity = device_memory(device) // (processes.on_this_machine() if device.type == "cpu" else 1)
+    sharing = processes.on_this_machine() if device.type == "cpu" else 1
+    capacity = processes.from_first(device_memory(device) // sharing)  # machines may differ
     model = source.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)

@@ -19,7 +19,7 @@ import typer
 
 from pyprune.errors import PypruneError, shown
 from pyprune.runtime.interrupts import interruptible
-from pyprune.runtime.processes import joined
+from pyprune.runtime.processes import first, joined
 from pyprune.runtime.progress import end_bars, printable, say
 
 ERROR_CODE = 2
@@ -180,5 +180,5 @@ def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
             print_table(item)
         else:
             print(printable(item))
-    if json_file is not None:
+    if json_file is not None and first():
         write_text(Path(json_file), text)

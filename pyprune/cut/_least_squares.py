@@ -41,8 +41,8 @@ class NormalEquations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while a solution is made: the sums, the factor and the solution."""
-        return 2 * (self.gram.nbytes + self.moment.nbytes)
+        """Bytes held while a solution is made: the sums (of all processes too), the factor and the solution."""
+        return (3 if processes.divided() else 2) * (self.gram.nbytes + self.moment.nbytes)
 
     def add(self, x: Tensor, r: Tensor, weight: Tensor) -> None:
         """Add tokens.
@@ -61,6 +61,9 @@ class NormalEquations:
             self.gram += given.T @ given
             self.moment += given.T @ (r[some].to(self.gram.dtype) * w)
         self.tokens += len(x)
+
+    def grown(self) -> None:
+        """Tokens were added in this process or another; all of them say so, at the same point."""
         self._whole = None
 
     def _over_processes(self) -> tuple[Tensor, Tensor]:
@@ -86,7 +89,7 @@ class NormalEquations:
         matrix = gram + torch.diag(penalty * mean)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         del matrix
-        if failed:
-            return None
-        found = torch.cholesky_solve(moment, factor)
-        return found if bool(torch.isfinite(found).all()) else None
+        found = None if failed else torch.cholesky_solve(moment, factor)
+        solved = found is not None and bool(torch.isfinite(found).all())
+        # What fails in one process fails in all, or they would not try the same solutions.
+        return found if processes.agreed(solved) else None

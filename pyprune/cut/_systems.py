@@ -161,6 +161,7 @@ class Readers:
         """Add the sequences held back."""
         for _, x, targets in self._judges:
             self._add(x, targets)
+        self.equations.grown()
 
     def error(self) -> Tally:
         """Of the modules as they are, on the sequences held back; every module counts alike."""

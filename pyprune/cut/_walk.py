@@ -139,6 +139,7 @@ class Walk:
         def gather(held_back: bool) -> None:
             for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
                 self._gather(writers, chunk, equations, before, check=not i)
+            equations.grown()
 
         def error() -> Tally:
             tally = Tally()

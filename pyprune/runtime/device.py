@@ -10,6 +10,7 @@ import torch
 from pyprune.errors import (
     ConfigError,
 )
+from pyprune.runtime import processes
 from pyprune.runtime.progress import warn
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -30,6 +31,10 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     count = torch.cuda.device_count()
+    if device.index is not None and processes.count() > 1:
+        raise ConfigError(
+            f"device is {name!r}, which all {processes.count()} processes would share; use cuda: each takes its own."
+        )
     if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
         return device
     raise ConfigError(f"device is {name!r}; use auto, cpu, cuda or cuda:N. This machine has {count} CUDA devices.")

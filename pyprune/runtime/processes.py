@@ -24,6 +24,8 @@ T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=6)
 """How long a process waits for the others: while the first writes a checkpoint, say."""
 
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+"""What torch says when another process has gone."""
 _joined = False
 _dividing = False
 
@@ -58,6 +60,12 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    if cuda and here > torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun started {here} processes on a machine with {torch.cuda.device_count()} GPUs; start one for each "
+            "GPU. (To use CPUs alone, hide the GPUs: CUDA_VISIBLE_DEVICES=)"
+        )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
@@ -67,7 +75,8 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
             yield
             barrier()
     except RuntimeError as error:
-        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+        lost = any(sign in str(error) for sign in _LOST)
+        if not lost and not isinstance(error, dist.DistNetworkError):
             raise
         raise PypruneError(
             f"Another of the {launched()} processes of this run ended, so this one stops too; its own message says "
@@ -131,6 +140,15 @@ def from_first(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def agreed(value: bool) -> bool:
+    """Whether all processes that divide the work say so."""
+    if not _dividing:
+        return value
+    import torch
+
+    return int(summed_(torch.tensor(int(not value)))) == 0
 
 
 def summed_(tensor: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ def train(
     of the samples (the last ones, at least one) are held out for it and the report says so.
 
     Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
-    every one is given the same, whole model and samples, and has the same whole model afterwards.
+    every one is given the same, whole model and samples, and has the same whole model afterwards, also after a
+    TrainingError; after any other the model has no weights.
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean
@@ -95,8 +96,8 @@ def train(
             device is looked at where a run starts (:mod:`pyprune.run_memory`), before a model is loaded.
         objective: what is minimised; None = plain fine-tuning.
         validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
-        checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and on
-            Ctrl-C or any other exception.
+        checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and (in one
+            process) on Ctrl-C or any other exception.
         resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
         keep_last_good: hold a copy of the trained weights, where ``config.copies`` says, to return to when the loss or
             a gradient is not finite; it is made every ``last_good_interval`` steps.
@@ -235,7 +236,7 @@ class _Run:
 
     def _step(self, step: int) -> None:
         config = self.config
-        torch.manual_seed(config.seed * 1_000_003 + step)
+        torch.manual_seed(config.seed * 1_000_003 + step + (self.shards.rank << 40))  # dropout of rows of its own
         factor = learning_rate_factor(step, config)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -505,6 +506,8 @@ class _Run:
 
     def _restore(self, resume: bool) -> None:
         path = latest_state(self.checkpoint_dir) if self.checkpoint_dir is not None else None
+        if self.shards.processes > 1:
+            path = processes.from_first(path)
         if path is None:
             return
         if not resume:

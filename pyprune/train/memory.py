@@ -56,7 +56,7 @@ class TrainingMemory:
         moments: of the optimizer.
         copies: of trained weights on the device (the last good and the best ones).
         gathered: where several processes share the weights, what FSDP gathers of them: embeddings and head, a layer and
-            the next one, the whole gradients of the first two, and its buffers. 0 in one process.
+            the next one, the whole gradients of the first two, and a buffer. 0 in one process.
         activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
             a teacher aside.
         teacher: weights of the dense model that is learnt from; 0 without distillation.
@@ -159,7 +159,7 @@ def _measured(
 
 
 def _gathered(model: nn.Module, trained: list[Tensor]) -> int:
-    """Bytes that a process holds whole of what it shares: weights, gradients, and a buffer to gather and to reduce."""
+    """Bytes that a process holds whole of what it shares: weights, gradients, and a buffer to reduce them."""
     base = causal_lm(model)
     layers = [_unique(layer.parameters()) for layer in decoder_layers(base)] if base is not None else []
     in_layers = {id(p) for layer in layers for p in layer}
@@ -167,7 +167,7 @@ def _gathered(model: nn.Module, trained: list[Tensor]) -> int:
     largest = max(layers, key=_bytes, default=[])
     known = {id(p) for p in trained}
     gradients = _bytes(p for p in (*rest, *largest) if id(p) in known)
-    return _bytes(rest) + 2 * _bytes(largest) + gradients + 2 * max(_bytes(rest), _bytes(largest))
+    return _bytes(rest) + 2 * _bytes(largest) + gradients + max(_bytes(rest), _bytes(largest))
 
 
 def _give_shapes(model: nn.Module | None) -> None:

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -33,7 +34,7 @@ from pyprune.runtime import processes
 from pyprune.runtime.processes import summed_
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
-from pyprune.train.shards import BLOCKS
+from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared, save_shared
 from pyprune.train.state import TrainState, load_state, save_state
 
@@ -46,9 +47,11 @@ class Whole:
     Attributes:
         model: what is trained.
         processes: how many work together.
+        rank: which of them this is.
     """
 
     processes = 1
+    rank = 0
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -175,7 +178,8 @@ class Sharded(Whole):
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
         """The rows of this process. One that has fewer than another runs a row again, which does not count."""
         rows = -(-len(batch) // self.processes)
-        size = largest_divisor(rows, config.micro_batch_size)
+        training = len(batch) == config.batch_size
+        size = largest_divisor(rows, config.micro_batch_size) if training else min(rows, config.micro_batch_size)
         mine = batch[self.rank * rows : (self.rank + 1) * rows]
         micros = list(mine.micro_batches(size)) if len(mine) else []
         yield from ((micro, True) for micro in micros)
@@ -239,16 +243,24 @@ class Sharded(Whole):
         """The parameter that an entry of a state belongs to; None for others."""
         if group == "optimizer":
             position, _, what = key.partition(".")
-            return None if what == "step" or what.endswith(BLOCKS) else self._order[int(position)]
+            return None if what == "step" or is_blocks(f"{group}/{key}") else self._order[int(position)]
         return key if group in ("weights", "best") else None
 
     def _divided(self, name: str, part: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
         like = self.divided[name]
+        # from_local would move what lies on the host (copies) to the mesh's device.
+        mesh = self.mesh if part.device.type == self.mesh.device_type else self._mesh_of_hosts
         return DTensor.from_local(
-            part.detach(), self.mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            part.detach(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+
+    @cached_property
+    def _mesh_of_hosts(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", (self.processes,))
 
     def load(self, path: Path) -> TrainState:
         """Read a state of any number of processes."""
@@ -259,7 +271,7 @@ class Sharded(Whole):
         name = self._name_of(group, key)
         if name is None:
             return torch.empty(size, dtype=dtype)
-        return self._divided(name, torch.empty_like(self.parts[name], dtype=dtype))
+        return self._divided(name, torch.empty_like(self.parts[name], dtype=dtype, device="cpu"))
 
     def _part_of_whole(self, group: str, key: str, tensor: Tensor) -> Tensor:
         """The part of a whole tensor that this process holds."""

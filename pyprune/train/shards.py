@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, shown
 from pyprune.runtime import processes
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -36,6 +36,7 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
     Raises:
         CheckpointError: moments in 8 bits of another number of processes.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -52,8 +53,11 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
             group, _, key = name.partition("/")
             size, dtype = facts.size, facts.properties.dtype
             wanted[entry] = torch.empty(size, dtype=dtype) if empty is None else empty(group, key, size, dtype)
-    with quietly():
-        load(wanted, checkpoint_id=folder, no_dist=empty is None)
+    try:
+        with quietly():
+            load(wanted, checkpoint_id=folder, no_dist=empty is None)
+    except CheckpointException as error:  # no Exception: it would pass by all who handle errors
+        raise CheckpointError(f"The parts in {folder} cannot be read: {shown(error)}.") from error
     found: Tensors = {}
     for entry, tensor in wanted.items():
         group, _, key = entry.partition("@")[0].partition("/")
@@ -61,9 +65,14 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
     return found
 
 
+def is_blocks(entry: str) -> bool:
+    """Whether an entry is a moment in 8 bits, or its scales."""
+    return entry.startswith("optimizer/") and entry.endswith(BLOCKS)
+
+
 def own_name(entry: str) -> str:
     """The name of an entry; of what no other process can use, with this process's number."""
-    return f"{entry}@{processes.number()}/{processes.count()}" if entry.endswith(BLOCKS) else entry
+    return f"{entry}@{processes.number()}/{processes.count()}" if is_blocks(entry) else entry
 
 
 @contextmanager

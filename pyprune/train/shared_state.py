@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyprune.errors import shown
 from pyprune.runtime import processes
 from pyprune.train.shards import SHARDS, Empty, Tensors, own_name, quietly, read_shards
 from pyprune.train.state import TrainState, load_state, read_whole, save_state
@@ -26,14 +27,18 @@ def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, 
     Raises:
         OutputError: it cannot be written.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     named = {own_name(entry): tensor for entry, tensor in tensors.items()}
 
     def write(part: Path | None) -> None:
         place = processes.from_first(None if part is None else str(part / SHARDS))
-        with quietly():
-            save(named, checkpoint_id=place)
+        try:
+            with quietly():
+                save(named, checkpoint_id=place)
+        except CheckpointException as error:  # no Exception: it would pass by all who handle errors
+            raise OSError(f"in one of {processes.count()} processes: {shown(error)}") from error
 
     written: Path | None = None
     if processes.first():

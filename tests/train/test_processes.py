@@ -29,7 +29,9 @@ from tests.train.processes_child import CASES, LENGTH, MEASURED, REMOVED, SHAPES
 
 CHILD = Path(processes_child.__file__)
 STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
-EQUAL = [name for name in CASES if name not in (*STATES, "lean", "memory")]
+EQUAL = [name for name in CASES if name not in (*STATES, "lean", "memory", "dropout")]
+THREE = ("lora", "reconstruct-one-judge", "anneal-early-stop", "dress-one-half")
+"""Cases of which three processes have parts of other sizes, or none."""
 ROUNDING = 1e-3
 """Of the change that training makes: sums over processes are taken in another order, and Adam makes whole steps of
 gradients that are nearly zero."""
@@ -116,6 +118,12 @@ def test_penalised_channels_shrink_in_whichever_process_they_lie(two: Path) -> N
     assert float(sizes[REMOVED].max()) < 0.9 < float(sizes[others].min())
 
 
+def test_dropout_of_two_draws_masks_of_its_own(one: Path, two: Path) -> None:
+    assert distance(read(one, "dropout")["weights"], read(two, "dropout")["weights"]) > 1e-4
+    losses = [read(out, "dropout")["report"]["history"][-1]["lm_loss"] for out in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
 def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
     """Stochastic rounding draws other bits for parts, so that the weights differ."""
     alone, together = (read(out, "lean")["report"]["history"] for out in (one, two))
@@ -129,7 +137,7 @@ def test_what_each_process_holds_is_predicted(one: Path, two: Path) -> None:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES.to_dict()))
     alone, together = (read(out, "memory")["report"]["peak"] for out in (one, two))
     found = training_memory(model, MEASURED, Objective(), LENGTH, device=torch.device("cpu"), shares=2)
-    assert together < 0.85 * alone
+    assert together < 0.8 * alone
     assert found.total == pytest.approx(together, rel=0.1)
 
 
@@ -148,10 +156,12 @@ def test_an_interrupted_run_goes_on_in_one_process(two: Path, tmp_path: Path) ->
     assert_reached(found["weights"], expected)
 
 
-def test_an_interrupted_run_goes_on_in_three_processes_and_8_bits_only_in_two(two: Path, tmp_path: Path) -> None:
+def test_three_processes_do_the_same_and_go_on_from_two_but_not_in_8_bits(two: Path, one: Path, tmp_path: Path) -> None:
     out = copied_states(two, tmp_path)
-    result = launched(3, out, "resumed", "lean-resumed")
+    result = launched(3, out, *THREE, "resumed", "lean-resumed")
     assert result.returncode != 0
+    for name in THREE:
+        assert_reached(read(out, name, process=2)["weights"], read(one, name)["weights"])
     assert "moments in 8 bits of 2 processes" in result.stderr
     found = read(out, "resumed", process=2)
     assert found["report"]["resumed_from"] == 4

@@ -187,7 +187,7 @@ class DressObjective(Objective):
 
     def reads_gradients(self) -> bool:
         """Whether the subgradient joins the gradients outside the optimizer's pass."""
-        return bool(self.slices) and not (self.annealed or self.in_optimizer or self.config.solver == "prox")
+        return bool(self.removed) and not (self.annealed or self.in_optimizer or self.config.solver == "prox")
 
     def penalty(self) -> Tensor | None:
         """Sum over tensors and channels of the group norms, without its weight; differentiable."""
@@ -231,7 +231,7 @@ class DressObjective(Objective):
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed factor is 0."""
-        return not (self.annealed and self.slices) or step >= self.anneal_steps
+        return not (self.annealed and self.removed) or step >= self.anneal_steps
 
     def factor(self, step: int) -> float:
         """What R is multiplied by in all after ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
