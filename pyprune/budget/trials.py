@@ -367,9 +367,8 @@ class _Trials:
     def _solve(self, side: MaskedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
         """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
         chunks = [replace(chunk) for chunk in self.fit]
-        judging = sorted({chunk.kind for chunk in chunks if chunk.held_back})
         walk = _Solving(
-            self.runner, side, chunks, judging, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
+            self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
         )
         walk.begin()
         key = (*lost, step.part, *step.absorbs)

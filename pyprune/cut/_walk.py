@@ -54,10 +54,10 @@ class Walk:
         dense: the dense model.
         cut: the cut one.
         chunks: the text, with the dense stream that enters the first layer; of several processes the share of this one.
-        judging: kinds of text that are held back, in all processes.
         ridges: candidates, relative to the mean diagonal.
         multiplier: what a block's output is multiplied by before it joins the stream (Granite).
         relative: whether a token's error counts relative to the size of its stream.
+        judging: kinds of text that are held back in all processes; only looked at where several share the text.
     """
 
     held_bytes = 2**30
@@ -69,11 +69,11 @@ class Walk:
         dense: LayerRunner,
         cut: CutSide,
         chunks: Sequence[Chunk],
-        judging: Sequence[str],
         *,
         ridges: Sequence[float],
         multiplier: float,
         relative: bool,
+        judging: Sequence[str] = (),
     ) -> None:
         self.dense = dense
         self.cut = cut

@@ -232,15 +232,23 @@ def _reconstruct(
     warn_of_slow_dtype(options.dtype, dense.model.device)
     steps, lost = steps_of(dense.family, plan)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
-    chunks: list[Chunk] = []
+    held_back = 0
     solved: tuple[SolvedPart, ...] = ()
     walk: Walk | None = None
     if not all(step.exact for step in steps):
         with still(dense.model), dense.computing(options.dtype), side.runner.computing(options.dtype):
-            chunks, judging = _chunks(dense, samples, kinds or samples.kinds or None, options.held_back, batch_size)
+            chunks, judging, held_back = _chunks(
+                dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
+            )
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
             walk = Walk(
-                dense, side, chunks, judging, ridges=options.ridges, multiplier=multiplier, relative=options.relative
+                dense,
+                side,
+                chunks,
+                ridges=options.ridges,
+                multiplier=multiplier,
+                relative=options.relative,
+                judging=judging,
             )
             _walk(walk, side, steps, lost, readers=readers)
         solved = tuple(_described(entry) for entry in walk.reports)
@@ -249,7 +257,7 @@ def _reconstruct(
         exact=tuple(str(step.part) for step in steps if step.exact),
         no_carrier=tuple(map(str, lost)),
         tokens=samples.fed(),
-        held_back=_sum_over_processes(sum(int(chunk.real.sum()) for chunk in chunks if chunk.held_back)),
+        held_back=held_back,
         seconds=round(time.monotonic() - begin, 3),
         extra_bytes=walk.extra_bytes + side.copied_bytes if walk is not None else 0,
     )
@@ -295,8 +303,8 @@ def _described(entry: Solved) -> SolvedPart:
 
 def _chunks(
     dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
-) -> tuple[list[Chunk], list[str]]:
-    """This process's share of the text, and the kinds of text that all hold back."""
+) -> tuple[list[Chunk], list[str], int]:
+    """This process's share of the text; the kinds of text, and how many tokens, that all together hold back."""
     count = len(samples)
     labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
     if len(labels) != count:
@@ -314,7 +322,7 @@ def _chunks(
     for ids, real, kind, judges in _share(found):
         ids, real = ids.to(device), real.to(device)
         made.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
-    return made, judging
+    return made, judging, sum(int(real.sum()) for _, real, _, judges in found if judges)
 
 
 def _share(chunks: list[T]) -> list[T]:
@@ -327,7 +335,3 @@ def _share(chunks: list[T]) -> list[T]:
             "give more text or a smaller cut.batch_size, or start fewer processes."
         )
     return chunks[processes.number() :: processes.count()]
-
-
-def _sum_over_processes(value: int) -> int:
-    return int(processes.summed_(torch.tensor(value))) if processes.divided() else value

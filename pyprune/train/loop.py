@@ -39,7 +39,7 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
 from pyprune.train.lean import decided, place_of_copies, steps_in_backward, to_bfloat16
-from pyprune.train.objective import Objective, StepRecord, TrainReport
+from pyprune.train.objective import LossTerms, Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
     Clipping,
     RegularisedAdamW,
@@ -53,7 +53,7 @@ from pyprune.train.optimizer import (
 from pyprune.train.progress import _StepProgress
 from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
-from pyprune.train.sharded import Whole, check_shares, sharding
+from pyprune.train.sharded import Whole, sharding
 from pyprune.train.state import TrainState, check_same_run, latest_state
 from pyprune.train.sums import Sums, Weight
 
@@ -125,9 +125,7 @@ def train(
     config = decided(config, model)
     if config.memory == "lean":
         to_bfloat16(model)
-    if processes.divided():
-        check_shares(config)
-    shards = sharding(model)
+    shards = sharding(model, config)
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
@@ -221,10 +219,13 @@ class _Run:
             self.optimizer.max_tensor_norm = None
         self.in_backward = self.shards.processes == 1 and steps_in_backward(self.config, self.objective)
 
+    def _scales_itself(self) -> bool:
+        """Whether the optimizer scales gradients in its own pass: nothing reads or adds to scaled ones before."""
+        return isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients()
+
     def _clips_itself(self) -> bool:
-        """Whether the optimizer clips: nothing reads or adds to clipped gradients, and it has them whole."""
-        own = isinstance(self.optimizer, RegularisedAdamW)
-        return own and not self.objective.reads_gradients() and self.shards.processes == 1
+        """Whether it finds what each gradient is to be scaled by, too: it has them whole."""
+        return self._scales_itself() and self.shards.processes == 1
 
     def _stepping(self) -> AbstractContextManager[None]:
         """Where a step's weights are updated: inside backward, or after it."""
@@ -290,9 +291,11 @@ class _Run:
 
     def _loss(self, micro: Batch, weight: Weight, sums: Sums) -> Tensor:
         """What a micro batch adds to the step's loss, differentiable; ``sums`` gets what is reported."""
+        return sums.add(self._terms(micro), weight)
+
+    def _terms(self, micro: Batch) -> LossTerms:
         with self._autocast():
-            terms = self.shards.loss(lambda: self.objective.micro_loss(self.model, micro))
-        return sums.add(terms, weight)
+            return self.shards.loss(lambda: self.objective.micro_loss(self.model, micro))
 
     def _over_processes(self, sums: Sums) -> Sums:
         """What the micro batches of all processes add up to."""
@@ -333,8 +336,8 @@ class _Run:
                 clip_each_(gradients, self.shards.norms(gradients), limit)
             return norm, 1.0
         factor = clip_factor(norm, limit)
-        if isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients():
-            self.optimizer.gradient_scale = factor
+        if self._scales_itself():
+            cast(RegularisedAdamW, self.optimizer).gradient_scale = factor
             return norm, factor
         nn.utils.clip_grads_with_norm_(list(self.parameters.values()), limit, total)
         return norm, 1.0
@@ -439,8 +442,7 @@ class _Run:
         with evaluating(self.model):
             loss = self.objective.validation_penalty(self.model)
             for micro, weight in self._micro_batches(samples):
-                with self._autocast():
-                    terms = self.shards.loss(lambda micro=micro: self.objective.micro_loss(self.model, micro))  # type: ignore[misc]
+                terms = self._terms(micro)
                 loss += float(terms.minimised) * weight.predicted
                 if terms.penalty is not None:
                     loss += float(terms.penalty) * weight.fed

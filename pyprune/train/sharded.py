@@ -122,7 +122,6 @@ class Sharded(Whole):
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"Training in several processes needs torch 2.9 or newer; this is {torch.__version__}.")
-        self.whole = model
         self.processes = processes.count()
         self.rank = processes.number()
         device = next(model.parameters()).device
@@ -210,16 +209,16 @@ class Sharded(Whole):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The same over the parts of all processes."""
-        return summed_(_squares(gradients).sum()).sqrt()
+        return summed_(super().norms(gradients).square().sum()).sqrt()
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """The same over the parts of all processes."""
-        return summed_(_squares(gradients)).sqrt()
+        return summed_(super().norms(gradients).square()).sqrt()
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Numbers added up over the processes."""
-        device = "cpu"  # a few numbers, for which gloo is there on a GPU too
-        return [float(v) for v in summed_(torch.tensor(list(map(float, values)), dtype=torch.float64, device=device))]
+        found: list[float] = summed_(torch.tensor(values, dtype=torch.float64)).tolist()  # on the CPU, through gloo
+        return found
 
     def size(self, parameters: Iterable[Tensor]) -> int:
         """Elements of the whole parameters."""
@@ -322,9 +321,16 @@ def check_shares(config: TrainConfig, name: str = "") -> None:
         )
 
 
-def sharding(model: nn.Module) -> Whole:
-    """How a training that starts now holds a model."""
-    return Sharded(model) if processes.divided() else Whole(model)
+def sharding(model: nn.Module, config: TrainConfig) -> Whole:
+    """How a training that starts now holds a model.
+
+    Raises:
+        ConfigError: its batch cannot be divided among the processes that share it.
+    """
+    if not processes.divided():
+        return Whole(model)
+    check_shares(config)
+    return Sharded(model)
 
 
 def part_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -366,7 +372,3 @@ def _with_part(parameter: Any) -> nn.Parameter:
     part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     parameter.pyprune_part = part
     return part
-
-
-def _squares(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in gradients])

@@ -33,6 +33,7 @@ from pyprune.train.objective import Objective, TrainReport
 from pyprune.train.recover import recover
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
+from tests.train.test_memory import LENGTH, SHAPES
 
 REMOVED = [1, 5, 30, 40]
 """Hidden channels: some of each half, none of the middle third."""
@@ -41,12 +42,6 @@ CONFIG = TrainConfig(
 )
 ADAM = replace(CONFIG, optimizer="fused_adamw", learning_rate=1e-3, max_grad_norm=1.0, micro_batch_size=4)
 LEAN = replace(ADAM, memory="lean", dtype="bfloat16")
-LENGTH = 192
-SHAPES = LlamaConfig(
-    vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
-"""Of the model whose memory is measured."""
 MEASURED = TrainConfig(
     steps=2, batch_size=8, micro_batch_size=4, dtype="bfloat16", memory="full", optimizer="fused_adamw"
 )

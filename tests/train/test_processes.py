@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
@@ -25,7 +24,8 @@ from pyprune.train.sharded import check_shares
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests.train import processes_child
-from tests.train.processes_child import CASES, LENGTH, MEASURED, REMOVED, SHAPES
+from tests.train.processes_child import CASES, MEASURED, REMOVED
+from tests.train.test_memory import LENGTH, shapes
 
 CHILD = Path(processes_child.__file__)
 STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
@@ -133,8 +133,7 @@ def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
 
 
 def test_what_each_process_holds_is_predicted(one: Path, two: Path) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES.to_dict()))
+    model = shapes(torch.float32)
     alone, together = (read(out, "memory")["report"]["peak"] for out in (one, two))
     found = training_memory(model, MEASURED, Objective(), LENGTH, device=torch.device("cpu"), shares=2)
     assert together < 0.8 * alone
