@@ -30,6 +30,7 @@ from pyprune.run_memory import Source, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import check_output
+from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
 from pyprune.stages import one_kind_of_text, was_rotated
 from pyprune.train.objective import TrainReport
@@ -171,13 +172,14 @@ def recover_checkpoint(
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
     config = within_memory(Source(pruned, reading, teacher, dense.reading, record.plan if record else None), config)
-    with _reworked(pruned, config, dense, out, "recoveries", resume=resume, overwrite=overwrite) as work:
+    place = _place_before_training(config.device)
+    with _reworked(pruned, config, dense, out, "recoveries", place, resume=resume, overwrite=overwrite) as work:
         if config.keep_adapter:
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        loaded = None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=config.device)
-        with processes.dividing():
+        loaded = None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=place)
+        with processes.dividing(Division(resolve_device(config.device), from_files=True)):
             report = recover(
                 work.model,
                 work.samples,
@@ -229,7 +231,7 @@ def reconstruct_checkpoint(
     _check_same_channels(pruned, "A reconstruction", "Prune the dense model again, with cut.reconstruct=least_squares.")
     source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
     _check_places(pruned, config, source, out, overwrite=overwrite)
-    with _reworked(pruned, config, source, out, "reconstructions", overwrite=overwrite) as work:
+    with _reworked(pruned, config, source, out, "reconstructions", config.device, overwrite=overwrite) as work:
         if work.plan is None:
             raise ConfigError(
                 f"{pruned} holds no plan, which says what was removed; give a checkpoint that pyprune prune wrote."
@@ -281,19 +283,21 @@ def _reworked(
     dense: Dense,
     out: str | Path,
     entries: str,
+    device: str,
     *,
     resume: bool = False,
     overwrite: bool = False,
 ) -> Iterator[_Work]:
-    """Load a checkpoint and its text, and write it with another entry in its record when the block has ended."""
+    """Load a checkpoint onto a device, and its text; write it with another entry in its record after the block."""
     out = Path(out)
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
     source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
     source["teacher_weights"] = dense.weights
+    _check_alike(source)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
-        model, tokenizer = load_model(pruned, dtype=config.dtype, device=config.device, **remote)
+        model, tokenizer = load_model(pruned, dtype=config.dtype, device=device, **remote)
         if tokenizer is None:
             raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
         check_sequence_length(model.config, config.data.sequence_length)
@@ -322,6 +326,24 @@ def _reworked(
             overwrite=overwrite,
             dtype=dtype,
             convert=work.add_adapter,
+        )
+
+
+def _place_before_training(device: str) -> str:
+    """Where a model is that is to be trained on a device: for several processes on the host, mapped from its files."""
+    return "cpu" if processes.count() > 1 else device
+
+
+def _check_alike(source: dict[str, str]) -> None:
+    """Refuse models that are not the same in all processes, which may be on several machines.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if not processes.alike([source["weights"], source["teacher_weights"]]):
+        raise ConfigError(
+            f"The processes of this run find different weights in {source['model']} or in its dense model. Put the "
+            "same files on all machines, or name a folder that they share."
         )
 
 

@@ -178,7 +178,15 @@ class _Look:
         model, teacher = self.source.shapes(dtype), self._teacher(training)
         length = training.data.sequence_length
         with self._objective(training, model, teacher) as (trained, objective):
-            return training_memory(trained, training.train, objective, length, device=self.device, teacher=teacher)
+            return training_memory(
+                trained,
+                training.train,
+                objective,
+                length,
+                device=self.device,
+                teacher=teacher,
+                teacher_divided=isinstance(self.config, RecoverCheckpointConfig),
+            )
 
     def _teacher(self, training: Training) -> PreTrainedModel | None:
         recover = replace(self.config.recover, train=training.train)

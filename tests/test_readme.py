@@ -6,8 +6,10 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import typer
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -135,6 +137,28 @@ def test_links_and_named_files_exist(document: Path) -> None:
         assert target.startswith("https://") or (document.parent / target).exists(), target
     for name in re.findall(r"`((?:pyprune|serving|tests|bench|csrc|examples)/[\w/.-]+\.(?:py|cpp|h))`", text):
         assert (REPO / name).exists(), name
+
+
+def test_options_that_documents_name_exist() -> None:
+    commands = cast(Any, typer.main.get_command(app)).commands
+    seen, unknown = 0, []
+    for path in [*DOCUMENTS, *sorted((REPO / "recipes").glob("**/*.yaml"))]:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, rest in re.findall(r"pyprune (\w[\w-]*)((?: [^\n`|;#]*)?)", text):
+            command = _command(commands.get(name), rest.split())
+            if command is None or name == "serve":  # which passes every option of vLLM on
+                continue
+            known = {option for parameter in command.params for option in parameter.opts}
+            used = set(re.findall(r"(?<=\s)--[a-z][\w-]*", rest))
+            seen += len(used)
+            unknown += [(path.name, name, option) for option in used - known - {"--help"}]
+    assert seen > 100
+    assert unknown == []
+
+
+def _command(found: Any, words: list[str]) -> Any:
+    """The command itself where a group comes first (pyprune GROUP COMMAND)."""
+    return found.commands.get(words[0] if words else "") if hasattr(found, "commands") else found
 
 
 def test_the_table_of_methods_is_made_from_them() -> None:

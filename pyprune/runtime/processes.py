@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,7 @@ from pyprune.errors import ConfigError, PypruneError
 from pyprune.runtime.progress import printing_nothing
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 T = TypeVar("T")
@@ -27,7 +29,25 @@ LONGEST_WAIT = timedelta(hours=6)
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """What torch says when another process has gone."""
 _joined = False
-_dividing = False
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model's training is divided.
+
+    Attributes:
+        device: where each process computes and keeps its part; None = where the model is.
+        from_files: the weights are those of files that every process has mapped
+            (:func:`pyprune.checkpoint.load.load_model` on the host, in the dtype that is stored), so that none needs a
+            copy of its own: they are not sent from the first, what is not trained stays where it is, and only the first
+            has what was trained afterwards.
+    """
+
+    device: torch.device | None = None
+    from_files: bool = False
+
+
+_division: Division | None = None
 
 
 def launched() -> int:
@@ -108,19 +128,29 @@ def first() -> bool:
 
 
 @contextmanager
-def dividing() -> Iterator[None]:
+def dividing(how: Division = Division()) -> Iterator[None]:
     """What is trained in the block is divided among the processes."""
-    global _dividing
-    before, _dividing = _dividing, count() > 1
+    global _division
+    before, _division = _division, how if count() > 1 else None
     try:
         yield
     finally:
-        _dividing = before
+        _division = before
+
+
+def division() -> Division | None:
+    """How a training that starts now is divided; None where it is not."""
+    return _division
 
 
 def divided() -> bool:
     """Whether a training that starts now is divided."""
-    return _dividing
+    return _division is not None
+
+
+def gets_result() -> bool:
+    """Whether this process has the weights that a training in the block comes to."""
+    return _division is None or not _division.from_files or first()
 
 
 def barrier() -> None:
@@ -142,9 +172,20 @@ def from_first(value: T) -> T:
     return box[0]
 
 
+def alike(value: object) -> bool:
+    """Whether all processes have the same value, plain data."""
+    if not _joined:
+        return True
+    import torch.distributed as dist
+
+    found: list[object] = [None] * count()
+    dist.all_gather_object(found, value)
+    return all(other == value for other in found)
+
+
 def agreed(value: bool) -> bool:
     """Whether all processes that divide the work say so."""
-    if not _dividing:
+    if not divided():
         return value
     import torch
 

@@ -36,6 +36,7 @@ from pyprune.probe.hooks import LayerHooks
 from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked, predicting_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
+from pyprune.train.sharded import to_read, within
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
@@ -65,6 +66,7 @@ class Distillation:
         self.teacher = teacher
         self.config = config
         self.was_training = teacher.training
+        self.read = teacher  # or a copy that is divided
         self.hooks: list[LayerHooks] = []
         self.listening = False
         self.student_stream: dict[int, Tensor] = {}
@@ -86,15 +88,16 @@ class Distillation:
         }
 
     def start(self, student: nn.Module) -> None:
-        """Put the teacher into eval mode and listen to the residual streams."""
+        """Put the teacher into eval mode, divide it if it can be, and listen to both residual streams."""
         self.was_training = self.teacher.training
         self.teacher.eval()
+        self.read = to_read(self.teacher)
         if self.view is None:
             return
         layers = decoder_layers(cast(PreTrainedModel, causal_lm(student)))
         self.hooks = [
             LayerHooks(layers, range(len(layers)), self._hear_student),
-            LayerHooks(decoder_layers(self.teacher), self.view.layers, self._hear_teacher),
+            LayerHooks(decoder_layers(self.read), self.view.layers, self._hear_teacher),
         ]
 
     def stop(self) -> None:
@@ -102,6 +105,7 @@ class Distillation:
         for hooks in self.hooks:
             hooks.remove()
         self.hooks.clear()
+        self.read = self.teacher
         self.teacher.train(self.was_training)
 
     def _hear_student(self, index: int, before: Tensor, after: Tensor) -> None:
@@ -121,7 +125,7 @@ class Distillation:
         states = at_rows(last_hidden(base, batch.inputs), self.rows)
         self.listening = False
         with torch.no_grad():
-            expected = at_rows(last_hidden(self.teacher, batch.inputs.to(self.teacher.device)), self.rows)
+            expected = at_rows(within(self.read, lambda: self._read_states(batch.inputs)), self.rows)
         targets = picked(batch.targets.flatten(), self.rows)
         total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
         count = max(1, len(targets))
@@ -133,13 +137,17 @@ class Distillation:
             parts["hidden"] = difference.detach()
         return LossTerms(cross_entropy, total=total, parts=parts)
 
+    def _read_states(self, inputs: Tensor) -> Tensor:
+        """What the teacher's head reads, [B, T, H]."""
+        return last_hidden(self.read, inputs.to(self.read.device))
+
     def _logit_loss(self, student: PreTrainedModel, expected: Tensor, targets: Tensor) -> ChunkLoss:
         """(1 - alpha) CE + alpha temperature^2 KL of some rows, and the sums of CE and KL for the report."""
         alpha, temperature = self.config.alpha, self.config.temperature
 
         def loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                taught = logits_of(self.teacher, expected[rows])
+                taught = logits_of(self.read, expected[rows])
             return distillation_loss(logits_of(student, states), taught, targets[rows], alpha, temperature)
 
         return loss

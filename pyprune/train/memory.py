@@ -59,7 +59,7 @@ class TrainingMemory:
             the next one, the whole gradients of the first two, and a buffer. 0 in one process.
         activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
             a teacher aside.
-        teacher: weights of the dense model that is learnt from; 0 without distillation.
+        teacher: weights of the dense model that is learnt from, and what is gathered of them; 0 without distillation.
         on_host: copies in the CPU's memory, for a model on a GPU.
         sequences: in one forward pass.
         length: tokens in a sequence.
@@ -94,6 +94,7 @@ def training_memory(
     *,
     device: torch.device,
     teacher: nn.Module | None = None,
+    teacher_divided: bool = False,
     shares: int | None = None,
 ) -> TrainingMemory:
     """Find what training holds at its peak, in each process. Models are on the meta device, and useless afterwards.
@@ -104,7 +105,8 @@ def training_memory(
         objective: of the run; its ``setup`` and ``teardown`` are called.
         length: tokens in a sequence, all of them predicted.
         device: where the real model will be.
-        teacher: that the objective runs, for its weights; whole in every process.
+        teacher: that the objective runs, for its weights.
+        teacher_divided: whether several processes share those too; else each has them whole.
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
@@ -112,7 +114,8 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
-        return _measured(model, config, objective, length, device, teacher, shares)
+        found = _measured(model, config, objective, length, device, shares)
+    return replace(found, teacher=_of_teacher(teacher, shares if teacher_divided else 1))
 
 
 def _measured(
@@ -121,7 +124,6 @@ def _measured(
     objective: Objective,
     length: int,
     device: torch.device,
-    teacher: nn.Module | None,
     shares: int,
 ) -> TrainingMemory:
     model.train()
@@ -150,7 +152,7 @@ def _measured(
         copies=copies // shares if on_device else 0,
         gathered=_gathered(model, trained) if shares > 1 else 0,
         activations=max(0, peak - gradients),
-        teacher=0 if teacher is None else _bytes(_unique(teacher.parameters())),
+        teacher=0,
         on_host=0 if on_device else copies // shares,
         sequences=config.sequences_per_pass,
         length=length,
@@ -158,16 +160,32 @@ def _measured(
     )
 
 
+def _of_teacher(teacher: nn.Module | None, shares: int) -> int:
+    """Bytes of a model that is only read: all of it, or a part, and whole what is in work."""
+    if teacher is None:
+        return 0
+    weights = _bytes(_unique(teacher.parameters()))
+    if shares == 1:
+        return weights
+    rest, largest = _gathered_parts(teacher)
+    return weights // shares + _bytes(rest) + 2 * _bytes(largest)
+
+
 def _gathered(model: nn.Module, trained: list[Tensor]) -> int:
     """Bytes that a process holds whole of what it shares: weights, gradients, and a buffer to reduce them."""
+    rest, largest = _gathered_parts(model)
+    known = {id(p) for p in trained}
+    gradients = _bytes(p for p in (*rest, *largest) if id(p) in known)
+    return _bytes(rest) + 2 * _bytes(largest) + gradients + max(_bytes(rest), _bytes(largest))
+
+
+def _gathered_parts(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What FSDP gathers at once: weights outside of the layers, and those of a layer (the largest; two are held)."""
     base = causal_lm(model)
     layers = [_unique(layer.parameters()) for layer in decoder_layers(base)] if base is not None else []
     in_layers = {id(p) for layer in layers for p in layer}
     rest = [p for p in _unique(model.parameters()) if id(p) not in in_layers]
-    largest = max(layers, key=_bytes, default=[])
-    known = {id(p) for p in trained}
-    gradients = _bytes(p for p in (*rest, *largest) if id(p) in known)
-    return _bytes(rest) + 2 * _bytes(largest) + gradients + max(_bytes(rest), _bytes(largest))
+    return rest, max(layers, key=_bytes, default=[])
 
 
 def _give_shapes(model: nn.Module | None) -> None:

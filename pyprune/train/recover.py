@@ -12,6 +12,7 @@ from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.plan import PrunePlan
+from pyprune.runtime import processes
 from pyprune.runtime.files import check_output
 from pyprune.train.distill import Distillation
 from pyprune.train.loop import train
@@ -114,7 +115,7 @@ def recover(
             keep = True
             raise
         finally:
-            if keep:
+            if keep and processes.gets_result():
                 adapted.merge_and_unload()
             else:
                 adapted.unload()

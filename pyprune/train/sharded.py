@@ -5,7 +5,8 @@ weight leaves the model as it joins the copy. Every tensor with a hidden axis is
 group of DReSS's penalty lies in one process, and penalties and proximal maps work on the part as on a whole. The
 optimizer, the copies and the kernels see plain tensors: the parts that this process holds. Gradients add up over the
 processes (no mean), because losses are weighted by their share of the whole batch's tokens. Afterwards the weights
-come back whole, in every process.
+come back whole, in every process; in the first alone where they were read from files
+(:class:`pyprune.runtime.processes.Division`), so that no device and no process but that one ever holds a whole model.
 
 The rows of a batch are divided in the order of the processes, so that N processes with one micro batch each do what one
 process does with N micro batches; sums are taken in another order, which changes the last bits.
@@ -31,7 +32,7 @@ from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.families import decoder_layers, named_axes
 from pyprune.runtime import processes
-from pyprune.runtime.processes import summed_
+from pyprune.runtime.processes import Division, summed_
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.shards import is_blocks
@@ -110,51 +111,36 @@ class Sharded(Whole):
     """A part of a model's weights in each process.
 
     Args:
-        model: whole, the same in every process; it has no weights while it is trained.
+        model: whole, the same in every process; what is trained of it has no weights meanwhile.
+        how: where parts are, and whether weights are those of files.
 
     Raises:
         ConfigError: the installed torch cannot do this.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+    def __init__(self, model: nn.Module, how: Division) -> None:
+        from torch.distributed.fsdp import FSDPModule
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"Training in several processes needs torch 2.9 or newer; this is {torch.__version__}.")
+        self.how = how
         self.processes = processes.count()
         self.rank = processes.number()
-        device = next(model.parameters()).device
-        self.mesh = init_device_mesh(device.type, (self.processes,))
+        self.mesh = _mesh(model, how)
         self._originals = dict(model.named_parameters())
-        for parameter in self._originals.values():
-            torch.distributed.broadcast(parameter.data, src=0)
-        self.model = self._sharded_copy(model)
-        setattr(self.model, _LOSS, MethodType(_call, self.model))
-        register_fsdp_forward_method(self.model, _LOSS)
+        if not how.from_files:
+            for parameter in self._originals.values():
+                torch.distributed.broadcast(parameter.data, src=0)
+        self._stays = {name for name, p in self._originals.items() if how.from_files and not p.requires_grad}
+        self.model = _sharded_copy(model, self.mesh, self._placement, stays=self._stays)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
         self.parts = {name: _with_part(p) for name, p in self.divided.items()}
         self._names = {id(part): name for name, part in self.parts.items()}
         self._order: list[str] = []
-
-    def _sharded_copy(self, model: nn.Module) -> nn.Module:
-        """A copy of the modules that takes the weights over, a layer at a time."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        place = self._placement(copied)
-        base = causal_lm(copied)
-        layers = [] if base is None else list(decoder_layers(base))
-        for module in (*layers, copied):
-            held = [p for p in module.parameters() if not hasattr(p, "device_mesh")]
-            fully_shard(module, mesh=self.mesh, shard_placement_fn=place)
-            for parameter in held:
-                parameter.data = parameter.data.new_empty(0)
-        for module in copied.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        return copied
 
     def _placement(self, model: nn.Module) -> Callable[[nn.Parameter], Any]:
         """Along which dimension a weight is divided: its hidden one, else the first."""
@@ -195,7 +181,7 @@ class Sharded(Whole):
             given = (terms.lm, terms.penalty, terms.total, *terms.parts.values())
             return tuple(t for t in given if t is not None)
 
-        getattr(self.model, _LOSS)(tensors)
+        within(self.model, tensors)
         if not torch.is_grad_enabled():
             cast(Any, self.model).reshard()  # which the backward pass does otherwise
         return found[0]
@@ -298,8 +284,11 @@ class Sharded(Whole):
     @torch.no_grad()
     def _restore(self) -> None:
         """Gather the weights, one at a time, and give them to the model; the parts of them go."""
+        keeps = processes.first() or not self.how.from_files
         for name, original in self._originals.items():
-            original.data = self.divided[name].detach().full_tensor()
+            if name not in self._stays:
+                whole = self.divided[name].detach().full_tensor()  # of all processes together
+                original.data = whole.to(original.device) if keeps else original.data
             self.parts[name].data.untyped_storage().resize_(0)
 
 
@@ -327,10 +316,29 @@ def sharding(model: nn.Module, config: TrainConfig) -> Whole:
     Raises:
         ConfigError: its batch cannot be divided among the processes that share it.
     """
-    if not processes.divided():
+    how = processes.division()
+    if how is None:
         return Whole(model)
     check_shares(config)
-    return Sharded(model)
+    return Sharded(model, how)
+
+
+def to_read(model: PreTrainedModel) -> PreTrainedModel:
+    """What to run of a model that a training only reads: where weights are those of files, a copy that is divided.
+
+    The model keeps its own weights. Call what runs the copy through :func:`within`; from the first call on, its
+    embeddings, last norm and head are whole in every process.
+    """
+    how = processes.division()
+    if how is None or not how.from_files:
+        return model
+    names = {name for name, _ in model.named_parameters()}
+    return cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))
+
+
+def within(model: nn.Module, function: Callable[[], Any]) -> Any:
+    """Call a function that runs parts of a divided model, as FSDP's forward pass of all of it; of others, call it."""
+    return getattr(model, _LOSS)(function) if hasattr(model, _LOSS) else function()
 
 
 def part_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -361,6 +369,32 @@ def channels_of(parameter: nn.Parameter, dim: int, channels: Sequence[int]) -> l
     size = parameter.shape[dim] // mesh.size()
     start = mesh.get_local_rank() * size
     return [channel - start for channel in channels if start <= channel < start + size]
+
+
+def _mesh(model: nn.Module, how: Division) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = how.device or next(model.parameters()).device
+    return init_device_mesh(device.type, (processes.count(),))
+
+
+def _sharded_copy(model: nn.Module, mesh: Any, placement: Callable[[nn.Module], Any], *, stays: set[str]) -> nn.Module:
+    """A copy of the modules that takes the weights over, a layer at a time; those that stay are the model's, too."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    kept = {id(p) for name, p in model.named_parameters() if name in stays}
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    place = placement(copied)
+    base = causal_lm(copied)
+    layers = [] if base is None else list(decoder_layers(base))
+    for module in (*layers, copied):
+        held = [(p, p.data) for p in module.parameters() if not hasattr(p, "device_mesh")]
+        fully_shard(module, mesh=mesh, shard_placement_fn=place)  # which moves them to the mesh's device
+        for parameter, whole in held:
+            parameter.data = whole if id(parameter) in kept else whole.new_empty(0)
+    setattr(copied, _LOSS, MethodType(_call, copied))
+    register_fsdp_forward_method(copied, _LOSS)
+    return copied
 
 
 def _call(model: nn.Module, function: Callable[[], Any]) -> Any:

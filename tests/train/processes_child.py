@@ -28,6 +28,7 @@ from pyprune.methods.regularise.dress.training import DressObjective
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
 from pyprune.runtime import processes
+from pyprune.runtime.processes import Division
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, TrainReport
 from pyprune.train.recover import recover
@@ -45,6 +46,8 @@ LEAN = replace(ADAM, memory="lean", dtype="bfloat16")
 MEASURED = TrainConfig(
     steps=2, batch_size=8, micro_batch_size=4, dtype="bfloat16", memory="full", optimizer="fused_adamw"
 )
+STORED = "stored-"
+"""Cases of weights that all processes have from files."""
 SAMPLES = tiny_batch(batch=37, length=16)
 DRESS = DressOptions(penalty_weight=0.1, norm="l2", train=ADAM)
 
@@ -113,6 +116,8 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
     "reconstruct": lambda _: _reconstructed(["a", "b"] * 8, 2),
     "reconstruct-one-judge": lambda _: _reconstructed(None, 4),
+    "stored-lora": lambda _: _recovered("lora"),
+    "stored-distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
     "dropout": lambda _: _recovered("lora", dropout=0.5),
     "anneal-early-stop": lambda _: _trained(
         replace(ADAM, early_stop_patience=1, validation_interval=1),
@@ -130,7 +135,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
 def results(out: Path, names: list[str]) -> None:
     """Run cases, and write what came out."""
     for name in names:
-        with processes.dividing():
+        with processes.dividing(Division(from_files=name.startswith(STORED))):
             model, report = CASES[name](out)
         weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         facts = report.to_dict() if isinstance(report, TrainReport) else {"peak": report}

@@ -21,15 +21,17 @@ from pyprune.runtime import processes
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.sharded import check_shares
+from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests.train import processes_child
-from tests.train.processes_child import CASES, MEASURED, REMOVED
+from tests.train.processes_child import CASES, MEASURED, REMOVED, STORED
 from tests.train.test_memory import LENGTH, shapes
 
 CHILD = Path(processes_child.__file__)
 STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
-EQUAL = [name for name in CASES if name not in (*STATES, "lean", "memory", "dropout")]
+FROM_FILES = [name for name in CASES if name.startswith(STORED)]
+EQUAL = [name for name in CASES if name not in (*STATES, *FROM_FILES, "lean", "memory", "dropout")]
 THREE = ("lora", "reconstruct-one-judge", "anneal-early-stop", "dress-one-half")
 """Cases of which three processes have parts of other sizes, or none."""
 ROUNDING = 1e-3
@@ -102,6 +104,51 @@ def test_two_processes_reach_what_one_does(name: str, one: Path, two: Path) -> N
     assert found["report"].get("tokens") == expected["report"].get("tokens")
     pairs = zip(expected["report"].get("validation", []), found["report"].get("validation", []), strict=True)
     assert all(a == pytest.approx(b, rel=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", FROM_FILES)
+def test_weights_of_files_are_held_once_and_the_first_process_has_the_result(name: str, one: Path, two: Path) -> None:
+    expected, found, other = read(one, name), read(two, name), read(two, name, process=1)["weights"]
+    assert distance(expected["weights"], untrained()) > 0.1, "trained"
+    assert_reached(found["weights"], expected["weights"])
+    losses = [report["history"][-1]["lm_loss"] for report in (expected["report"], found["report"])]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    if name == "stored-lora":
+        assert largest_difference(other, untrained()) == 0, "what is frozen stays, and adapters are not merged into it"
+    else:
+        assert sum(tensor.numel() for tensor in other.values()) == 0, "what was trained is in the first alone"
+
+
+def test_a_teacher_that_is_divided_is_held_in_parts() -> None:
+    model, teacher = shapes(torch.float32), shapes(torch.float32)
+    options: dict[str, Any] = {"device": torch.device("cpu"), "teacher": teacher}
+    whole = training_memory(model, MEASURED, Objective(), LENGTH, **options, shares=2).teacher
+    part = training_memory(
+        shapes(torch.float32), MEASURED, Objective(), LENGTH, **options, teacher_divided=True, shares=64
+    )
+    rest = sum(p.nbytes for name, p in shapes(torch.float32).named_parameters() if ".layers." not in name)
+    assert rest < part.teacher < 0.8 * whole
+
+
+def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
+    """Through the command: both map the checkpoint and its teacher, and the first writes the result."""
+    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
+    pruned, alone, together = (tmp_path / name for name in ("pruned", "alone", "together"))
+    options = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "dtype": "float32", "learning_rate": 1e-2}
+    sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
+    sets += ["--set", "recover.adapters=none", "--set", "recover.distill.alpha=0.5", "--teacher", str(dense)]
+    small = ["--samples", "16", "--sequence-length", "16", "--data", text]
+    for arguments in (
+        ["prune", dense, "--method", "last", "--ratio", "0.5", "--out", pruned],
+        ["recover", pruned, "--out", alone, *small, *sets],
+    ):
+        assert not run(*arguments).exit_code
+    command = torchrun(2, "-m", "pyprune", "recover", pruned, "--out", together, *small, *sets)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-4000:]
+    before, *after = (load_file(folder / "model.safetensors") for folder in (pruned, alone, together))
+    assert largest_difference(before, after[0]) > 1e-2, "trained"
+    assert largest_difference(*after) < 1e-4
 
 
 def test_sums_of_two_are_the_same_bits(one: Path, two: Path) -> None:
