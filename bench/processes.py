@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from bench._command import count, exit_status
 from bench._timing import conditions
 from bench.optimizer import extra_peak, the_model, tokens
-from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import PypruneError
 from pyprune.report import Cell, Table, markdown_table
@@ -42,6 +42,7 @@ from pyprune.train.loop import train
 from pyprune.train.lora import adapted
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
+from pyprune.train.recover import recovery_objective
 
 RESULTS = Path(__file__).resolve().parent / "results" / "processes.jsonl"
 BATCH, LENGTH = 8, 256
@@ -132,16 +133,25 @@ def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
             yield name, number, _of_seventy(config, number)
         lora = RecoverConfig(rank=32, alpha=10.0, train=replace(lean, memory="full"))
         yield "LoRA on bfloat16 weights", number, _of_seventy(lora.train, number, lora)
+        taught = replace(lora, distill=DistillConfig(alpha=0.5))
+        yield "the same, from the dense model", number, _of_seventy(taught.train, number, taught)
 
 
 def _of_seventy(config: TrainConfig, number: int, lora: RecoverConfig | None = None) -> TrainingMemory:
-    dtype = torch.float32 if config.memory == "full" and lora is None else torch.bfloat16
+    options: dict[str, Any] = {"device": torch.device("cuda"), "shares": number, "teacher_divided": True}
+    if lora is None:
+        model = _seventy(torch.float32 if config.memory == "full" else torch.bfloat16)
+        return training_memory(model, config, Objective(), 2048, **options)
+    model, teacher = _seventy(torch.bfloat16), _seventy(torch.bfloat16) if lora.distill else None
+    objective = recovery_objective(model, lora, teacher=teacher)
+    with torch.device("meta"), adapted(model, lora) as trained:
+        return training_memory(trained, config, objective, 2048, teacher=teacher, **options)
+
+
+def _seventy(dtype: torch.dtype) -> PreTrainedModel:
+    """LLaMA-2-70B without weights."""
     with torch.device("meta"):
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(SEVENTY, dtype=dtype))
-        if lora is None:
-            return training_memory(model, config, Objective(), 2048, device=torch.device("cuda"), shares=number)
-        with adapted(model, lora) as trained:
-            return training_memory(trained, config, Objective(), 2048, device=torch.device("cuda"), shares=number)
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(SEVENTY, dtype=dtype))
 
 
 def paper_table() -> str:

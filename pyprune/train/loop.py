@@ -38,7 +38,7 @@ from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
-from pyprune.train.lean import decided, place_of_copies, steps_in_backward, to_bfloat16
+from pyprune.train.lean import autocast, decided, place_of_copies, steps_in_backward, to_bfloat16
 from pyprune.train.objective import LossTerms, Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
     Clipping,
@@ -294,7 +294,7 @@ class _Run:
         return sums.add(self._terms(micro), weight)
 
     def _terms(self, micro: Batch) -> LossTerms:
-        with self._autocast():
+        with autocast(self.config, self.device.type):
             return self.shards.loss(lambda: self.objective.micro_loss(self.model, micro))
 
     def _over_processes(self, sums: Sums) -> Sums:
@@ -395,9 +395,6 @@ class _Run:
             self.updating = self.changed = True
             yield
             self.updating = False
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def _catch_up(self) -> None:
         """A run that was interrupted between a step and its validation validates first."""

@@ -31,7 +31,7 @@ from pyprune.ops import without_values
 from pyprune.ops.regularised_adamw import Moments
 from pyprune.runtime import processes
 from pyprune.train.head import causal_lm
-from pyprune.train.lean import decided, place_of_copies, steps_in_backward
+from pyprune.train.lean import autocast, decided, place_of_copies, steps_in_backward
 from pyprune.train.objective import Objective
 from pyprune.train.optimizer import uses_own_optimizer
 
@@ -212,7 +212,7 @@ def _peak(model: nn.Module, config: TrainConfig, objective: Objective, length: i
         with live:
             objective.before_step(model, 1)
             for _ in range(min(2, config.passes)):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.dtype == "bfloat16"):
+                with autocast(config, "cpu"):
                     terms = objective.micro_loss(model, Batch.of(ids))
                 loss = terms.minimised if terms.penalty is None else terms.minimised + terms.penalty
                 del terms

@@ -36,11 +36,13 @@ PENALTIES = [
 STEP = 5
 
 
-def penalty_for(case: Any, size: int, axis: int, offset: float = 0.0) -> Penalty | None:
-    """Every third group and the last two, out of order."""
+def penalty_for(case: Any, size: int, axis: int, offset: float = 0.0, *, last: bool = False) -> Penalty | None:
+    """Every third group and the last two, out of order; or the last quarter, which are neighbours (DReSS's `last`)."""
     if case is None:
         return None
     index = sorted({*range(0, size, 3), *range(max(0, size - 2), size)}, reverse=True)
+    if last:
+        index = list(range(size - -(-size // 4), size))
     kind, solver, prox_step = case
     return Penalty(torch.tensor(index), axis, kind, STRENGTH, solver, prox_step, offset)
 
@@ -97,8 +99,19 @@ def plain_step(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_float64(backend: str, shape: tuple[int, int], dtype: torch.dtype, case: Any, axis: int) -> None:
+    _check_against_float64(shape, dtype, penalty_for(case, shape[axis], axis))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("case", PENALTIES[1:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_neighbours_agree_with_float64(backend: str, shape: tuple[int, int], case: Any, axis: int) -> None:
+    """Column kernels share one block of groups among threads in another way than scattered ones."""
+    _check_against_float64(shape, torch.float32, penalty_for(case, shape[axis], axis, last=True))
+
+
+def _check_against_float64(shape: tuple[int, int], dtype: torch.dtype, penalty: Penalty | None) -> None:
     weight, gradient, moments = tensors(shape, dtype)
-    penalty = penalty_for(case, shape[axis], axis)
     exact, exact_moments = exact_step(weight, gradient, moments, penalty)
     plain, first, second = plain_step(weight, gradient, moments, penalty)
     before = gradient.clone()
@@ -158,11 +171,12 @@ def test_offset_penalises_one_plus_w(backend: str) -> None:
 
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("case", PENALTIES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
-    dtype: torch.dtype, case: Any, quantised: bool, use_backend: Callable[[str], None]
+    dtype: torch.dtype, case: Any, quantised: bool, last: bool, use_backend: Callable[[str], None]
 ) -> None:
     threads = torch.get_num_threads()
     results = []
@@ -174,7 +188,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
                 made = [tensors(s, dtype) for s in ((67, 517), (3,), (131,), (517, 67))]
                 weights, gradients = [m[0] for m in made], [m[1] for m in made]
                 moments = [Moments.zeros(w, quantised=quantised) for w in weights]
-                penalties = [penalty_for(case, w.shape[-1], w.dim() - 1) for w in weights]
+                penalties = [penalty_for(case, w.shape[-1], w.dim() - 1, last=last) for w in weights]
                 for step in (1, 2):
                     regularised_adamw(
                         weights, gradients, moments, HYPER, steps=step, penalties=penalties, stochastic=True, seed=3

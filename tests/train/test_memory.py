@@ -147,3 +147,17 @@ def test_layers_that_may_be_dropped_at_random_are_counted() -> None:
         return found.activations + found.gradients
 
     assert activations(16) > 1.6 * activations(8)
+
+
+def test_checkpointing_keeps_no_bfloat16_copies_of_weights() -> None:
+    """Each is made where it is used, and again in the backward pass."""
+    config = LlamaConfig(**{**SHAPES.to_dict(), "vocab_size": 64})
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2)]
+    copies = 2 * sum(p.numel() for p in models[0].model.layers.parameters() if p.ndim == 2)
+    two_passes = replace(BASE, micro_batch_size=2)  # in the second one all gradients are there
+    kept, freed = (
+        training_memory(model, replace(two_passes, gradient_checkpointing=on), Objective(), 8, device=CPU).activations
+        for model, on in zip(models, (False, True), strict=True)
+    )
+    assert freed < 0.5 * copies < copies < kept
