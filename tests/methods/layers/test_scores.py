@@ -274,6 +274,16 @@ def test_last_removes_from_the_end_and_keeps_the_very_last() -> None:
     assert removed(decided(model, config("last", 0.2, keep_last=3), nothing)) == [2]
 
 
+@pytest.mark.parametrize("unit", ["attention", "mlp"])
+def test_last_removes_blocks_alone(unit: Unit) -> None:
+    nothing = torch.empty(0, 0, dtype=torch.int64)
+    decision = decided(tiny_model(num_hidden_layers=LAYERS), config("last", unit=unit), nothing)
+    assert removed(decision) == [4, 3, 2]
+    blocks = [layer.query_heads if unit == "attention" else layer.ffn for layer in decision.plan.layers]
+    assert [bool(block) for block in blocks] == [True, True, False, False, False, True]
+    assert decision.plan.removed_layers == ()
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_share_of_parameters_is_not_exceeded(unit: Unit) -> None:
     model = tiny_model(num_hidden_layers=LAYERS)

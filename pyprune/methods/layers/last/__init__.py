@@ -1,22 +1,21 @@
-"""The last layers: the control that reads nothing (Gromov et al. 2024, their simple heuristic)."""
+"""The last layers, or their attention or MLP blocks: the control that reads nothing (Gromov et al. 2024)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
-from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method, with_paper
-from pyprune.methods.layers import removing
+from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
 
 
 @dataclass(frozen=True)
-class LastOptions(MethodOptions):
-    """Options of removing the last layers.
+class LastOptions(BlockOptions):
+    """Options of removing the last layers, or blocks.
 
     Attributes:
-        keep_last: layers at the end of the model that stay; Gromov et al. keep 1.
+        keep_last: layers at the end of the model that stay whole; Gromov et al. keep 1.
     """
 
     keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
@@ -36,5 +35,6 @@ METHOD = Method(
     reads_text=False,
     from_disk=True,
     options=LastOptions,
+    removes=BLOCKS_TOO,
     presets=with_paper("last", _last),
 )

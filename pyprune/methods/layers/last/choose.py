@@ -16,6 +16,7 @@ def decide(
     request: PlanRequest,
     run: RunOptions = RunOptions(),  # noqa: B008 - frozen
 ) -> PlanDecision:
-    """Remove the last layers that are not kept; ``samples`` may be empty."""
-    removal = Removal.of(request, keep_last=own_options(request, LastOptions).keep_last)
+    """Remove the last units of layers that are not kept; ``samples`` may be empty."""
+    options = own_options(request, LastOptions)
+    removal = Removal.of(request, options.unit, keep_last=options.keep_last)
     return removal.decision(removal.opened[: -removal.count - 1 : -1])
