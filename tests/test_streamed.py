@@ -145,6 +145,8 @@ def test_methods_that_read_no_text_decide_from_disk(
     [
         {"method": "shortgpt"},
         {"method": "shortgpt", "shortgpt.unit": "mlp"},
+        {"method": "sleb"},
+        {"method": "shortened_llama", "shortened_llama.unit": "attention"},
         {"method": "wanda"},
         {"method": "flap", "cut.reconstruct": "none"},
         {"method": "flap"},
@@ -202,6 +204,8 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
     (["--method", "wanda", "--set", "score.axes=[ffn,hidden]"], "wanda scores hidden"),
     (["--method", "taylor"], "taylor scores the model as a whole"),
     (["--method", "laco"], "changes weights"),
+    (["--method", "shortened_llama", "--set", "shortened_llama.form=taylor_plus", "--set",
+      "shortened_llama.keep_first=0", "--set", "shortened_llama.keep_last=0"], "gradients of the whole model"),
     (["--set", "verify=true"], "verify measures it"),
 ])  # fmt: skip
 def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, text: Path) -> None:

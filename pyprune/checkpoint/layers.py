@@ -12,12 +12,15 @@ from typing_extensions import override
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.probe.streams import LayerRunner
 
+STREAM_BYTES = 1 << 30
+"""What the streams of batches that branch hold together, if one batch and one branch of it hold no more."""
+
 
 class StoredLayers(LayerRunner):
     """The layers of a checkpoint folder with safetensors: of the layers one is in memory at a time.
 
-    What makes the stream, and the final norm, through which the model's own forward pass sends it, stay in memory; the
-    head is never used and has no values.
+    What makes the stream, and the final norm, through which the model's own forward pass sends it, stay in memory. A
+    head that is not tied has values only in the block of :meth:`head`.
 
     Args:
         stored: the checkpoint, read in the dtype and on the device that the layers compute with.
@@ -32,10 +35,11 @@ class StoredLayers(LayerRunner):
         self._read_ends()
 
     def _read_ends(self) -> None:
-        for name, _ in list(self.model.named_parameters()):
-            if self.family.match(name)[0].role in ("embedding", "final_norm"):
-                owner, _, last = name.rpartition(".")
-                setattr(self.model.get_submodule(owner), last, self._parameter(name))
+        names = [name for name, _ in self.model.named_parameters()]
+        self._read([name for name in names if self.family.match(name)[0].role in ("embedding", "final_norm")])
+        if self.model.config.tie_word_embeddings:
+            head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+            head.weight = embedding.weight
         for child in self.model.base_model.modules():
             if not any(p.is_meta for p in child.parameters()):
                 child.to(self.stored.device)
@@ -45,19 +49,43 @@ class StoredLayers(LayerRunner):
         """All of them in one group, so that every layer is read once."""
         return [batches]
 
+    @override
+    def branching_together(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
+        """As many that layers and the head are read as few times as can be, while streams hold :data:`STREAM_BYTES`."""
+        longest = max(batch.numel() for batch in batches)
+        streams = STREAM_BYTES // (longest * self.model.config.hidden_size * self.model.dtype.itemsize)
+        ways = [(many, min(len(starts), streams // many - 1)) for many in range(1, len(batches) + 1)]
+        possible = [(many, branches) for many, branches in ways if branches > 0]
+        return min(possible, key=lambda way: self._reads(len(batches), starts, *way), default=(1, 1))
+
+    def _reads(self, batches: int, starts: Sequence[int], many: int, branches: int) -> int:
+        """Layers and heads that are read, each walk beginning behind the last branch of the one before it."""
+        begins = [0, *(starts[at - 1] + 1 for at in range(branches, len(starts), branches))]
+        return -(-batches // many) * sum(len(self.layers) + 1 - begin for begin in begins)
+
     @contextmanager
     @override
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Give one decoder layer with its weights, for the time of the block; they are read anew each time."""
         layer = self.layers[index]
-        prefix = f"{self.family.layers_path}.{index}."
-        for name, _ in list(layer.named_parameters()):
-            owner, _, last = name.rpartition(".")
-            setattr(layer.get_submodule(owner), last, self._parameter(prefix + name))
+        self._read([f"{self.family.layers_path}.{index}.{name}" for name, _ in layer.named_parameters()])
         try:
             yield layer
         finally:
             layer.to("meta")
+
+    @contextmanager
+    @override
+    def head(self) -> Iterator[None]:
+        """Let the head have its weights, for the time of the block; what is not the embedding's is read anew."""
+        own = {id(p) for p in self.model.get_output_embeddings().parameters() if p.is_meta}
+        names = [name for name, p in self.model.named_parameters() if id(p) in own]
+        self._read(names)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
 
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
@@ -70,6 +98,14 @@ class StoredLayers(LayerRunner):
     def keep_zeros(self, name: str, count: int) -> None:
         """Write a parameter that the checkpoint lacks."""
         self.stored.replace(name, torch.zeros(count, dtype=self.stored.dtype))
+
+    def _read(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, self._parameter(name))
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(owner), last, parameter)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return nn.Parameter(self.stored.read(name), requires_grad=False)

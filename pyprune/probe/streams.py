@@ -87,6 +87,18 @@ class LayerRunner:
         """Batches in the groups whose streams are best taken through a layer before the next one: each by itself."""
         return [[batch] for batch in batches]
 
+    def branching_together(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
+        """How many batches, and how many branches of each, are best taken through a layer before the next one.
+
+        Args:
+            batches: token ids, int64 [B, T] each.
+            starts: the layers at which every one of their streams branches, ascending.
+
+        Returns:
+            One and one, which hold least: layers in memory can be come back to at no cost.
+        """
+        return 1, 1
+
     def walk(self, batches: Sequence[Tensor]) -> None:
         """Run token ids, int64 [B, T] each, through all layers, for those who listen to modules inside them."""
         for group in self.walking_together(batches):
@@ -99,6 +111,11 @@ class LayerRunner:
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Give one decoder layer with its weights, for the time of the block."""
         yield self.layers[index]
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """Let the model's head have its weights, for the time of the block."""
+        yield
 
     def keep(self, index: int, names: Iterable[str]) -> None:
         """Keep what parameters of a layer were changed to, in the block of :meth:`layer`; a model in memory does."""

@@ -2,18 +2,20 @@
 
 The residual stream walks through the model one layer at a time, on a micro batch of calibration text, without
 gradients. What is in front of a layer is the same whether that layer is removed or not, so the model without each of n
-layers in turn costs about n/2 forward passes, not n, and gives the same numbers.
+layers in turn costs about n/2 forward passes, not n, and gives the same numbers. The streams of several candidates and
+micro batches may walk together, so that layers on disk are read few times; each has the shape that it has by itself,
+and so the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.layers import StoredLayers
@@ -26,6 +28,8 @@ from pyprune.probe.activations import still
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards
 from pyprune.runtime.progress import track
 from pyprune.train.loss import causal_loss
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -134,17 +138,18 @@ def stays_of(unit: Unit, index: int) -> Part | None:
 
 @torch.no_grad()
 def losses_without(
-    model: PreTrainedModel,
+    runner: LayerRunner,
     batches: Sequence[Tensor],
     unit: Unit,
     gone: Collection[int],
-    candidates: Sequence[int],
+    candidates: Collection[int],
     description: str,
 ) -> dict[int, float]:
     """The loss of the model without each candidate, and without what has gone already.
 
     Args:
-        model: a dense model; it comes back as it was.
+        runner: the layers of a dense model, which comes back as it was. Of a checkpoint on disk each layer is read once
+            for as many batches and candidates as :meth:`LayerRunner.branching_together` allows.
         batches: token ids, int64 [B, T] each, of one T.
         unit: what is removed.
         gone: layers whose unit is removed in every case.
@@ -154,30 +159,95 @@ def losses_without(
     Returns:
         Layer -> mean next-token cross-entropy over all predicted tokens, nats.
     """
-    runner = LayerRunner(model, family_for(model))
-    totals = dict.fromkeys(sorted(candidates), 0.0)
-    with still(model):
-        for batch in track(batches, description):
-            stream = runner.embed(batch)
-            for index in range(max(totals) + 1):
-                if index in totals:
-                    behind = _walk(runner, stream, unit, {*gone, index}, index)
-                    totals[index] += _loss_behind(runner, behind, batch) * len(batch)
-                stream = _walk(runner, stream, unit, gone, index, index + 1)
+    starts = sorted(candidates)
+    totals = dict.fromkeys(starts, 0.0)
+    many, together = runner.branching_together(batches, starts)
+    groups, pieces = _pieces(batches, many), _pieces(starts, together)
+    with still(runner.model):
+        walks = (found for group in groups for found in _walks(runner, group, unit, gone, pieces))
+        for found in track(walks, description, total=len(groups) * len(pieces)):
+            for index, of_batches in found.items():
+                for loss in of_batches:  # in their order, however they are grouped
+                    totals[index] += loss
     rows = sum(map(len, batches))
     return {index: total / rows for index, total in totals.items()}
 
 
-def _walk(
-    runner: LayerRunner, stream: Tensor, unit: Unit, gone: Collection[int], first: int, stop: int | None = None
-) -> Tensor:
-    """Take a stream [B, T, H] from the layer ``first`` to in front of ``stop``, without what has gone."""
-    for index in range(first, len(runner.layers) if stop is None else stop):
-        part = stays_of(unit, index) if index in gone else Part(index, BLOCKS)
+def _pieces(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _walks(
+    runner: LayerRunner,
+    batches: Sequence[Tensor],
+    unit: Unit,
+    gone: Collection[int],
+    pieces: Iterable[Sequence[int]],
+) -> Iterator[dict[int, list[float]]]:
+    """Take batches through the layers once for each piece of the candidates; give :func:`_losses_behind`."""
+    common = _CommonStreams(runner, unit, gone, [runner.embed(batch) for batch in batches])
+    for piece in pieces:
+        yield _losses_behind(runner, batches, common.branches(piece))
+
+
+def _losses_behind(
+    runner: LayerRunner, batches: Sequence[Tensor], ends: Mapping[int, Sequence[Tensor]]
+) -> dict[int, list[float]]:
+    """The loss of streams that have passed the last layer: candidate -> one for each batch, summed over sequences."""
+    with runner.head():
+        return {
+            index: [_loss_behind(runner, end, batch) * len(batch) for end, batch in zip(own, batches, strict=True)]
+            for index, own in ends.items()
+        }
+
+
+@dataclass
+class _CommonStreams:
+    """The streams of some batches on their way through the model without what has gone; others branch off them.
+
+    Attributes:
+        runner: the layers.
+        unit: what is removed.
+        gone: layers whose unit is removed in every case.
+        streams: [B, T, H] for each batch, in front of the layer ``at``.
+        at: the layer.
+    """
+
+    runner: LayerRunner
+    unit: Unit
+    gone: Collection[int]
+    streams: list[Tensor]
+    at: int = 0
+
+    def branches(self, starts: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Go on behind the last of these layers, and take to the end what branches off by losing the unit of each.
+
+        Args:
+            starts: layers, ascending, none in front of ``at``.
+
+        Returns:
+            Layer -> the streams [B, T, H] behind the last layer of the model without its unit, one for each batch.
+        """
+        found: dict[int, list[Tensor]] = {}
+        for index in range(self.at, len(self.runner.layers)):
+            part = stays_of(self.unit, index) if index in self.gone else Part(index, BLOCKS)
+            if part is None:
+                continue
+            going = [*found.values(), *([self.streams] if index <= starts[-1] else [])]
+            with self.runner.layer(index) as layer:
+                if index in starts:
+                    found[index] = self._taken(layer, stays_of(self.unit, index), list(self.streams))
+                for streams in going:
+                    self._taken(layer, part, streams)
+        self.at = starts[-1] + 1
+        return found
+
+    def _taken(self, layer: nn.Module, part: Part | None, streams: list[Tensor]) -> list[Tensor]:
+        """Take streams through a part, in their list: one of them is held twice at a time."""
         if part is not None:
-            with runner.layer(index) as layer:
-                stream = runner.run(layer, part, stream)
-    return stream
+            for number, stream in enumerate(streams):
+                streams[number] = self.runner.run(layer, part, stream)
+        return streams
 
 
 def _loss_behind(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:

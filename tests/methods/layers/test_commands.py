@@ -15,6 +15,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.cut.mask import masked
+from pyprune.streamed import NOTE
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -39,6 +40,7 @@ def test_every_method_writes_a_stock_checkpoint_of_fewer_layers(method: str, tmp
     assert record.plan is not None
     assert len(record.plan.layers) == 2
     assert any(note.startswith("Removed: layers [") for note in record.provenance["report"]["notes"])
+    assert (NOTE in record.provenance["report"]["notes"]) == (method != "laco")
     assert bool(record.provenance["training_marks"]) == (method != "last")
     model, _ = load_model(tmp_path / "out")
     assert type(model).__name__ == "LlamaForCausalLM"

@@ -129,7 +129,7 @@ def test_shortgpt_removes_the_smallest_influence() -> None:
 def test_losses_without_a_unit_are_those_of_the_masked_model(family: str, unit: Unit) -> None:
     model = tiny_model(family)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found = losses_without(model, samples().split(4), unit, (1,), [0, 2, 3], "losses")
+    found = losses_without(LayerRunner(model, family_for(model)), samples().split(4), unit, (1,), [0, 2, 3], "losses")
     assert list(found) == [0, 2, 3]
     assert found == pytest.approx({i: loss(model, {1, i}, unit) for i in found}, rel=1e-4)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -166,7 +166,7 @@ def test_what_stands_before_a_removed_layer_is_computed_once() -> None:
     runs = []
     for index in range(LAYERS):
         layer_of(model, index).self_attn.register_forward_hook(lambda *_: runs.append(1))
-    losses_without(model, (samples(),), "layer", (), range(LAYERS), "losses")
+    losses_without(LayerRunner(model, family_for(model)), (samples(),), "layer", (), range(LAYERS), "losses")
     behind = LAYERS * (LAYERS - 1) // 2
     assert len(runs) == LAYERS + behind < LAYERS * (LAYERS - 1)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from typing_extensions import override
+
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method, with_paper
@@ -36,6 +38,11 @@ class ShortenedLlamaOptions(BlockOptions):
         first, last = PAPER_KEEPS[self.form]
         return first if self.keep_first is None else self.keep_first, last if self.keep_last is None else self.keep_last
 
+    @property
+    @override
+    def why_loaded(self) -> str:
+        return "shortened_llama.form=taylor_plus takes the gradients of the whole model" if self.form != "ppl" else ""
+
 
 def _shortened_llama() -> PruneConfig:
     """Shortened LLaMA: 25 % of the layers, by perplexity; the paper's 10 samples of 128 tokens.
@@ -52,6 +59,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.score:decide"),
     regularise=None,
     options=ShortenedLlamaOptions,
+    from_disk=True,
     removes=BLOCKS_TOO,
     presets=with_paper("shortened_llama", _shortened_llama),
 )

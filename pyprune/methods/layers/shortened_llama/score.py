@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pyprune.config.score import ScoreConfig
 from pyprune.families import NamedParam
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
 from pyprune.methods.score._gradients import Summed, own_values, take_gradients
@@ -35,9 +35,10 @@ def decide(
     options = own_options(request, ShortenedLlamaOptions)
     first, last = options.kept
     removal = Removal.of(request, options.unit, keep_first=first, keep_last=last)
-    batches = micro_batches(model, samples, request.method)
+    runner = layers_of(model, run)
+    batches = micro_batches(runner.model, samples, request.method)
     if options.form == "ppl":
-        scores = losses_without(model, batches, removal.unit, (), removal.opened, "Loss without each layer")
+        scores = losses_without(runner, batches, removal.unit, (), removal.opened, "Loss without each layer")
     else:
         found = taylor_scores(model, samples, request, removal.unit, batch_size=len(batches[0]))
         scores = {index: found[index] for index in removal.opened}

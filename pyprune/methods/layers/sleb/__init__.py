@@ -35,6 +35,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.score:decide"),
     regularise=None,
     options=SlebOptions,
+    from_disk=True,
     removes=BLOCKS_TOO,
     presets=with_paper("sleb", _sleb),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, losses_without, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
 from pyprune.methods.layers.sleb import SlebOptions
 
 
@@ -24,12 +24,13 @@ def decide(
     """Remove one unit a round, the one without which the loss is smallest; ties by the smaller index."""
     options = own_options(request, SlebOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    batches = micro_batches(model, samples, request.method)
+    runner = layers_of(model, run)
+    batches = micro_batches(runner.model, samples, request.method)
     removed: list[int] = []
     rounds = []
     for number in range(1, removal.count + 1):
         rest = [index for index in removal.opened if index not in removed]
-        losses = losses_without(model, batches, removal.unit, removed, rest, f"Round {number} of {removal.count}")
+        losses = losses_without(runner, batches, removal.unit, removed, rest, f"Round {number} of {removal.count}")
         chosen = removal.smallest(losses, 1)[0]
         removed.append(chosen)
         rounds.append({"removed": chosen, "losses": json_scores(losses)})
