@@ -46,8 +46,11 @@ def read_bounded(path: str | Path, limit: int = JSON_BYTES) -> str:
         OSError: the file is missing or may not be read.
         ValueError: it is longer, or not UTF-8.
     """
+    data = bytearray()
     with Path(path).open("rb") as stream:
-        data = stream.read(limit + 1)
+        # In pieces: one call for all that is allowed would set that much memory aside for a file of some bytes.
+        while len(data) <= limit and (piece := stream.read(1 << 20)):
+            data += piece
     if len(data) > limit:
         raise ValueError(f"it has more than {limit:,} bytes, the most that are read")
     return data.decode("utf-8")
