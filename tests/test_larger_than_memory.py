@@ -19,6 +19,8 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles
 from pyprune.recipe import build_config
 from pyprune.streamed import NOTE
+from tests._support.text import write_text
+from tests._support.tokenizer import tiny_tokenizer
 
 SPARE = 160 << 20
 """Bytes of data that the command may have beyond what its imports take."""
@@ -80,6 +82,7 @@ def write_sharded(folder: Path, layers: int) -> Path:
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
 
     def shards() -> Iterator[dict[str, torch.Tensor]]:
         yield outer_tensors()
@@ -139,6 +142,18 @@ def test_a_checkpoint_larger_than_memory_is_decided_on_and_cut(
     assert model.config.num_hidden_layers == LAYERS
     with torch.no_grad():
         assert model(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_candidates_are_measured_with_a_layer_in_memory(large: Path, tmp_path: Path) -> None:
+    """SLEB needs the loss without each of them."""
+    text = write_text(tmp_path / "text.txt")
+    sizes = ["--calibration", text, "--samples", "2", "--sequence-length", "16"]
+    result = limited("prune", large, "--method", "sleb", "--ratio", "0.07", *sizes, "--out", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    record = read_pruning_json(tmp_path / "out", verify_files=True)
+    assert NOTE in record.provenance["report"]["notes"]
+    assert record.plan is not None
+    assert len(record.plan.layers) == LAYERS - 1
 
 
 def test_the_limit_is_one(large: Path, tmp_path: Path) -> None:
