@@ -33,7 +33,8 @@ VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention accepts."""
 
 ON_TRANSFORMERS = ("PhiForCausalLM", "Starcoder2ForCausalLM", "Olmo2ForCausalLM")
-"""Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers."""
+"""Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers. The plugin has layers
+for the pruned architectures of these families."""
 
 WIDTH_MULTIPLE = 8
 """Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
@@ -247,11 +248,9 @@ def _int8_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
     layout = rounding.get("format") if isinstance(rounding, Mapping) else None
     if architecture not in ON_TRANSFORMERS or layout != "int-quantized":
         return []
-    own = f"Pruned{architecture}"
-    way_out = "Export with --target pruned" if own in architectures() else "Choose another format than w8a8-int8"
     return [
         f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "
-        f'("mat1 must be a 2D tensor"). {way_out}.'
+        '("mat1 must be a 2D tensor"). Export with --target pruned.'
     ]
 
 

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.models.gemma3 import Gemma3Attention, Gemma3MLP
 from vllm.model_executor.models.granite import GraniteAttention
-from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
 from pyprune.modeling.layers import VirtualLayerNorm
@@ -31,22 +36,77 @@ class NoAttention(nn.Module):
 
 
 class NormedAttention(LlamaAttention):
-    """LLaMA attention with an RMSNorm over every query and key head before the rotation (Qwen3)."""
+    """LLaMA attention that normalises queries and keys before the rotation; families say how."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, *self.normed(q, k))
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output  # type: ignore[no-any-return]
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise this rank's queries [tokens, heads x head_dim] and keys [tokens, KV heads x head_dim]."""
+        raise NotImplementedError
+
+
+class HeadNormedAttention(NormedAttention):
+    """An RMSNorm over every query and key head (Qwen3)."""
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config, **options)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`NormedAttention.normed`."""
         q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
-        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
-        q, k = self.rotary_emb(positions, q, k)
-        output, _ = self.o_proj(self.attn(q, k, v))
-        return output  # type: ignore[no-any-return]
+        return q, self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
+
+
+class WidthNormedAttention(NormedAttention):
+    """An RMSNorm over all queries of a layer and one over all its keys (OLMo 2), whichever ranks hold them.
+
+    Every rank has as many heads as every other, and heads that several ranks hold are held by equally many. So the mean
+    of squares over a whole projection is the mean of the ranks' own means: two numbers for each token are exchanged.
+    """
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config=config, **options)
+        self.eps: float = config.rms_norm_eps
+        self.ranks: int = get_tensor_model_parallel_world_size()
+        self.q_norm = _NormWeight(self.total_num_heads, self.head_dim)
+        self.k_norm = _NormWeight(self.total_num_kv_heads, self.head_dim)
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`NormedAttention.normed`. The mean and what it divides are float32."""
+        squares = torch.stack([part.float().square().mean(-1) for part in (q, k)])
+        if self.ranks > 1:
+            # Flat, because a fused kernel for GPUs takes two dimensions for activations of 16 bits.
+            squares = tensor_model_parallel_all_reduce(squares.flatten()).view_as(squares) / self.ranks
+        q_scale, k_scale = (squares + self.eps).rsqrt().unsqueeze(-1)
+        return self.q_norm(q, q_scale), self.k_norm(k, k_scale)
+
+
+class _NormWeight(nn.Module):
+    """The weight of a norm over all heads, as far as this rank holds those."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        size = max(1, heads // ranks) * head_dim
+        self.first = rank * heads // ranks * head_dim  # of fewer heads than ranks, neighbours hold the same one
+        self.weight = nn.Parameter(torch.ones(size))
+        self.weight.weight_loader = self.load  # type: ignore[attr-defined]
+
+    def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Take this rank's part of the weight [heads x head_dim]; vLLM calls it."""
+        parameter.data.copy_(whole.narrow(0, self.first, parameter.shape[0]))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """[tokens, this rank's heads x head_dim], float32 [tokens, 1] -> scaled, in the dtype of ``x``."""
+        return (self.weight * (x.float() * scale)).to(x.dtype)
 
 
 class Surroundings:
@@ -136,7 +196,7 @@ class BiasedDecoderLayer(PrunedDecoderLayer):
 class NormedDecoderLayer(PrunedDecoderLayer):
     """Qwen3: norms on query and key heads."""
 
-    attention_class = NormedAttention
+    attention_class = HeadNormedAttention
 
 
 class ScaledAttention(GraniteAttention):
@@ -343,8 +403,16 @@ class PlainMLP(nn.Module):
         return output  # type: ignore[no-any-return]
 
 
-def _attention(own: Any, vllm_config: VllmConfig, prefix: str, *, bias: bool, output_bias: bool) -> nn.Module:
-    return LlamaAttention(  # type: ignore[no-any-return]
+def _attention(
+    own: Any,
+    vllm_config: VllmConfig,
+    prefix: str,
+    *,
+    bias: bool,
+    output_bias: bool,
+    kind: Any = LlamaAttention,
+) -> nn.Module:
+    return kind(  # type: ignore[no-any-return]
         config=own,
         hidden_size=own.hidden_size,
         num_heads=own.num_attention_heads,
@@ -410,3 +478,31 @@ class Starcoder2DecoderLayer(OwnDecoderLayer):
             return output, stream
         stream = stream + output
         return self.mlp(self.post_attention_layernorm(stream)), stream
+
+
+class Olmo2DecoderLayer(OwnDecoderLayer):
+    """OLMo 2: no norms before a sub-block and one after each; queries and keys are normalised over their width."""
+
+    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
+        """See :meth:`OwnDecoderLayer.build`."""
+        size, eps, quant_config = own.hidden_size, own.rms_norm_eps, vllm_config.quant_config
+        if self.attends:
+            options = {"bias": own.attention_bias, "output_bias": own.attention_bias, "kind": WidthNormedAttention}
+            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **options)
+            self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        if self.feeds:
+            self.mlp = LlamaMLP(size, own.intermediate_size, own.hidden_act, quant_config, prefix=f"{prefix}.mlp")
+            self.post_feedforward_layernorm = RMSNorm(size, eps=eps)
+        if getattr(own, "output_bias", False):
+            _give_output_biases(self, own, vllm_config, prefix)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        stream = hidden_states if residual is None else hidden_states + residual
+        if not self.attends:
+            return self.post_feedforward_layernorm(self.mlp(stream)), stream
+        output = self.post_attention_layernorm(self.self_attn(positions=positions, hidden_states=stream))
+        if not self.feeds:
+            return output, stream
+        stream = stream + output
+        return self.post_feedforward_layernorm(self.mlp(stream)), stream

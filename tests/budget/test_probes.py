@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,16 @@ def test_the_random_state_is_left_alone(source: Path, tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_what_vllm_cannot_serve_is_left_out() -> None:
-    config = tiny_model("olmo2").config
-    plans = probe_plans(family_for(config).plan(config))
-    assert "serves no sizes per layer for olmo2" in why_not_served(config, plans["unequal layers"], "vllm")
+def test_what_vllm_cannot_serve_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_model("llama").config
+    family = family_for(config)
+    plans = probe_plans(family.plan(config))
+    assert why_not_served(config, plans["unequal layers"], "vllm") == ""
+    # As a family of another package that brings no layer for vLLM.
+    monkeypatch.setattr("pyprune.budget.probes.family_for", lambda _: replace(family, vllm_layer=""))
+    assert "serves no sizes per layer for llama" in why_not_served(config, plans["unequal layers"], "vllm")
     assert why_not_served(config, plans["half of the layers"], "vllm") == ""
     assert why_not_served(config, plans["unequal layers"], "transformers") == ""
-    llama = tiny_model("llama").config
-    assert why_not_served(llama, probe_plans(family_for(llama).plan(llama))["unequal layers"], "vllm") == ""
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,11 @@ def assert_two_ranks_answer_right(
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
 
 
-@CASES
+NORMED_WIDTH = Case("olmo2", shareable, "PrunedOlmo2ForCausalLM")
+"""Its norms run over all heads of a layer, of which each rank has a part."""
+
+
+@pytest.mark.parametrize("case", [UNEQUAL, STOCK, NORMED_WIDTH], ids=["unequal", "stock", "normed-width"])
 def test_two_ranks_share_the_layers(case: Case, tmp_path: Path) -> None:
     assert_two_ranks_answer_right(case, "--tensor-parallel-size", tmp_path, {})
 

@@ -64,6 +64,8 @@ CASES |= {
     ),
     "phi-tied-everything": Case("phi-tied", everything, "PrunedPhiForCausalLM"),
     "gemma3-compensated": Case("gemma3-untied", skipping_and_narrower, "PrunedGemma3ForCausalLM", compensated=True),
+    "olmo2-tied-bias-everything": Case("olmo2-tied-bias", everything, "PrunedOlmo2ForCausalLM"),
+    "olmo2-compensated": Case("olmo2", skipping_and_narrower, "PrunedOlmo2ForCausalLM", compensated=True),
 }
 LAYERED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).vllm_layer}
 CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
