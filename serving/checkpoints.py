@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,10 @@ BESIDE_WEIGHTS = re.compile(r".*\.(?:weight|input|output|k|v)_(?:global_scale|sc
 """Tensors that compressed-tensors stores beside weights, which are no parameters of the model."""
 PACKED = ".weight_packed"
 """End of the name of a weight whose values are packed into words."""
+BESIDE_WORDS = re.compile(r"(.*\.)(?:scales|qzeros|g_idx)")
+"""Tensors that GPTQ and AWQ store beside ``qweight``, which are no parameters of the model."""
+WORDS = ".qweight"
+"""End of the name of a weight whose values GPTQ or AWQ packed into words."""
 BITS_OF_A_WORD = 32
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -35,7 +39,8 @@ class Checkpoint:
         folder: where it is; the file itself for GGUF.
         config: config.json as plain data; for GGUF the same facts under the same names.
         parameters: of the model, a tied head once: as its record says, else what the files hold. Of weights that
-            compressed-tensors packed their own shape counts, and scales do not. Of a GGUF file, its elements.
+            compressed-tensors, GPTQ or AWQ packed their own shape counts, and scales do not. Of a GGUF file, its
+            elements.
         bytes: size of the weight files in bytes.
         format: of most of a GGUF file's matrices, such as q8_0; None for a folder.
     """
@@ -100,17 +105,32 @@ def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
     names = set(tensors.names())
     if config.get("tie_word_embeddings"):
         names.discard("lm_head.weight")
-    if config.get("quantization_config"):
-        names = {name for name in names if not BESIDE_WEIGHTS.fullmatch(name)}
-    return sum(math.prod(_shape(tensors, name)) for name in names)
+    facts = config.get("quantization_config")
+    bits = facts.get("bits") if isinstance(facts, Mapping) else None
+    if facts:
+        names = {name for name in names if not _is_beside(name, names)}
+    return sum(math.prod(_shape(tensors, name, bits)) for name in names)
 
 
-def _shape(tensors: TensorFiles, name: str) -> tuple[int, ...]:
-    """The shape of a weight, also where it is packed into words, beside which its own is stored.
+def _is_beside(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor of a quantised checkpoint is no parameter, but says how to read one."""
+    words = BESIDE_WORDS.fullmatch(name)
+    return bool(BESIDE_WEIGHTS.fullmatch(name)) or (words is not None and f"{words[1]}{WORDS[1:]}" in names)
+
+
+def _shape(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
+    """The shape of a weight, also where it is packed into words.
+
+    Args:
+        tensors: of the folder.
+        name: of the weight.
+        bits: what config.json says of a packed value, as it is there.
 
     Raises:
-        CheckpointError: the stored shape is missing, or cannot be that of the packed weight.
+        CheckpointError: what is stored beside the packed weight is missing, or cannot be of it.
     """
+    if name.endswith(WORDS):
+        return _shape_in_words(tensors, name, bits)
     stored, beside = tensors.shape(name), name.removesuffix("_packed") + "_shape"
     if not name.endswith(PACKED):
         return stored
@@ -122,6 +142,35 @@ def _shape(tensors: TensorFiles, name: str) -> tuple[int, ...]:
             f"{found or 'missing'}. The checkpoint is damaged or incomplete; fetch or write it again."
         )
     return found
+
+
+def _shape_in_words(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
+    """The shape [inputs, outputs] of a weight that GPTQ packed along its inputs, or AWQ along its outputs.
+
+    Both store scales [groups, outputs]. GPTQ may store the group of every input; without it, ``bits`` tells the inputs.
+
+    Raises:
+        CheckpointError: scales are missing, or what is stored cannot be of a weight of 2 to 8 bits.
+    """
+    stem, stored = name.removesuffix(WORDS), tensors.shape(name)
+    scales = _shape_or_none(tensors, f"{stem}.scales")
+    if len(stored) == 2 and scales is not None and len(scales) == 2:
+        groups = _shape_or_none(tensors, f"{stem}.g_idx")
+        inputs, outputs = stored[0], scales[1]
+        if stored[1] == outputs:
+            known = type(bits) is int and bits > 0
+            inputs = groups[0] if groups else inputs * BITS_OF_A_WORD // bits if known else 0
+        if 2 * inputs * outputs <= BITS_OF_A_WORD * math.prod(stored) <= 8 * inputs * outputs:
+            return inputs, outputs
+    raise CheckpointError(
+        f"{name} of {tensors.folder} has the packed shape {stored}, and its scales have the shape "
+        f"{scales or 'missing'}: these are no weights of 2 to 8 bits as GPTQ and AWQ write them (config.json says bits "
+        f"{shown(bits)}). The checkpoint is damaged or incomplete, or in a layout that is not read; fetch it again."
+    )
+
+
+def _shape_or_none(tensors: TensorFiles, name: str) -> tuple[int, ...] | None:
+    return tensors.shape(name) if name in tensors.names() else None
 
 
 def is_gguf(source: str | Path) -> bool:

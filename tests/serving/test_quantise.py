@@ -25,7 +25,7 @@ from pyprune.serving import quantise
 from pyprune.serving.export import export
 from pyprune.serving.quantise import SCHEMES, choose_quantisation
 from tests._support.cli import refused, run
-from tests._support.models import tiny_batch
+from tests._support.models import tiny_batch, tiny_model
 from tests._support.quantised import (
     cut_model,
     in_32s,
@@ -121,6 +121,58 @@ def test_a_packed_weight_with_another_shape_is_damaged(tmp_path: Path) -> None:
         assert f"{name}, which says its own, is" in refused("inspect", foreign).replace("\n", " ")
     save_file({k: v for k, v in tensors.items() if k != name}, foreign / "model.safetensors", {"format": "pt"})
     assert "is missing" in refused("inspect", foreign).replace("\n", " ")
+
+
+def _write_in_words(folder: Path, method: str, bits: int, *, groups_of_inputs: bool = False) -> int:
+    """A folder as GPTQ or AWQ write it, with zeros for weights; returns the parameters that it stands for."""
+    model = tiny_model("llama-head-dim")
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        outputs, inputs = tensors.pop(name).shape
+        stem, packed = name.removesuffix("weight"), [inputs, outputs]
+        packed[0 if method == "gptq" else 1] //= 32 // bits
+        tensors[f"{stem}qweight"] = torch.zeros(packed, dtype=torch.int32)
+        tensors[f"{stem}qzeros"] = torch.zeros(2, outputs * bits // 32, dtype=torch.int32)
+        tensors[f"{stem}scales"] = torch.ones(2, outputs, dtype=torch.float16)
+        if groups_of_inputs:
+            tensors[f"{stem}g_idx"] = torch.zeros(inputs, dtype=torch.int32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": bits, "group_size": 24}
+    (folder / "config.json").write_text(json.dumps(config))
+    return count_parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "groups_of_inputs"), [("gptq", 4, True), ("gptq", 8, False), ("awq", 4, False)]
+)
+def test_weights_that_other_programs_packed_are_counted_as_what_they_stand_for(
+    method: str, bits: int, groups_of_inputs: bool, tmp_path: Path
+) -> None:
+    wanted = _write_in_words(tmp_path / "foreign", method, bits, groups_of_inputs=groups_of_inputs)
+    result = run("inspect", tmp_path / "foreign", "--json", tmp_path / "figures.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "figures.json").read_text())["parameters"] == wanted
+
+
+@pytest.mark.parametrize("damage", ["no scales", "other scales", "no bits"])
+def test_packed_weights_that_cannot_be_counted_are_refused(damage: str, tmp_path: Path) -> None:
+    _write_in_words(tmp_path, "gptq", 4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = "model.layers.0.mlp.down_proj.scales"
+    if damage == "no bits":
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["quantization_config"]["bits"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    elif damage == "no scales":
+        del tensors[scales]
+    else:
+        tensors[scales] = torch.ones(2, 7)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    message = " ".join(refused("inspect", tmp_path).split())
+    assert ".qweight of" in message
+    assert "no weights of 2 to 8 bits as GPTQ and AWQ write them" in message
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("w8a8-int8", torch.int8), ("fp8", torch.float8_e4m3fn), *PACKED])
