@@ -150,9 +150,13 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "wanda"},
         {"method": "flap", "cut.reconstruct": "none"},
         {"method": "flap"},
+        {"method": "taylor"},
+        {"method": "taylor", "taylor.form": "param_mix", "score.batch_size": 2},
+        {"method": "smoothgrad", "smoothgrad.draws": 2},
+        {"method": "obs", "ratio": 0.1},
     ],
 )
-def test_methods_that_read_activations_decide_with_a_layer_in_memory(
+def test_methods_that_read_activations_or_gradients_decide_with_a_layer_in_memory(
     name: str, more: dict[str, Any], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several batches of unlike size: what is summed over them is summed in the same order."""
@@ -202,7 +206,10 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
     (["--trust-remote-code"], "code of its own"),
     (["--set", "score.iterations=2"], "score.iterations is 2"),
     (["--method", "wanda", "--set", "score.axes=[ffn,hidden]"], "wanda scores hidden"),
-    (["--method", "taylor"], "taylor scores the model as a whole"),
+    (["--method", "taylor", "--set", "score.axes=[hidden]"], "taylor scores hidden"),
+    (["--method", "taylor", "--set", "score.layerwise=false"], "score.layerwise is false"),
+    (["--method", "moreau"], "moreau holds the displacements"),
+    (["--method", "loraprune"], "loraprune holds the LoRA factors"),
     (["--method", "laco"], "changes weights"),
     (["--method", "shortened_llama", "--set", "shortened_llama.form=taylor_plus", "--set",
       "shortened_llama.keep_first=0", "--set", "shortened_llama.keep_last=0"], "gradients of the whole model"),
@@ -219,9 +226,13 @@ def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, 
     assert NOTE not in notes
 
 
-def test_the_command_says_that_it_streamed_and_a_dry_run_gives_its_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["magnitude", "taylor", "obs"])
+def test_the_command_says_that_it_streamed_and_a_dry_run_gives_its_plan(
+    method: str, tmp_path: Path, text: Path
+) -> None:
     dense = dense_folder(tmp_path / "dense")
-    arguments = ["prune", dense, "--method", "magnitude", "--ratio", "0.3"]
+    sizes = [] if method == "magnitude" else ["--calibration", text, "--samples", "4", "--sequence-length", "32"]
+    arguments = ["prune", dense, "--method", method, "--ratio", "0.1", *sizes]
     result = run(*arguments, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "Streamed from file to file" in " ".join(result.stdout.split())

@@ -131,9 +131,23 @@ class LayerRunner:
             part: which blocks of it write; the others add zero.
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
         """
-        call = self._calls[stream.shape[0], stream.shape[1]][part.layer]
+        call = self.keywords(part.layer, stream)
         with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self._autocast(stream):
             return module(stream, **call)  # type: ignore[no-any-return]
+
+    def keywords(self, index: int, stream: Tensor) -> dict[str, Any]:
+        """What the model gives a layer beside a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen."""
+        return self._calls[stream.shape[0], stream.shape[1]][index]
+
+    @contextmanager
+    def ending(self, stream: Tensor) -> Iterator[PreTrainedModel]:
+        """Give the model as it goes on from a stream [B, T, H] behind its last layer; its layers are not run."""
+
+        def passed_over(*_: Any, **__: Any) -> Tensor:
+            return stream
+
+        with replaced_forwards(dict.fromkeys(self.layers, passed_over)):
+            yield self.model
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a module inside a layer makes of x [..., in], in the dtype that :meth:`run` computes in."""

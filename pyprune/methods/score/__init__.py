@@ -37,10 +37,14 @@ class ScoreMethod(Method):
     Attributes:
         scorer: adds the scores of one round; for those who rank the same scores to several goals.
         disk_axes: axes that it scores without the model in memory.
+        gradients: whether it takes gradients, so that ``score.layerwise`` says of how many layers at once.
+        holds: what it holds of all layers at once, in words, where it cannot score from disk; empty = says nothing.
     """
 
     scorer: Scorer
     disk_axes: tuple[ScoreAxis, ...] = ()
+    gradients: bool = False
+    holds: str = ""
 
     @override
     def start(self) -> PruneConfig:
@@ -54,7 +58,9 @@ class ScoreMethod(Method):
         axes = [axis for axis in config.score_options.axes if axis not in self.disk_axes]
         if self.from_disk and axes:
             return f"{self.name} scores {', '.join(axes)} of the model as a whole"
-        return super().why_loaded(config)
+        if self.gradients and not config.score_options.layerwise:
+            return "score.layerwise is false, which takes the gradients of all layers at once"
+        return f"{self.name} holds {self.holds}" if self.holds else super().why_loaded(config)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ def score_method(
     *,
     text: bool = True,
     from_disk: tuple[ScoreAxis, ...] = (),
+    gradients: bool = False,
+    holds: str = "",
     options: type[MethodOptions] = MethodOptions,
     presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
 ) -> ScoreMethod:
@@ -90,8 +98,11 @@ def score_method(
         summary: one line for people.
         scorer: adds the scores; "module:name" for a function that is imported when it is first called.
         text: whether the scorer reads calibration text.
-        from_disk: axes for which the scorer takes weights and statistics only from ``run`` (:class:`Scoring`), which
-            reads a tensor or a layer at a time where the model is not in memory.
+        from_disk: axes for which the scorer takes weights, statistics and gradients only from ``run``
+            (:class:`Scoring`), which reads a tensor or a layer at a time where the model is not in memory.
+        gradients: whether the scorer takes gradients.
+        holds: what it holds of all layers at once, if that is why it cannot score from disk: "displacements of all
+            open weights".
         options: the class of the method's own options.
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
     """
@@ -106,6 +117,8 @@ def score_method(
         reads_text=text,
         from_disk=bool(from_disk),
         disk_axes=from_disk,
+        gradients=gradients,
+        holds=holds,
         options=options,
         presets=presets or {},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from pyprune.families import NamedParam
 from pyprune.methods.score._gradients import GradientReport
 from pyprune.methods.score.base import Scoring
 
@@ -22,7 +23,8 @@ class Account:
 
     Attributes:
         model: weights of the model in memory; 0 where they are read from disk, one tensor or layer at a time.
-        state: what lives through all steps (a displacement, sums of gradients, or statistics of activations).
+        state: what lives through all steps (a displacement, sums of gradients, statistics of activations, or the
+            streams of a model on disk).
         layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
             methods without gradients.
         layerwise: which of the two.
@@ -41,18 +43,14 @@ class Account:
 
         Args:
             report: of the pass.
-            copies: float32 copies of all open parameters that lived through the steps.
+            copies: float32 copies of open parameters that lived through the steps: of all of them, or of one layer's
+                where all passes went through it together.
             changed: whether the weights were changed (a copy of them) or read in place.
         """
-        sizes: dict[int | None, int] = {}
-        for param in self.run.opened:
-            weights = _bytes(param.parameter)
-            here = _wide_bytes(param.parameter) + (weights if changed else 0)
-            sizes[param.layer] = sizes.get(param.layer, 0) + here
-        outer = sizes.pop(None, 0)
-        inner = max(sizes.values(), default=0) if report.layerwise else sum(sizes.values())
-        self.state = copies * sum(_wide_bytes(p.parameter) for p in self.run.opened)
-        self.layer = outer + inner
+        gradients = _by_layer(self.run.opened, _wide_bytes)
+        at_work = _by_layer(self.run.opened, lambda p: _wide_bytes(p) + (_bytes(p) if changed else 0))
+        self.state = copies * _held(gradients, of_one=report.together) + report.streams
+        self.layer = _held(at_work, of_one=report.layerwise)
         self.layerwise = report.layerwise
 
     def write(self) -> None:
@@ -77,14 +75,14 @@ class Account:
 @contextmanager
 def measured(run: Scoring) -> Iterator[Account]:
     """Measure the peak meanwhile and report it."""
-    cuda = run.model.device.type == "cuda"
+    cuda = run.device.type == "cuda"
     account = Account(run, sum(_bytes(p) for p in run.model.parameters() if not p.is_meta))
     if cuda:
-        torch.cuda.reset_peak_memory_stats(run.model.device)
+        torch.cuda.reset_peak_memory_stats(run.device)
     else:
         _reset_resident_peak()
     yield account
-    account.peak = torch.cuda.max_memory_allocated(run.model.device) if cuda else _resident_peak()
+    account.peak = torch.cuda.max_memory_allocated(run.device) if cuda else _resident_peak()
     account.write()
 
 
@@ -103,6 +101,20 @@ def _resident_peak() -> int:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _by_layer(params: Iterable[NamedParam], count: Callable[[Tensor], int]) -> dict[int | None, int]:
+    """Bytes of the parameters of each layer, and under None of those outside of the layers."""
+    found: dict[int | None, int] = {}
+    for param in params:
+        found[param.layer] = found.get(param.layer, 0) + count(param.parameter)
+    return found
+
+
+def _held(sizes: Mapping[int | None, int], *, of_one: bool) -> int:
+    """Of the largest layer, or of all, and what is outside of the layers."""
+    inner = [size for layer, size in sizes.items() if layer is not None]
+    return sizes.get(None, 0) + (max(inner, default=0) if of_one else sum(inner))
 
 
 def _bytes(tensor: Tensor | nn.Parameter) -> int:

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -110,6 +111,20 @@ class Scoring:
         scores = StructureScores(scope, request.score.aggregation)
         return cls(model, samples, request, scope, scope.opened(model), masked, scores, stored)
 
+    @cached_property
+    def layers(self) -> StoredLayers | None:
+        """The layers of a model on disk, read one at a time; None where the model is in memory."""
+        return None if self.stored is None else StoredLayers(self.stored)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.device if self.stored is None else self.stored.device
+
+    def module(self, name: str) -> nn.Module:
+        """A module that can be listened to; of a model on disk its weights are there only while its layer runs."""
+        return (self.model if self.layers is None else self.layers.model).get_submodule(name)
+
     @property
     def score(self) -> ScoreConfig:
         """The options that all scoring methods share."""
@@ -128,7 +143,9 @@ class Scoring:
     def weight(self, param: NamedParam) -> Tensor:
         """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
         offset = self.request.family.unit_offset_norm and param.row.is_norm_weight
-        values = param.parameter.detach() if self.stored is None else self.stored.read(param.name)
+        values = param.parameter.detach()
+        if self.stored is not None and values.is_meta:
+            values = self.stored.read(param.name)
         return values + 1 if offset else values
 
     def module_weight(self, module: str) -> Tensor:
@@ -139,7 +156,7 @@ class Scoring:
 
     def moments(self, *, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Moments]:
         """Moments of what modules read or write on the samples; see :func:`gather_moments`."""
-        source = self.model if self.stored is None else StoredLayers(self.stored)
+        source = self.model if self.layers is None else self.layers
         size = self.score.batch_size
         return gather_moments(source, self.samples, inputs=inputs, outputs=outputs, batch_size=size)
 

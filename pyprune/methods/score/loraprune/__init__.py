@@ -60,6 +60,7 @@ METHOD = score_method(
     "loraprune",
     "LoRAPrune: Taylor scores with gradients read off LoRA factors.",
     f"{__name__}.score:score",
+    holds="the LoRA factors of all open projections, which it trains",
     options=LoraPruneOptions,
     presets=with_equal_layers("loraprune", _loraprune_paper),
 )

@@ -45,6 +45,8 @@ METHOD = replace(
         "obs",
         "Optimal Brain Surgeon: remove the heads and channels that the others can best replace.",
         f"{__name__}.score:score",
+        from_disk=("heads", "ffn"),
+        gradients=True,
         options=ObsOptions,
         presets={"obs": _obs},
     ),

@@ -16,7 +16,7 @@ the dearest before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -47,32 +47,39 @@ def score(run: Scoring) -> None:
     """
     _check(run)
     options, names = own_options(run.request, ObsOptions), run.output_projections()
-    with measured(run) as account:
-        modules = {name: cast(nn.Linear, run.model.get_submodule(name)) for name in names.values()}
-        device = run.model.device
-        warn_of_slow_dtype(options.dtype, device)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
-        with _listening(modules) as found, autocast:
-            report = take_gradients(run, own_values, _ignore)
+    places = {f"{name}.weight": place for place, name in names.items()}
+    largest = 0
+
+    with measured(run) as account, _listening(run, names.values()) as found:
+
+        def weigh(param: NamedParam, part: Tensor, last: bool) -> None:
+            """Turn moments into costs as soon as they are whole; the gradient itself is not wanted."""
+            nonlocal largest
+            if not last or param.name not in places:
+                return
+            largest = max(largest, sum(moments.nbytes for moments in found.values()))
+            moments = found.pop(param.name.removesuffix(".weight"))
+            with torch.autocast(part.device.type, enabled=False):
+                _add(run, *places[param.name], param.parameter.detach(), moments, options.damping)
+
+        warn_of_slow_dtype(options.dtype, run.device)
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+            report = take_gradients(run, own_values, weigh)
         account.gradients(report, copies=0)
-        account.state = sum(moments.nbytes for moments in found.values())
-    predicted = run.samples.shape[0] * (run.samples.shape[1] - 1)
-    for (layer, axis), name in names.items():
-        moments = found.pop(name)
-        sensitivity = moments.outputs * (predicted**2 / moments.tokens)  # gradients were those of the mean loss
-        _add(run, layer, axis, modules[name], moments.inputs / moments.tokens, sensitivity, options.damping)
+        account.state += largest
     run.details |= {"tokens": run.samples.numel(), "loss": report.loss}
     run.note("Scores are nats a token: what the loss grows by when a unit goes and the others of its block are solved.")
 
 
-def _add(
-    run: Scoring, layer: int | None, axis: str, module: nn.Linear, inputs: Tensor, outputs: Tensor, damping: float
-) -> None:
+def _add(run: Scoring, layer: int | None, axis: str, weight: Tensor, moments: _Moments, damping: float) -> None:
     dense = run.scope.dense
+    predicted = run.samples.shape[0] * (run.samples.shape[1] - 1)
+    inputs = moments.inputs / moments.tokens
+    outputs = moments.outputs * (predicted**2 / moments.tokens)  # gradients were those of the mean loss
     grouped = axis == "heads" and run.scope.whole_groups
     heads = {"heads": dense.group_size if grouped else 1}.get(axis)
     size = heads * dense.head_dim if heads else 1
-    costs = removal_costs(module.weight.detach(), inputs, outputs, size, damping=damping, of=f"{axis} of layer {layer}")
+    costs = removal_costs(weight, inputs, outputs, size, damping=damping, of=f"{axis} of layer {layer}")
     # The query heads of a group go together, and a group counts their sum.
     run.add_units(layer, axis, costs.repeat_interleave(heads) / heads if heads else costs)
 
@@ -172,25 +179,20 @@ class _Moments:
     tokens: int = 0
 
     @classmethod
-    def of(cls, module: nn.Linear) -> _Moments:
-        inputs, outputs = (
-            torch.zeros(n, n, device=module.weight.device) for n in (module.in_features, module.out_features)
-        )
+    def of(cls, x: Tensor, output: Tensor) -> _Moments:
+        """Zeros for a module that reads ``x`` [..., in] and writes ``output`` [..., out]."""
+        inputs, outputs = (torch.zeros(n, n, device=x.device) for n in (x.shape[-1], output.shape[-1]))
         return cls(inputs, outputs)
 
     @property
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.outputs.nbytes
 
-    def listen(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        """A forward hook: counts only runs that are differentiated, since layers may be run without a graph before."""
-        if not output.requires_grad:
-            return
-        self.inputs += _second_moments(args[0])
-        self.tokens += args[0].numel() // args[0].shape[-1]
-        output.register_hook(self._gradient)
+    def add_inputs(self, x: Tensor) -> None:
+        self.inputs += _second_moments(x)
+        self.tokens += x.numel() // x.shape[-1]
 
-    def _gradient(self, grad: Tensor) -> None:
+    def add_gradient(self, grad: Tensor) -> None:
         self.outputs += _second_moments(grad)
 
 
@@ -202,16 +204,25 @@ def _second_moments(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def _listening(modules: dict[str, nn.Linear]) -> Iterator[dict[str, _Moments]]:
-    found = {name: _Moments.of(module) for name, module in modules.items()}
+def _listening(run: Scoring, names: Iterable[str]) -> Iterator[dict[str, _Moments]]:
+    """Moments of named modules; of each from the first run on that is differentiated until they are taken out."""
+    found: dict[str, _Moments] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if not output.requires_grad:  # layers may be run without a graph before
+                return
+            if name not in found:
+                found[name] = _Moments.of(args[0], output)
+            found[name].add_inputs(args[0])
+            output.register_hook(found[name].add_gradient)
+
+        return after
+
     with ExitStack() as stack:
-        for name, module in modules.items():
-            stack.callback(module.register_forward_hook(found[name].listen).remove)
+        for name in names:
+            stack.callback(run.module(name).register_forward_hook(hook(name)).remove)
         yield found
-
-
-def _ignore(param: NamedParam, part: Tensor, last: bool) -> None:
-    """The gradients of weights, which come beside those of activations, are not wanted."""
 
 
 def _check(run: Scoring) -> None:

@@ -43,6 +43,8 @@ METHOD = score_method(
     "taylor",
     "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
     f"{__name__}.score:score",
+    from_disk=("heads", "ffn"),
+    gradients=True,
     options=TaylorOptions,
     presets={**with_equal_layers("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
 )

@@ -1,0 +1,145 @@
+"""Gradients of a model on disk: every micro batch goes through a decoder layer before the next layer is read.
+
+Forwards, the streams that enter some of the layers are kept. Backwards, from the last layer to the first open one, a
+layer is read again, run once more with a graph from its kept input, and its gradients are handed over; what a consumer
+sums over micro batches is complete before the next layer is read. Beside one layer and its gradients, what is held is
+the embeddings, the final norm, for the loss the head and the logits of a micro batch, two streams [N, T, H] of all the
+samples (of SmoothGrad also of all draws), and the kept ones: as many as :data:`KEPT_BYTES` hold, at least one. Where
+that is not one for every layer, layers are read and run again from the kept stream before them, at the places of
+Griewank and Walther's binomial schedule ("Algorithm 799: Revolve", 2000), which makes the fewest such runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import comb
+
+import torch
+from torch import Tensor, nn
+
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.data.tokens import Batch
+from pyprune.methods.score._passes import Pass, Segment
+from pyprune.probe.activations import still
+from pyprune.train.loss import causal_loss
+
+KEPT_BYTES = 2 << 30
+"""Of streams that are kept between layers, in host memory."""
+
+Streams = list[Tensor]
+"""The stream [B, T, H] of every pass at one point of the model, in host memory."""
+
+
+class StoredPasses:
+    """Passes over the layers of a checkpoint folder.
+
+    Args:
+        source: the layers; outside of them nothing is open.
+        passes: one or more, in the order in which their parts are handed over.
+
+    Attributes:
+        bytes: of the streams that were held at once.
+    """
+
+    def __init__(self, source: StoredLayers, passes: Sequence[Pass]) -> None:
+        self.source = source
+        self.passes = passes
+        self.bytes = 0
+
+    @torch.no_grad()
+    def take(self) -> float:
+        """Hand the gradients over, the last layer's first.
+
+        Returns:
+            The mean loss, nats a token.
+        """
+        with still(self.source.model):
+            first, ending = self.passes[0].first, len(self.source.layers)
+            streams = [self.source.embed(Batch.of(one.batch).inputs).cpu() for one in self.passes]
+            size = sum(stream.nbytes for stream in streams)
+            kept = min(max(1, KEPT_BYTES // size), ending - first)
+            self.bytes = (kept + 2) * size
+            walk = self._backwards(self._run(streams, 0, first), first, ending + 1, kept)
+            del streams
+            _, entered = next(walk)
+            loss, gradients = self._ending(entered)
+            del entered  # or it would be held while layers are run again
+            for index, entered in walk:
+                self._layer_backwards(index, entered, gradients)
+                del entered
+        return loss
+
+    def _backwards(self, streams: Streams, start: int, stop: int, kept: int) -> Iterator[tuple[int, Streams]]:
+        """Give ``stop`` - 1 to ``start``, each with the streams that enter there.
+
+        Args:
+            streams: what enters ``start``.
+            start: a layer.
+            stop: a later one; the one after the last layer is what follows the layers.
+            kept: streams that may be kept on the way.
+        """
+        while stop - start > 1:
+            middle = start + stride(stop - start, kept)
+            yield from self._backwards(self._run(streams, start, middle), middle, stop, kept - 1)
+            stop = middle
+        yield start, streams
+
+    def _run(self, streams: Streams, start: int, stop: int) -> Streams:
+        """What enters layer ``stop``, given what enters ``start``."""
+        found = list(streams)
+        for index in range(start, stop):
+            with self.source.layer(index) as layer:
+                for number, segment in enumerate(self._segments(index, layer)):
+                    hidden = found[number].to(self.source.model.device)
+                    found[number] = segment.forward(hidden, self.source.keywords(index, hidden)).cpu()
+        return found
+
+    def _ending(self, streams: Streams) -> tuple[float, Streams]:
+        """The mean loss, and its gradients in the streams behind the last layer."""
+        loss, found = 0.0, []
+        with self.source.head():
+            for one, stream in zip(self.passes, streams, strict=True):
+                given = stream.to(self.source.model.device).detach().requires_grad_()
+                with torch.enable_grad(), self.source.ending(given) as model:
+                    value = causal_loss(model, one.batch) * one.share
+                found.append(torch.autograd.grad(value, given)[0].cpu())
+                loss += float(value.detach())
+        return loss, found
+
+    def _layer_backwards(self, index: int, streams: Streams, gradients: Streams) -> None:
+        """Hand the gradients of a layer over.
+
+        Args:
+            index: of the layer.
+            streams: what enters it.
+            gradients: of the loss in what leaves it; those in ``streams`` take their place, where an earlier layer
+                needs them.
+        """
+        wanted = index > self.passes[0].first
+        with self.source.layer(index) as layer:
+            for number, segment in enumerate(self._segments(index, layer)):
+                hidden = streams[number].to(self.source.model.device)
+                gradient = gradients[number].to(hidden.device)
+                before = segment.backward(hidden, self.source.keywords(index, hidden), gradient, wanted)
+                if before is not None:
+                    gradients[number] = before.cpu()
+
+    def _segments(self, index: int, layer: nn.Module) -> list[Segment]:
+        """The layer in every pass, its open parameters being those in memory."""
+        model = self.source.model
+        params = [replace(p, parameter=model.get_parameter(p.name)) for p in self.passes[0].opened.get(index, [])]
+        return [Segment(one, layer, index, params) for one in self.passes]
+
+
+def stride(count: int, kept: int) -> int:
+    """How many layers further a stream is kept next, so that the fewest layers are run again.
+
+    Args:
+        count: points that are to be visited from the last to the first, the present one among them; at least 2.
+        kept: streams that may be kept between them; at least 1.
+    """
+    runs = 1  # of any layer; so many allow comb(kept + runs, kept) points
+    while comb(kept + runs, kept) < count:
+        runs += 1
+    return max(1, comb(kept + runs - 2, kept), count - comb(kept + runs - 1, kept - 1))

@@ -1,0 +1,156 @@
+"""Gradient scores of a model on disk: the bits of the model in memory, however few streams are kept between layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.stored import StoredModel
+from pyprune.config.run import PruneConfig
+from pyprune.methods.base import PlanRequest
+from pyprune.methods.registry import get_method
+from pyprune.methods.score import ScoreMethod
+from pyprune.methods.score import _stored_passes as stored_passes
+from pyprune.methods.score._stored_passes import StoredPasses
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.obs import ObsOptions
+from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.options import scoring_config
+
+SAMPLES = tiny_batch(batch=5, length=11)
+STREAM = 5 * 11 * 48 * 4
+"""Bytes of the stream of all samples at one point."""
+
+SCORED: dict[str, tuple[str, dict[str, Any]]] = {
+    "vectorize": ("taylor", {"form": "vectorize"}),
+    "param_first": ("taylor", {"form": "param_first"}),
+    "param_second": ("taylor", {"form": "param_second"}),
+    "param_mix": ("taylor", {"form": "param_mix"}),
+    "obs": ("obs", {}),
+    "smoothgrad": ("smoothgrad", {"draws": 3}),
+}
+
+
+def config_of(which: str, **score: Any) -> PruneConfig:
+    method, own = SCORED[which]
+    return scoring_config(method, **own, **score)
+
+
+def stored_in(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> StoredModel:
+    tiny_model(name).save_pretrained(folder, max_shard_size="40KB")
+    return StoredModel(folder, dtype=dtype)
+
+
+def both(name: str, stored: StoredModel, config: PruneConfig) -> tuple[Scoring, Scoring]:
+    """The scores of the model in memory, and of the model on disk."""
+    model = tiny_model(name).to(stored.dtype)
+    shell = stored.model()
+    method = get_method(config.method)
+    assert isinstance(method, ScoreMethod)
+    assert method.why_loaded(config) == ""
+    runs = (
+        Scoring.of(model, SAMPLES, PlanRequest.of(model, config)),
+        Scoring.of(shell, SAMPLES, PlanRequest.of(shell, config), stored=stored),
+    )
+    for run in runs:
+        method.scorer(run)
+    assert all(p.is_meta for p in shell.parameters())
+    return runs
+
+
+def assert_same_bits(memory: Scoring, disk: Scoring) -> None:
+    assert memory.scores.sums.keys() == disk.scores.sums.keys() != set()
+    for place, parts in memory.scores.sums.items():
+        assert parts.keys() == disk.scores.sums[place].keys()
+        for part, values in parts.items():
+            assert torch.equal(values, disk.scores.sums[place][part]), (place, part)
+    assert memory.details["loss"] == disk.details["loss"]
+    assert memory.details["memory"]["layer_bytes"] == disk.details["memory"]["layer_bytes"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_scores_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    """In micro batches of unlike size, whose parts are summed in the same order."""
+    stored = stored_in(tmp_path, name)
+    for which in ("param_mix", "obs"):
+        assert_same_bits(*both(name, stored, config_of(which, batch_size=2)))
+
+
+@pytest.mark.parametrize("which", SCORED)
+@pytest.mark.parametrize("change", [
+    {}, {"batch_size": 3, "layers": (1, 3)}, {"axes": ("ffn",), "last_layer": 1}, {"heads_unit": "query_head"},
+])  # fmt: skip
+def test_forms_and_options_mean_the_same(which: str, change: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_bits(*both("gemma3", stored_in(tmp_path, "gemma3"), config_of(which, **change)))
+
+
+@pytest.mark.parametrize("which", ["param_first", "param_second", "smoothgrad"])
+def test_weights_in_bfloat16_mean_the_same(which: str, tmp_path: Path) -> None:
+    assert_same_bits(*both("phi", stored_in(tmp_path, "phi", torch.bfloat16), config_of(which, batch_size=2)))
+
+
+def test_obs_in_bfloat16_means_the_same(tmp_path: Path) -> None:
+    config = replace(config_of("obs", batch_size=2), options=ObsOptions(dtype="bfloat16"))
+    assert_same_bits(*both("granite", stored_in(tmp_path, "granite"), config))
+
+
+@pytest.mark.parametrize("which", ["param_first", "obs"])
+def test_few_kept_streams_give_the_same_bits(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream is kept for every layer they are read twice, else more often; never more streams at once."""
+    stored = stored_in(tmp_path, "opt")
+    reads: dict[int, list[int]] = {}
+    for kept in (1, 2, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_passes, "KEPT_BYTES", kept * STREAM)
+            seen = counted(patch)
+            memory, disk = both("opt", stored, config_of(which, batch_size=2))
+        assert_same_bits(memory, disk)
+        reads[kept] = [seen.count(index) for index in range(4)]
+        assert disk.details["memory"]["state_bytes"] >= (kept + 2) * STREAM
+    assert reads == {4: [2, 2, 2, 2], 2: [3, 2, 3, 2], 1: [5, 4, 3, 2]}
+
+
+def counted(patch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are read, in order; one of them is in memory at a time."""
+    seen: list[int] = []
+    layer = StoredLayers.layer
+
+    def read(self: StoredLayers, index: int) -> Any:
+        assert all(p.is_meta for other in self.layers for p in other.parameters())
+        assert all(p.is_meta for p in self.model.get_output_embeddings().parameters())
+        seen.append(index)
+        return layer(self, index)
+
+    patch.setattr(StoredLayers, "layer", read)
+    return seen
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("count", [2, 3, 10, 33])
+def test_streams_are_kept_where_the_fewest_layers_run_again(count: int, kept: int) -> None:
+    """Every point is visited with what enters it, from the last to the first, and no more streams are kept."""
+    walk, run = StoredPasses.__new__(StoredPasses), [0]
+
+    def forward(streams: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        run[0] += stop - start
+        return [Tensor([stop])]
+
+    walk._run = forward  # type: ignore[method-assign]
+    visited = [(index, int(streams[0])) for index, streams in walk._backwards([Tensor([0])], 0, count, kept)]
+    assert visited == [(index, index) for index in reversed(range(count))]
+    assert run[0] == fewest(count, kept)
+
+
+def fewest(count: int, kept: int) -> int:
+    """Layers that are run to visit so many points, over all places for the next kept stream."""
+    best = {(1, k): 0 for k in range(kept + 1)}
+    for n in range(2, count + 1):
+        for k in range(1, kept + 1):
+            best[n, k] = min(at + best[n - at, k - 1] + best[at, k] for at in range(1, n) if (n - at, k - 1) in best)
+    return best[count, kept]
