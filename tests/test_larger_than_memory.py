@@ -17,6 +17,7 @@ from pyprune import pipeline
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles
+from pyprune.plan import PrunePlan
 from pyprune.recipe import build_config
 from pyprune.streamed import NOTE
 from tests._support.text import write_text
@@ -24,6 +25,8 @@ from tests._support.tokenizer import tiny_tokenizer
 
 SPARE = 160 << 20
 """Bytes of data that the command may have beyond what its imports take."""
+SPARE_GRADIENTS = 2 * SPARE
+"""The same for a run that takes gradients: of a layer, and in float64 of one of its matrices."""
 LAYERS, HIDDEN, FFN, VOCAB, HEADS = 16, 1024, 4096, 2048, 16
 TWIN = 2
 """Layers of the small model whose weights are those of the large one's first layers."""
@@ -101,17 +104,18 @@ def write_sharded(folder: Path, layers: int) -> Path:
     return folder
 
 
-def limited(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line with ``SPARE`` bytes for everything that is not imported."""
-    command = [sys.executable, "-c", CHILD, str(SPARE), *map(str, arguments)]
+def limited(*arguments: str | Path, spare: int = SPARE) -> subprocess.CompletedProcess[str]:
+    """Run the command line with ``spare`` bytes for everything that is not imported."""
+    command = [sys.executable, "-c", CHILD, str(spare), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_sharded(tmp_path_factory.mktemp("large") / "dense", LAYERS)
+    tiny_tokenizer().save_pretrained(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert size > 3 * SPARE
+    assert size > 3 * SPARE > SPARE_GRADIENTS
     return folder
 
 
@@ -154,6 +158,15 @@ def test_candidates_are_measured_with_a_layer_in_memory(large: Path, tmp_path: P
     assert NOTE in record.provenance["report"]["notes"]
     assert record.plan is not None
     assert len(record.plan.layers) == LAYERS - 1
+
+
+def test_gradients_of_a_checkpoint_larger_than_memory_are_taken(large: Path, tmp_path: Path) -> None:
+    sizes = ["--calibration", write_text(tmp_path / "text.txt"), "--samples", "4", "--sequence-length", "64"]
+    arguments = ["prune", large, "--method", "taylor", *sizes, "--set", "dtype=bfloat16", "--set", "score.axes=[ffn]"]
+    result = limited(*arguments, "--dry-run", spare=SPARE_GRADIENTS)
+    assert result.returncode == 0, result.stderr
+    plan = PrunePlan.from_json(result.stdout)
+    assert all(0 < len(layer.ffn) < FFN for layer in plan.layers)
 
 
 def test_the_limit_is_one(large: Path, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ What a scorer may call:
 
 A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
 (``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
-``pyprune/probe/activations.py`` statistics of what modules read and write. A scorer that takes weights and statistics
-only from ``run`` scores a model on disk as well; it says of which axes (``from_disk``).
+``pyprune/probe/activations.py`` statistics of what modules read and write. A scorer that takes weights, statistics and
+gradients only from there scores a model on disk as well; it says of which axes (``from_disk``). ``run.module(name)`` is
+what it may listen to, and parameters that gradients come with have their values.
 """
 
 from __future__ import annotations
