@@ -16,6 +16,7 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.run import PruneConfig
 from pyprune.families import decoder_layers, family_for
+from pyprune.methods.registry import get_method
 from pyprune.recipe import build_config
 from pyprune.streamed import NOTE
 from tests._support.cli import run
@@ -147,7 +148,14 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "shortgpt", "shortgpt.unit": "mlp"},
         {"method": "sleb"},
         {"method": "shortened_llama", "shortened_llama.unit": "attention"},
+        {
+            "method": "shortened_llama",
+            "shortened_llama.form": "taylor_plus",
+            "shortened_llama.keep_first": 0,
+            "shortened_llama.keep_last": 0,
+        },
         {"method": "wanda"},
+        {"method": "wanda", "score.axes": ["heads", "ffn", "hidden"]},
         {"method": "flap", "cut.reconstruct": "none"},
         {"method": "flap"},
         {"method": "taylor"},
@@ -205,7 +213,6 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("more", "why"), [
     (["--trust-remote-code"], "code of its own"),
     (["--set", "score.iterations=2"], "score.iterations is 2"),
-    (["--method", "wanda", "--set", "score.axes=[ffn,hidden]"], "wanda scores hidden"),
     (["--method", "taylor", "--set", "score.axes=[hidden]"], "taylor scores hidden"),
     (["--method", "taylor", "--set", "score.layerwise=false"], "score.layerwise is false"),
     (["--method", "moreau"], "moreau holds the displacements"),
@@ -224,6 +231,11 @@ def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, 
     notes = read_pruning_json(tmp_path / "out").provenance["report"]["notes"]
     assert [note for note in notes if why in note and note.startswith("The whole model was in memory")]
     assert NOTE not in notes
+
+
+def test_axes_that_a_method_does_not_score_from_disk_are_named() -> None:
+    config = build_config(options={"method": "flap", "score.axes": ["hidden"], "cut.reconstruct": "none"})
+    assert get_method("flap").why_loaded(config) == "flap scores hidden of the model as a whole"
 
 
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "obs"])

@@ -22,11 +22,6 @@ class MethodOptions(Config):
         return True
 
     @property
-    def why_loaded(self) -> str:
-        """Why a choice with these options needs the whole model, in a method that can choose from disk; empty = not."""
-        return ""
-
-    @property
     def training(self) -> TrainConfig | None:
         """How the stage "regularise" trains; None for a method that has none."""
         return None

@@ -263,9 +263,7 @@ class Method:
         """Why a run of these options needs the whole model in memory to decide and to cut; empty where it does not."""
         if self.prepare is not None:
             return f"{self.name} changes weights before they are cut"
-        if not self.from_disk:
-            return f"{self.name} scores the model as a whole"
-        return (config.options or self.options()).why_loaded
+        return "" if self.from_disk else f"{self.name} scores the model as a whole"
 
     def reads_text_with(self, options: MethodOptions | None) -> bool:
         """Whether ``decide`` looks at the samples with these options of the method; None stands for its defaults."""

@@ -7,8 +7,8 @@ recorded, and the logits are not made unless the head itself is listened to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +78,7 @@ def gather_moments(
     """Run the model on the samples and return the moments of what the named modules read or write.
 
     Args:
-        model: a causal LM, which comes back as it was; or its layers as something else holds them, and then only
-            modules inside layers can be listened to.
+        model: a causal LM, which comes back as it was; or its layers as something else holds them.
         samples: token ids, int64 [N, T].
         inputs: modules whose first argument [B, T, channels] is listened to.
         outputs: modules whose result [B, T, channels] is listened to.
@@ -87,24 +86,28 @@ def gather_moments(
 
     Raises:
         DataError: there is no sample.
-        ValueError: a module that lies outside the layers (a mistake in the caller).
     """
     if not samples.numel():
         raise DataError("Statistics of activations are gathered on calibration text; give samples.")
-    found: dict[str, Moments] = {}
+    ears = dict.fromkeys(inputs, "register_forward_pre_hook") | dict.fromkeys(outputs, "register_forward_hook")
+    found = {name: Moments() for name in ears}
     size = batch_size or micro_batch_for(len(samples), samples.shape[1])
     whole = model.model if isinstance(model, LayerRunner) else model
     batches = samples.to(whole.device).split(size)
-    with still(whole), ExitStack() as stack:
-        for name in inputs:
-            stack.enter_context(_listening(whole, name, found, "register_forward_pre_hook"))
-        for name in outputs:
-            stack.enter_context(_listening(whole, name, found, "register_forward_hook"))
+
+    @contextmanager
+    def listening(names: Iterable[str]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(_listening(whole, name, found, ears[name]))
+            yield
+
+    with still(whole):
         if isinstance(model, LayerRunner):
-            _check_inside_layers(found, model)
-            model.walk(batches)
+            _run_layers(model, batches, found, listening)
         else:
-            _run_whole(model, batches, found)
+            with listening(found):
+                _run_whole(model, batches, found)
     return found
 
 
@@ -117,16 +120,36 @@ def _run_whole(model: PreTrainedModel, batches: Iterable[Tensor], names: Iterabl
         runner(input_ids=batch, use_cache=False)
 
 
-def _check_inside_layers(names: Iterable[str], runner: LayerRunner) -> None:
-    """What is outside runs once before the layers, and would be heard with a stream that has passed none."""
-    outside = [name for name in names if not name.startswith(f"{runner.family.layers_path}.")]
-    if outside:
-        raise ValueError(f"{', '.join(outside)} cannot be listened to while layers run by themselves.")
+def _run_layers(
+    runner: LayerRunner,
+    batches: Sequence[Tensor],
+    names: Iterable[str],
+    listening: Callable[[Iterable[str]], AbstractContextManager[None]],
+) -> None:
+    """Run layers by themselves; what is outside runs before and behind them, and is listened to where it is meant."""
+    places: dict[str, list[str]] = {"front": [], "layers": [], "behind": []}
+    for name in names:
+        places[_place(runner, name)].append(name)
+    for group in runner.walking_together(batches):
+        with listening(places["front"]):
+            streams = [runner.embed(batch) for batch in group]
+        with listening(places["layers"]):
+            runner.through_(streams)
+        with listening(places["behind"]):
+            for batch, stream in zip(group, streams, strict=True):
+                runner.leave(batch, stream)
+
+
+def _place(runner: LayerRunner, name: str) -> str:
+    """Where a module stands: front (embeddings), layers, or behind (the final norm and the head)."""
+    if name.startswith(f"{runner.family.layers_path}."):
+        return "layers"
+    return "front" if runner.family.match(f"{name}.weight")[0].role == "embedding" else "behind"
 
 
 @contextmanager
 def _listening(model: nn.Module, name: str, into: dict[str, Moments], register: str) -> Iterator[None]:
-    moments = into.setdefault(name, Moments())
+    moments = into[name]
 
     def hook(module: nn.Module, args: tuple[Any, ...], *result: Any) -> None:
         moments.add(result[0] if result else args[0])

@@ -99,13 +99,22 @@ class LayerRunner:
         """
         return 1, 1
 
-    def walk(self, batches: Sequence[Tensor]) -> None:
-        """Run token ids, int64 [B, T] each, through all layers, for those who listen to modules inside them."""
-        for group in self.walking_together(batches):
-            streams = [self.embed(batch) for batch in group]
-            for index in range(len(self.layers)):
-                with self.layer(index) as layer:
-                    streams = [self.run(layer, Part(index, BLOCKS), stream) for stream in streams]
+    def through_(self, streams: list[Tensor]) -> None:
+        """Take the streams [B, T, H] of batches through all layers, in their list: one is held twice at a time."""
+        for index in range(len(self.layers)):
+            with self.layer(index) as layer:
+                for number, stream in enumerate(streams):
+                    streams[number] = self.run(layer, Part(index, BLOCKS), stream)
+
+    def leave(self, ids: Tensor, stream: Tensor) -> None:
+        """Give a stream [B, T, H] to what lies behind the layers, for those who listen; the head computes nothing.
+
+        Args:
+            ids: token ids, int64 [B, T], of the stream.
+            stream: behind the last layer.
+        """
+        with self.ending(stream) as model, replaced_forwards({model.get_output_embeddings(): _same}):
+            model(input_ids=ids.to(model.device), use_cache=False)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:

@@ -14,9 +14,10 @@ from pyprune.checkpoint.stored import StoredModel
 from pyprune.cut.compact import compact_
 from pyprune.cut.reconstruct import reconstruct_compacted_
 from pyprune.errors import CheckpointError
-from pyprune.families import family_for
+from pyprune.families import family_for, named_axes
+from pyprune.probe.activations import gather_moments
 from pyprune.probe.streams import parts_of
-from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.models import TINY, one_of_each, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
 
@@ -42,6 +43,24 @@ def test_the_stream_of_stored_layers_is_that_of_the_model(name: str, tmp_path: P
             norm = getattr(inner, "final_layer_norm", None) or inner.norm
         assert torch.equal(norm(stream), expected[-1])
     assert all(p.is_meta for layer in stored.layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", one_of_each())
+def test_what_stands_outside_the_layers_is_heard_as_in_memory(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path)
+    outside = [(p.row.role, p.name.rpartition(".")[0]) for p in named_axes(model)]
+    outputs = list(dict.fromkeys(n for role, n in outside if role in ("embedding", "final_norm")))
+    found = [
+        gather_moments(source, tiny_batch(batch=6), inputs=["lm_head"], outputs=outputs, batch_size=2)
+        for source in (model, StoredLayers(StoredModel(tmp_path, dtype=torch.float32)))
+    ]
+    assert list(found[0]) == list(found[1]) == ["lm_head", *outputs]
+    for loaded, stored in zip(*(f.values() for f in found), strict=True):
+        assert loaded.count == stored.count == 6 * 17
+        assert torch.equal(loaded.mean, stored.mean)
+        assert torch.equal(loaded.squares, stored.squares)
+    assert torch.equal(found[0]["lm_head"].mean, found[0][outputs[-1]].mean), "the final norm is heard at the end"
 
 
 def test_reconstruction_from_disk_is_reconstruction_from_memory(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
 from pyprune.probe.activations import still
-from pyprune.probe.streams import BLOCKS, LayerRunner, Part, replaced_forwards
+from pyprune.probe.streams import BLOCKS, LayerRunner, Part
 from pyprune.runtime.progress import track
 from pyprune.train.loss import causal_loss
 
@@ -252,9 +252,5 @@ class _CommonStreams:
 
 def _loss_behind(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
     """The loss of the head on the stream [B, T, H] that left the last layer."""
-
-    def given(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return stream
-
-    with replaced_forwards(dict.fromkeys(runner.layers, given)):
-        return float(causal_loss(runner.model, batch))
+    with runner.ending(stream) as model:
+        return float(causal_loss(model, batch))

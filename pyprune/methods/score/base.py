@@ -11,7 +11,8 @@ What a scorer may call:
   scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
 * ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
 * ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
-* ``run.moments(...)``: statistics of what modules read and write, and ``run.module_weight(name)``.
+* ``run.moments(...)``: statistics of what modules read and write, ``run.module_weight(name)`` and
+  ``run.module_bias(name)``.
 * ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (what all scoring methods share),
   ``own_options(run.request, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
   and ``run.details`` for the report.
@@ -154,6 +155,11 @@ class Scoring:
         if self.stored is not None:
             return self.stored.read(f"{module}.weight")
         return cast(nn.Linear, self.model.get_submodule(module)).weight.detach()
+
+    def module_bias(self, module: str) -> Tensor | None:
+        """The bias of a module by its name; None if it has none."""
+        bias = getattr(self.model.get_submodule(module), "bias", None)
+        return bias if bias is None or self.stored is None else self.stored.read(f"{module}.bias")
 
     def moments(self, *, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Moments]:
         """Moments of what modules read or write on the samples; see :func:`gather_moments`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from typing_extensions import override
-
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method, with_paper
@@ -37,11 +35,6 @@ class ShortenedLlamaOptions(BlockOptions):
         """How many layers stay whole at the beginning and at the end."""
         first, last = PAPER_KEEPS[self.form]
         return first if self.keep_first is None else self.keep_first, last if self.keep_last is None else self.keep_last
-
-    @property
-    @override
-    def why_loaded(self) -> str:
-        return "shortened_llama.form=taylor_plus takes the gradients of the whole model" if self.form != "ppl" else ""
 
 
 def _shortened_llama() -> PruneConfig:

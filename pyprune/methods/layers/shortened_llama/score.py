@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreConfig
+from pyprune.data.tokens import micro_batch_for
 from pyprune.families import NamedParam
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
@@ -35,12 +37,13 @@ def decide(
     options = own_options(request, ShortenedLlamaOptions)
     first, last = options.kept
     removal = Removal.of(request, options.unit, keep_first=first, keep_last=last)
-    runner = layers_of(model, run)
-    batches = micro_batches(runner.model, samples, request.method)
     if options.form == "ppl":
+        runner = layers_of(model, run)
+        batches = micro_batches(runner.model, samples, request.method)
         scores = losses_without(runner, batches, removal.unit, (), removal.opened, "Loss without each layer")
     else:
-        found = taylor_scores(model, samples, request, removal.unit, batch_size=len(batches[0]))
+        size = micro_batch_for(len(samples), samples.shape[1]) if samples.numel() else None
+        found = taylor_scores(model, samples, request, removal.unit, batch_size=size, stored=run.stored)
         scores = {index: found[index] for index in removal.opened}
     return removal.decision(removal.smallest(scores), form=options.form, scores=json_scores(scores))
 
@@ -52,6 +55,7 @@ def taylor_scores(
     unit: Unit = "layer",
     *,
     batch_size: int | None = None,
+    stored: StoredModel | None = None,
 ) -> dict[int, float]:
     """The sum of |w g| over the weight matrices of every layer, or of its attention or MLP.
 
@@ -61,7 +65,8 @@ def taylor_scores(
         request: of the model; what it says of scoring is not read.
         unit: what is scored.
         batch_size: sequences in one forward and backward pass; None = all. With more than one pass the mean gradient of
-            all layers is held, in float32.
+            all layers is held, in float32; from disk that of one layer.
+        stored: where the weights are read from, a layer at a time; None = from the model.
 
     Returns:
         Layer -> score.
@@ -74,6 +79,6 @@ def taylor_scores(
             scores[param.layer] = scores.get(param.layer, 0.0) + value
 
     # All that heads and FFN channels own: the matrices and biases of every layer's attention and MLP.
-    run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)))
+    run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)), stored=stored)
     take_gradients(run, own_values, Summed(add))
     return scores

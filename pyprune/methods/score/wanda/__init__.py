@@ -32,7 +32,7 @@ METHOD = score_method(
     "wanda",
     "Wanda, structured: remove the heads and channels with the smallest |w| |x|.",
     f"{__name__}.score:score",
-    from_disk=("heads", "ffn"),
+    from_disk=("heads", "ffn", "hidden"),
     options=WandaOptions,
     presets=with_equal_layers("wanda", _wanda_paper),
 )

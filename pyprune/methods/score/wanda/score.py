@@ -58,8 +58,8 @@ def _add(run: Scoring, param: NamedParam, module: nn.Module, moments: Moments) -
         norms = moments.norm().to(_wide(param.parameter))
         run.add(param, norms.expand_as(param.parameter))
     else:
-        bias = getattr(module, "bias", None)
-        run.add_units(None, "hidden", moments.norm(bias), part=_module(param))
+        norms = moments.norm(run.module_bias(_module(param)))
+        run.add_units(None, "hidden", norms, part=_module(param))
 
 
 def _module(param: NamedParam) -> str:
