@@ -218,8 +218,6 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
     (["--method", "moreau"], "moreau holds the displacements"),
     (["--method", "loraprune"], "loraprune holds the LoRA factors"),
     (["--method", "laco"], "changes weights"),
-    (["--method", "shortened_llama", "--set", "shortened_llama.form=taylor_plus", "--set",
-      "shortened_llama.keep_first=0", "--set", "shortened_llama.keep_last=0"], "gradients of the whole model"),
     (["--set", "verify=true"], "verify measures it"),
 ])  # fmt: skip
 def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, text: Path) -> None:
