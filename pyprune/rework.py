@@ -171,6 +171,7 @@ def recover_checkpoint(
     _check_places(pruned, config, dense, out, overwrite=overwrite)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
+    _say_what_is_copied(pruned, config, dense)
     config = within_memory(Source(pruned, reading, teacher, dense.reading, record.plan if record else None), config)
     place = _place_before_training(config.device)
     with _reworked(pruned, config, dense, out, "recoveries", place, resume=resume, overwrite=overwrite) as work:
@@ -332,6 +333,22 @@ def _reworked(
 def _place_before_training(device: str) -> str:
     """Where a model is that is to be trained on a device: for several processes on the host, mapped from its files."""
     return "cpu" if processes.count() > 1 else device
+
+
+def _say_what_is_copied(pruned: str | Path, config: RecoverCheckpointConfig, dense: Dense) -> None:
+    """Say which models several processes cannot share on the host, because they are loaded in another dtype."""
+    if processes.count() == 1:
+        return
+    wanted: list[tuple[str, str | Path, str, str | None]] = [("dtype", pruned, config.dtype, None)]
+    if dense.model is not None and dense.gguf_file is None:
+        wanted.append(("recover.distill.teacher_dtype", dense.model, config.recover.teacher_dtype, dense.revision))
+    for option, model, dtype, revision in wanted:
+        stored = stored_dtype(model, revision=revision, trust_remote_code=dense.trust_remote_code)
+        if stored is not None and stored != dtype:
+            say(
+                f"{option} is {dtype}, and {model} is stored in {stored}: each of the {processes.count()} processes "
+                f"has a copy of its own on the host. With {option}={stored} they share the files' pages."
+            )
 
 
 def _check_alike(source: dict[str, str]) -> None:

@@ -107,15 +107,15 @@ def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
         names.discard("lm_head.weight")
     facts = config.get("quantization_config")
     bits = facts.get("bits") if isinstance(facts, Mapping) else None
-    if facts:
-        names = {name for name in names if not _is_beside(name, names)}
+    names = {name for name in names if not _is_beside(name, names, quantised=bool(facts))}
     return sum(math.prod(_shape(tensors, name, bits)) for name in names)
 
 
-def _is_beside(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor of a quantised checkpoint is no parameter, but says how to read one."""
+def _is_beside(name: str, names: Collection[str], *, quantised: bool) -> bool:
+    """Whether a tensor is no parameter, but says how to read one; older GPTQ folders do not say so in config.json."""
     words = BESIDE_WORDS.fullmatch(name)
-    return bool(BESIDE_WEIGHTS.fullmatch(name)) or (words is not None and f"{words[1]}{WORDS[1:]}" in names)
+    beside_words = words is not None and f"{words[1]}{WORDS[1:]}" in names
+    return beside_words or (quantised and bool(BESIDE_WEIGHTS.fullmatch(name)))
 
 
 def _shape(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
@@ -164,8 +164,9 @@ def _shape_in_words(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ..
             return inputs, outputs
     raise CheckpointError(
         f"{name} of {tensors.folder} has the packed shape {stored}, and its scales have the shape "
-        f"{scales or 'missing'}: these are no weights of 2 to 8 bits as GPTQ and AWQ write them (config.json says bits "
-        f"{shown(bits)}). The checkpoint is damaged or incomplete, or in a layout that is not read; fetch it again."
+        f"{scales or 'missing'}: these are no weights of 2 to 8 bits as GPTQ and AWQ write them (bits in config.json's "
+        f"quantization_config: {shown(bits)}). Add bits there if they are missing (older folders have them in "
+        "quantize_config.json); else the checkpoint is damaged or incomplete, or in a layout that is not read."
     )
 
 

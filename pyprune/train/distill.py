@@ -36,7 +36,7 @@ from pyprune.probe.hooks import LayerHooks
 from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked, predicting_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
-from pyprune.train.sharded import to_read, within
+from pyprune.train.sharded import release, to_read, within
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
@@ -105,6 +105,7 @@ class Distillation:
         for hooks in self.hooks:
             hooks.remove()
         self.hooks.clear()
+        release(self.read)
         self.read = self.teacher
         self.teacher.train(self.was_training)
 

@@ -35,9 +35,10 @@ def to_bfloat16(model: nn.Module) -> None:
 def autocast(config: TrainConfig, device_type: str) -> torch.autocast:
     """Where a training computes in bfloat16 while its weights are float32; does nothing for ``dtype`` float32.
 
-    With gradient checkpointing the bfloat16 copies of weights are not kept for a second use, which there is none: they
-    would all be alive at the end of the forward pass, 2 bytes a parameter, and of whole weights also where several
-    processes share them.
+    With gradient checkpointing the bfloat16 copies of weights are not kept for a second use, which only the head has
+    (in distillation, for each chunk of rows): they would all be alive at the end of the forward pass, 2 bytes a
+    parameter, and of whole weights also where several processes share them. Without checkpointing the graph holds them
+    anyway.
     """
     cached = not config.gradient_checkpointing
     return torch.autocast(device_type, torch.bfloat16, enabled=config.dtype == "bfloat16", cache_enabled=cached)

@@ -84,7 +84,8 @@ def train(
 
     Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
     every one is given the same, whole model and samples, and has the same whole model afterwards, also after a
-    TrainingError; after any other the model has no weights.
+    TrainingError; after any other the model has no weights. Of a model that is mapped from files
+    (:class:`pyprune.runtime.processes.Division`) the first process alone has what was trained.
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean

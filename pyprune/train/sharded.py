@@ -103,7 +103,7 @@ class Whole:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Where the model is trained; afterwards its weights are whole."""
+        """Where the model is trained; afterwards its weights are whole, in the processes that get the result."""
         yield
 
 
@@ -333,7 +333,13 @@ def to_read(model: PreTrainedModel) -> PreTrainedModel:
     if how is None or not how.from_files:
         return model
     names = {name for name, _ in model.named_parameters()}
-    return cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))
+    copied = cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))
+    return copied.requires_grad_(False)  # or autocast would keep a copy of every weight in the pass
+
+
+def release(model: nn.Module) -> None:
+    """Let a divided copy go as soon as nothing holds it: what :func:`within` calls is a cycle."""
+    model.__dict__.pop(_LOSS, None)
 
 
 def within(model: nn.Module, function: Callable[[], Any]) -> Any:

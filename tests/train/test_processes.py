@@ -17,6 +17,8 @@ from torch import Tensor
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
+from pyprune.recipe import build_recovery
+from pyprune.rework import Dense, _check_alike, _say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
@@ -136,7 +138,7 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     pruned, alone, together = (tmp_path / name for name in ("pruned", "alone", "together"))
     options = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "dtype": "float32", "learning_rate": 1e-2}
     sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
-    sets += ["--set", "recover.adapters=none", "--set", "recover.distill.alpha=0.5", "--teacher", str(dense)]
+    sets += ["--keep-adapter", "--set", "recover.distill.alpha=0.5", "--teacher", str(dense)]
     small = ["--samples", "16", "--sequence-length", "16", "--data", text]
     for arguments in (
         ["prune", dense, "--method", "last", "--ratio", "0.5", "--out", pruned],
@@ -146,6 +148,8 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     command = torchrun(2, "-m", "pyprune", "recover", pruned, "--out", together, *small, *sets)
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-4000:]
+    assert "copy of its own" not in found.stderr, "in the stored dtype they share the pages"
+    assert (together / "adapter" / "adapter_model.safetensors").is_file()
     before, *after = (load_file(folder / "model.safetensors") for folder in (pruned, alone, together))
     assert largest_difference(before, after[0]) > 1e-2, "trained"
     assert largest_difference(*after) < 1e-4
@@ -281,6 +285,21 @@ def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.Monk
     check_shares(TrainConfig(batch_size=64))
     with pytest.raises(ConfigError, match=r"recover.train.batch_size is 12, which 8 processes cannot share"):
         check_shares(TrainConfig(batch_size=12), "recover.train")
+
+
+def test_models_that_are_not_alike_or_not_shared_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_model(tiny_model("llama"), tmp_path / "dense")
+    config = build_recovery(options={"dtype": "bfloat16"})
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    _say_what_is_copied(dense, config, Dense())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "dtype is bfloat16" in said
+    assert "With dtype=float32 they share" in said
+    monkeypatch.setattr(processes, "alike", lambda _: False)
+    with pytest.raises(ConfigError, match="different weights in one or in its dense model"):
+        _check_alike({"model": "one", "weights": "a", "teacher_weights": ""})
 
 
 def test_without_torchrun_nothing_is_divided() -> None:

@@ -58,9 +58,11 @@ class ScoreMethod(Method):
         axes = [axis for axis in config.score_options.axes if axis not in self.disk_axes]
         if self.from_disk and axes:
             return f"{self.name} scores {', '.join(axes)} of the model as a whole"
+        if self.holds:
+            return f"{self.name} holds {self.holds}"
         if self.gradients and not config.score_options.layerwise:
             return "score.layerwise is false, which takes the gradients of all layers at once"
-        return f"{self.name} holds {self.holds}" if self.holds else super().why_loaded(config)
+        return super().why_loaded(config)
 
 
 @dataclass(frozen=True)

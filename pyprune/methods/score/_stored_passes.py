@@ -12,6 +12,7 @@ Griewank and Walther's binomial schedule ("Algorithm 799: Revolve", 2000), which
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import comb
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.data.tokens import Batch
-from pyprune.methods.score._passes import Pass, Segment
+from pyprune.errors import ScoreError
+from pyprune.methods.score._passes import NotLayerwiseError, Pass, Segment
 from pyprune.probe.activations import still
 from pyprune.train.loss import causal_loss
 
@@ -54,7 +56,7 @@ class StoredPasses:
         Returns:
             The mean loss, nats a token.
         """
-        with still(self.source.model):
+        with still(self.source.model), _layerwise():
             first, ending = self.passes[0].first, len(self.source.layers)
             streams = [self.source.embed(Batch.of(one.batch).inputs).cpu() for one in self.passes]
             size = sum(stream.nbytes for stream in streams)
@@ -90,10 +92,14 @@ class StoredPasses:
         found = list(streams)
         for index in range(start, stop):
             with self.source.layer(index) as layer:
-                for number, segment in enumerate(self._segments(index, layer)):
-                    hidden = found[number].to(self.source.model.device)
-                    found[number] = segment.forward(hidden, self.source.keywords(index, hidden)).cpu()
+                self._layer_forwards(index, layer, found)
         return found
+
+    def _layer_forwards(self, index: int, layer: nn.Module, streams: Streams) -> None:
+        """Take the streams through a layer, in their list; nothing of the layer is held behind it."""
+        for number, segment in enumerate(self._segments(index, layer)):
+            hidden = streams[number].to(self.source.model.device)
+            streams[number] = segment.forward(hidden, self.source.keywords(index, hidden)).cpu()
 
     def _ending(self, streams: Streams) -> tuple[float, Streams]:
         """The mean loss, and its gradients in the streams behind the last layer."""
@@ -130,6 +136,18 @@ class StoredPasses:
         model = self.source.model
         params = [replace(p, parameter=model.get_parameter(p.name)) for p in self.passes[0].opened.get(index, [])]
         return [Segment(one, layer, index, params) for one in self.passes]
+
+
+@contextmanager
+def _layerwise() -> Iterator[None]:
+    """Say what is wrong with a family whose layers cannot be run one by one."""
+    try:
+        yield
+    except NotLayerwiseError as error:
+        raise ScoreError(
+            "A decoder layer of this model does not return hidden states alone, so that gradients cannot be taken "
+            "layer by layer from disk. Set score.layerwise=false, which loads the whole model."
+        ) from error
 
 
 def stride(count: int, kept: int) -> int:

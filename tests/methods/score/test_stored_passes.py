@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
@@ -95,8 +96,9 @@ def test_weights_in_bfloat16_mean_the_same(which: str, tmp_path: Path) -> None:
     assert_same_bits(*both("phi", stored_in(tmp_path, "phi", torch.bfloat16), config_of(which, batch_size=2)))
 
 
-def test_obs_in_bfloat16_means_the_same(tmp_path: Path) -> None:
+def test_obs_in_bfloat16_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config_of("obs", batch_size=2), options=ObsOptions(dtype="bfloat16"))
+    counted(monkeypatch)
     assert_same_bits(*both("granite", stored_in(tmp_path, "granite"), config))
 
 
@@ -117,18 +119,27 @@ def test_few_kept_streams_give_the_same_bits(which: str, tmp_path: Path, monkeyp
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that are read, in order; one of them is in memory at a time."""
+    """The layers that are read, in order; one of them is in memory at a time, also in copies and graphs."""
     seen: list[int] = []
-    layer = StoredLayers.layer
+    alive: list[weakref.ref[Any]] = []
+    layer, parameter = StoredLayers.layer, StoredLayers._parameter
+
+    def remembered(self: StoredLayers, name: str) -> nn.Parameter:
+        found = parameter(self, name)
+        if ".layers." in name:
+            alive.append(weakref.ref(found.untyped_storage()))
+        return found
 
     def read(self: StoredLayers, index: int) -> Any:
         assert all(p.is_meta for other in self.layers for p in other.parameters())
+        assert not any(storage() is not None for storage in alive), "a layer that was read before is still held"
         tied = self.model.get_input_embeddings().weight
         assert all(p.is_meta or p is tied for p in self.model.get_output_embeddings().parameters())
         seen.append(index)
         return layer(self, index)
 
     patch.setattr(StoredLayers, "layer", read)
+    patch.setattr(StoredLayers, "_parameter", remembered)
     return seen
 
 

@@ -63,7 +63,9 @@ def score(run: Scoring) -> None:
                 _add(run, *places[param.name], param.parameter.detach(), moments, options.damping)
 
         warn_of_slow_dtype(options.dtype, run.device)
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+        half = options.dtype == "bfloat16"
+        # A cache would hold the copies of all layers that have passed, and their weights, until the end.
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             report = take_gradients(run, own_values, weigh)
         account.gradients(report, copies=0)
         account.state += largest
