@@ -180,7 +180,7 @@ def step_tensor(
     m, v = read_moments(moments, wide)
     m = m + (g - m) * scalars.rate1
     v = v * scalars.beta2 + g * g * scalars.rate2
-    scale = v.sqrt() * scalars.root_correction + scalars.eps
+    scale = _root(v) * scalars.root_correction + scalars.eps
     w = w * scalars.decay - scalars.step_size * (m / scale)
     if penalty is not None and penalty.solver == "prox" and penalty.kind == "l1":
         w = _l1_prox(w, scale, penalty, hyper.lr)
@@ -274,7 +274,7 @@ def write_moments(moments: Moments, first: Tensor, second: Tensor, random: Rando
     bits = random.bits(count, PURPOSE_FIRST, device)
     _encode(first, moments.first, moments.first_scale, FIRST_BITS, bits, signed=True)
     bits = random.bits(count, PURPOSE_SECOND, device)
-    _encode(second.sqrt(), moments.second, moments.second_scale, SECOND_BITS, bits, signed=False)
+    _encode(_root(second), moments.second, moments.second_scale, SECOND_BITS, bits, signed=False)
 
 
 def _top_code(mantissa: int, *, signed: bool) -> int:
@@ -284,6 +284,11 @@ def _top_code(mantissa: int, *, signed: bool) -> int:
 def _first_code_bits(mantissa: int, *, signed: bool) -> int:
     """Bit pattern of 1.0 shifted to the code's resolution, minus the code of 1.0."""
     return (127 << mantissa) - _top_code(mantissa, signed=signed)
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded as in the kernels; torch takes that of MKL, which is not on an AMD CPU."""
+    return x.double().sqrt().float() if x.dtype == torch.float32 and x.device.type == "cpu" else x.sqrt()
 
 
 def _decode(codes: Tensor, scales: Tensor, mantissa: int, *, signed: bool) -> Tensor:
