@@ -100,11 +100,10 @@ class LayerRunner:
         return 1, 1
 
     def through_(self, streams: list[Tensor]) -> None:
-        """Take the streams [B, T, H] of batches through all layers, in their list: one is held twice at a time."""
+        """Take the streams [B, T, H] of batches through all layers, in their list."""
         for index in range(len(self.layers)):
             with self.layer(index) as layer:
-                for number, stream in enumerate(streams):
-                    streams[number] = self.run(layer, Part(index, BLOCKS), stream)
+                self.run_(layer, Part(index, BLOCKS), streams)
 
     def leave(self, ids: Tensor, stream: Tensor) -> None:
         """Give a stream [B, T, H] to what lies behind the layers, for those who listen; the head computes nothing.
@@ -143,6 +142,11 @@ class LayerRunner:
         call = self.keywords(part.layer, stream)
         with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self._autocast(stream):
             return module(stream, **call)  # type: ignore[no-any-return]
+
+    def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
+        """Take the streams [B, T, H] of batches through a part, in their list: one is held twice at a time."""
+        for number, stream in enumerate(streams):
+            streams[number] = self.run(module, part, stream)
 
     def keywords(self, index: int, stream: Tensor) -> dict[str, Any]:
         """What the model gives a layer beside a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen."""

@@ -114,8 +114,8 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
-        found = _measured(model, config, objective, length, device, shares)
-    return replace(found, teacher=_of_teacher(teacher, shares if teacher_divided else 1))
+        taught = _of_teacher(teacher, shares if teacher_divided else 1)
+        return _measured(model, config, objective, length, device, taught, shares)
 
 
 def _measured(
@@ -124,6 +124,7 @@ def _measured(
     objective: Objective,
     length: int,
     device: torch.device,
+    teacher: int,
     shares: int,
 ) -> TrainingMemory:
     model.train()
@@ -152,7 +153,7 @@ def _measured(
         copies=copies // shares if on_device else 0,
         gathered=_gathered(model, trained) if shares > 1 else 0,
         activations=max(0, peak - gradients),
-        teacher=0,
+        teacher=teacher,
         on_host=0 if on_device else copies // shares,
         sequences=config.sequences_per_pass,
         length=length,

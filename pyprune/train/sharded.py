@@ -123,7 +123,6 @@ class Sharded(Whole):
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"Training in several processes needs torch 2.9 or newer; this is {torch.__version__}.")
-        self.how = how
         self.processes = processes.count()
         self.rank = processes.number()
         self.mesh = _mesh(model, how)
@@ -284,7 +283,7 @@ class Sharded(Whole):
     @torch.no_grad()
     def _restore(self) -> None:
         """Gather the weights, one at a time, and give them to the model; the parts of them go."""
-        keeps = processes.first() or not self.how.from_files
+        keeps = processes.gets_result()
         for name, original in self._originals.items():
             if name not in self._stays:
                 whole = self.divided[name].detach().full_tensor()  # of all processes together

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.layers import StoredLayers
@@ -236,18 +236,13 @@ class _CommonStreams:
             going = [*found.values(), *([self.streams] if index <= starts[-1] else [])]
             with self.runner.layer(index) as layer:
                 if index in starts:
-                    found[index] = self._taken(layer, stays_of(self.unit, index), list(self.streams))
+                    found[index] = list(self.streams)
+                    if (stays := stays_of(self.unit, index)) is not None:
+                        self.runner.run_(layer, stays, found[index])
                 for streams in going:
-                    self._taken(layer, part, streams)
+                    self.runner.run_(layer, part, streams)
         self.at = starts[-1] + 1
         return found
-
-    def _taken(self, layer: nn.Module, part: Part | None, streams: list[Tensor]) -> list[Tensor]:
-        """Take streams through a part, in their list: one of them is held twice at a time."""
-        if part is not None:
-            for number, stream in enumerate(streams):
-                streams[number] = self.runner.run(layer, part, stream)
-        return streams
 
 
 def _loss_behind(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
