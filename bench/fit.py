@@ -41,6 +41,7 @@ from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss
 from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
+from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.files import write_text
@@ -108,13 +109,16 @@ class Bench:
         return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts)])[:16]
 
     def _fit(self, seed: int) -> None:
-        fitting: Fitting | None = None
+        fittings: dict[bool, Fitting] = {}
         for budget in self.budgets:
             keys = {arm: self._key(budget, arm, seed) for arm in self.options.arms}
             missing = [arm for arm, key in keys.items() if key not in self.records.of("row") | self.records.of("none")]
             if not missing:
                 continue
-            fitting = fitting or self._fitting(seed)
+            timed = bool(budget.timed)
+            if timed not in fittings:
+                fittings[timed] = self._fitting(seed, timed=timed)
+            fitting = fittings[timed]
             for arm, plan, seconds in _plans(fitting, budget, missing):
                 if plan is None:
                     self.records.add({"kind": "none", "key": keys[arm], "budget": str(budget), "arm": arm})
@@ -124,10 +128,8 @@ class Bench:
     def _record(
         self, fitting: Fitting, budget: Budget, plan: PrunePlan, seconds: float, key: str, arm: str, seed: int
     ) -> None:
-        model = fitting.tries.model(plan)
         quantity = budget.quantities[0]
-        limits = dict.fromkeys(self.texts, TOKENS)
-        found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16")
+        measured = self._measured(fitting, plan, seed)
         write_text(self._plan_file(key), plan.to_json())
         row = {
             "kind": "row",
@@ -138,26 +140,44 @@ class Bench:
             "share": round(_share(fitting, quantity, fitting.costs.predicted(quantity, plan)), 5),
             "plan": plan.summary(),
             "seconds": round(seconds, 1),
-            "perplexity": {text: round(result.perplexity, 3) for text, result in found.items()},
+            **measured,
             "environment": self.environment,
         }
         if not budget.timed:
-            row["measured_share"] = round(_share(fitting, quantity, _stored(model, plan, quantity)), 5)
+            row["measured_share"] = round(_share(fitting, quantity, _stored(row["parameters"], plan, quantity)), 5)
         self.records.add(row)
         say(f"{budget}, {arm}, seed {seed}: {row['perplexity']}")
+
+    def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
+        """Parameters and perplexities of a reconstructed plan; those of the same plan for another budget, if there."""
+        name = digest(plan.to_dict())
+        alike = (r for r in self.records.of("row").values() if (r.get("plan_digest"), r["seed"]) == (name, seed))
+        known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
+        if known is not None:
+            return {entry: known[entry] for entry in ("plan_digest", "parameters", "perplexity")}
+        model = fitting.tries.model(plan)
+        limits = dict.fromkeys(self.texts, TOKENS)
+        found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16")
+        return {
+            "plan_digest": name,
+            "parameters": count_parameters(model),
+            "perplexity": {text: round(result.perplexity, 3) for text, result in found.items()},
+        }
 
     def _plan_file(self, key: str) -> Path:
         folder: Path = self.options.cache / "plans"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{key}.json"
 
-    def _fitting(self, seed: int) -> Fitting:
+    def _fitting(self, seed: int, *, timed: bool) -> Fitting:
+        """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16."""
         from pyprune.budget.options import FitOptions
         from pyprune.fitting.search import Fitting
 
         options = FitOptions(data=self.mixture.data(160, 256, seed), seed=seed)
-        weights = self.profile.dtype if self.profile is not None else "bfloat16"
-        return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=self.profile)
+        profile = self.profile if timed else None
+        weights = profile.dtype if profile is not None else "bfloat16"
+        return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
 
     def _time(self, profile: Profile) -> None:
         """Time the plans of every budget of seconds in turns with the dense model."""
@@ -221,9 +241,8 @@ def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
     return amount / fitting.costs.predicted(quantity, fitting.identity)
 
 
-def _stored(model: Any, plan: PrunePlan, quantity: Quantity) -> float:
-    """Parameters of a cut model as it is in memory, or the bytes of its weights and cache in bfloat16."""
-    parameters = sum(p.numel() for p in model.parameters())
+def _stored(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
+    """The counted parameters of a cut model, or the bytes of its weights and cache in bfloat16."""
     if quantity.kind == "parameters":
         return float(parameters)
     cached = sum(len(layer.kv_heads) for layer in plan.layers) * plan.dense.head_dim
@@ -312,13 +331,32 @@ def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | 
     listed = sorted(rows, key=lambda r: (r["budget"].partition("=")[0], -_number(r), r["seed"], order[r["arm"]]))
     cells: list[tuple[Cell, ...]] = []
     for row in listed:
-        measured = (times or {}).get(row.get("key", ""), row).get("measured_share")
+        measured = _measured_share(row, times or {})
         shares = (f"{row['share']:.1%}", None if measured is None else f"{measured:.1%}")
         own = (row["perplexity"].get(text) for text in texts)
         mean = round(math.exp(mean_loss(row["perplexity"])), 2)
         cells.append((row["budget"], row["seed"], row["arm"], *shares, row["plan"], mean, *own))
     columns = ("budget", "seed", "plan by", "predicted", "measured", "what stays", "mean", *texts)
-    return "\n\n".join([markdown_table(Table("", columns, tuple(cells))), *_comparison(rows)])
+    lines = markdown_table(Table("", columns, tuple(cells))), *_kept(listed, times or {}), *_comparison(rows)
+    return "\n\n".join(lines)
+
+
+def _measured_share(row: dict[str, Any], times: Mapping[str, dict[str, Any]]) -> float | None:
+    """What was measured of a row, as a share of the dense model's; None = nothing was."""
+    share: float | None = times.get(row.get("key", ""), row).get("measured_share")
+    return share
+
+
+def _kept(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]]) -> list[str]:
+    """How many budgets the fitted models keep when they are measured, and how close they come to them."""
+    shares = [(_measured_share(row, times), _number(row) / 100) for row in rows if row["arm"] == "fitted"]
+    beside = [measured / asked - 1 for measured, asked in shares if measured is not None and asked]
+    if not beside:
+        return []
+    return [
+        f"Measured, fitted models keep {sum(x <= 0 for x in beside)} of {len(beside)} budgets, "
+        f"{sum(x <= 0.03 for x in beside)} within 3 % above; from {min(beside):+.1%} to {max(beside):+.1%} beside them."
+    ]
 
 
 def _number(row: dict[str, Any]) -> float:

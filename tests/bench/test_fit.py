@@ -18,6 +18,7 @@ from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.data import DataConfig
+from pyprune.families import count_parameters
 from pyprune.fitting.search import Fitting
 from pyprune.runtime.records import RecordFile
 from tests._support.models import tiny_model
@@ -79,16 +80,18 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
         {**row, "key": "a", "budget": "prefill@2048<=80%"},
         {**row, "key": "b", "budget": "memory@2048<=80%", "measured_share": 0.78},
     ]
-    memory, prefill = table(rows, {"a": {"measured_share": 0.812}}).splitlines()[2:4]
+    found = table(rows, {"a": {"measured_share": 0.812}})
+    memory, prefill = found.splitlines()[2:4]
     assert "| 79.0% | 78.0% |" in memory
     assert "| 79.0% | 81.2% |" in prefill
+    assert "keep 1 of 2 budgets, 2 within 3 % above; from -2.5% to +1.5% beside them." in found
 
 
 def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:
     memory = Quantity("memory", 64)
     plan = fitting.identity.drop_layers([1]).with_layer(0, query_heads=[0, 1], kv_heads=[0], ffn=range(16))
     counted = fitting.costs.predicted(memory, plan)
-    assert _stored(fitting.tries.model(plan), plan, memory) == pytest.approx(counted)
+    assert _stored(count_parameters(fitting.tries.model(plan)), plan, memory) == pytest.approx(counted)
 
 
 def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
