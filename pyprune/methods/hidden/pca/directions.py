@@ -32,6 +32,7 @@ from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
+from pyprune.probe.moments import add_moments_
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part
 from pyprune.runtime.progress import track
 
@@ -144,7 +145,7 @@ def _moment_here(streams: list[Tensor], alike: bool) -> Tensor:
         x = stream.flatten(0, -2).double()
         if alike:
             x = x / x.norm(dim=-1, keepdim=True).clamp(min=_SMALLEST)
-        moment += x.T @ x
+        add_moments_(moment, x)
     return (moment / moment.trace().clamp(min=_SMALLEST)).cpu()
 
 

@@ -31,6 +31,7 @@ from pyprune.methods.score._gradients import own_values, take_gradients
 from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
+from pyprune.probe.moments import add_moments_
 from pyprune.runtime.device import warn_of_slow_dtype
 
 FLOAT64_INPUTS = 1024
@@ -191,18 +192,17 @@ class _Moments:
         return self.inputs.nbytes + self.outputs.nbytes
 
     def add_inputs(self, x: Tensor) -> None:
-        self.inputs += _second_moments(x)
+        _add_values_(self.inputs, x)
         self.tokens += x.numel() // x.shape[-1]
 
     def add_gradient(self, grad: Tensor) -> None:
-        self.outputs += _second_moments(grad)
+        _add_values_(self.outputs, grad)
 
 
-def _second_moments(values: Tensor) -> Tensor:
-    """Sum over tokens of v v^T [n, n], float32 also where the model computes in bfloat16."""
-    wide = values.detach().flatten(0, -2).float()
+def _add_values_(total: Tensor, values: Tensor) -> None:
+    """Add v v^T of every token's v [n] to a total, float32 also where the model computes in bfloat16."""
     with torch.autocast(values.device.type, enabled=False):
-        return wide.T @ wide
+        add_moments_(total, values.detach().flatten(0, -2).float())
 
 
 @contextmanager
