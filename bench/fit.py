@@ -40,6 +40,7 @@ from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss
+from pyprune.budget.options import FitOptions
 from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
@@ -65,6 +66,8 @@ TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("pref
 ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width")
 TOKENS = 8192
 """Of each test text."""
+WINDOW = FitOptions().window
+"""Tokens of the windows that the search measures on. Rows of another length are kept and not shown."""
 
 
 class Bench:
@@ -107,7 +110,7 @@ class Bench:
 
     def _key(self, budget: Budget, arm: str, seed: int) -> str:
         where = self.profile.name if self.profile is not None and budget.timed else ""
-        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts)])[:16]
+        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW])[:16]
 
     def _fit(self, seed: int) -> None:
         fittings: dict[bool, Fitting] = {}
@@ -142,6 +145,7 @@ class Bench:
             "plan": plan.summary(),
             "seconds": round(seconds, 1),
             "solutions": self.options.solutions,
+            "window": WINDOW,
             **measured,
             "environment": self.environment,
         }
@@ -153,7 +157,11 @@ class Bench:
     def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
         """Parameters and perplexities of a reconstructed plan; those of the same plan for another budget, if there."""
         name = digest(plan.to_dict())
-        alike = (r for r in self.records.of("row").values() if (r.get("plan_digest"), r["seed"]) == (name, seed))
+        alike = (
+            r
+            for r in self.records.of("row").values()
+            if (r.get("plan_digest"), r["seed"], r.get("window")) == (name, seed, WINDOW)
+        )
         known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if known is not None:
             return {entry: known[entry] for entry in ("plan_digest", "parameters", "perplexity")}
@@ -173,7 +181,6 @@ class Bench:
 
     def _fitting(self, seed: int, *, timed: bool) -> Fitting:
         """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16."""
-        from pyprune.budget.options import FitOptions
         from pyprune.budget.solve import SolveOptions
         from pyprune.fitting.search import Fitting
 
@@ -420,7 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only_table:
             with tempfile.TemporaryDirectory() as folder:
                 Bench(options, records, Path(folder)).run()
-        print(table(list(records.of("row").values()), records.of("time")))
+        rows = [row for row in records.of("row").values() if row.get("window") == WINDOW]
+        print(table(rows, records.of("time")))
 
     return exit_status(work)
 

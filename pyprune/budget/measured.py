@@ -28,8 +28,8 @@ PAIRS = "head pairs"
 FEATURES = (*FIXED, *LAYER, PAIRS)
 """What a model's time is a sum of; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
 DENSE_WEIGHT = 10.0
-"""What the dense model's relative error counts beside another probe's: its turns are the most, and its error would be in
-every share of its time."""
+"""What the dense model's relative error counts beside another probe's: its turns are the most, and its error would be
+in every share of its time."""
 
 
 def fixed_features(dense: Sizes, hidden: int) -> dict[str, float]:

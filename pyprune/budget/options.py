@@ -20,11 +20,14 @@ class FitOptions(Config):
     """How a model is found for a budget.
 
     Attributes:
-        data: text for scores, losses of single blocks and reconstruction; the same source gives what is trained on
-            after the cut.
-        score_samples: of ``data``, for the scores that order the units.
-        value_samples: of ``data``, for the losses of single blocks.
-        judge_samples: sequences beside ``data`` on which reconstructed candidates are compared.
+        data: text for reconstruction; the same source gives what is scored, measured, judged, and trained on after the
+            cut.
+        window: tokens of the sequences on which units are scored, losses measured and candidates judged, at most as
+            many as the model has positions. What heads are for shows in long windows: with 256 tokens SmolLM2 lost
+            those that copy from far back, and code suffered most (docs/budgets.md).
+        score_samples: such sequences for the scores that order the units.
+        value_samples: such sequences for the losses of single blocks, those for the scores among them.
+        judge_samples: further ones on which reconstructed candidates are compared.
         choices: what layers may become; its ``ffn_multiple`` and ``kv_heads_multiple`` give way to what runs well for
             ``weights`` and the profile, unless ``keep_multiples`` is on.
         keep_multiples: take the multiples of ``choices`` as they are.
@@ -41,9 +44,10 @@ class FitOptions(Config):
     """
 
     data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=160, sequence_length=256))
-    score_samples: int = option(36, at_least=1, at_most=100_000)
-    value_samples: int = option(24, at_least=3, at_most=100_000)
-    judge_samples: int = option(48, at_least=1, at_most=100_000)
+    window: int = option(1024, at_least=2, at_most=1_000_000)
+    score_samples: int = option(12, at_least=1, at_most=100_000)
+    value_samples: int = option(12, at_least=3, at_most=100_000)
+    judge_samples: int = option(12, at_least=1, at_most=100_000)
     choices: ChoiceOptions = field(default_factory=ChoiceOptions)
     keep_multiples: bool = False
     values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="bfloat16"))
@@ -60,12 +64,6 @@ class FitOptions(Config):
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
-        most = max(self.score_samples, self.value_samples)
-        _require(
-            self.data.samples >= most,
-            f"data.samples is {self.data.samples}; score_samples and value_samples need {most} of them.",
-            found,
-        )
         _require(
             self.data.layout == "stream",
             "data.layout is 'instructions', which is for recovery; set 'stream'.",
@@ -73,10 +71,19 @@ class FitOptions(Config):
         )
         return found
 
-    @property
-    def judged(self) -> DataConfig:
-        """The text on which candidates are compared."""
-        return replace(self.data, samples=self.judge_samples)
+    def texts(self, positions: float | None) -> dict[str, DataConfig]:
+        """What is drawn, in this order and without overlap: "judged", "data" to reconstruct on, "valued" to measure on.
+
+        Args:
+            positions: of the model; None = it has no limit.
+        """
+        window = int(min(self.window, positions or self.window))
+        valued = max(self.score_samples, self.value_samples)
+        return {
+            "judged": replace(self.data, samples=self.judge_samples, sequence_length=window),
+            "data": self.data,
+            "valued": replace(self.data, samples=valued, sequence_length=window),
+        }
 
 
 def winner_config(options: FitOptions, plan: str, *, recover: bool) -> PruneConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -216,17 +217,16 @@ def _example_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> E
     return stream
 
 
-def check_sequence_length(model_config: Any, length: int) -> None:
-    """Refuse sequences longer than the model's positions.
+def position_limit(model_config: Any) -> float | None:
+    """The most positions that a model has; None where its configuration names no limit.
 
     Args:
         model_config: a Transformers config (a text sub-config is looked into).
-        length: tokens in a sequence.
 
     Raises:
-        DataError: ``length`` is above the model's limit.
         CheckpointError: the limit is no number, or the config has no text part.
     """
+    limits: list[float] = []
     for name in ("max_position_embeddings", "n_positions"):
         limit = getattr(_text_config(model_config), name, None)
         if limit is None:
@@ -235,11 +235,27 @@ def check_sequence_length(model_config: Any, length: int) -> None:
             raise CheckpointError(
                 f"The model's config.json gives {name} as {shown(limit)}; it must be a whole number. Correct it."
             )
-        if 0 < limit < length:
-            raise DataError(
-                f"The sequence length is {length} tokens, but the model allows at most {shown(limit)} ({name}). "
-                f"Choose {shown(limit)} or less."
-            )
+        limits += [limit] if 0 < limit < math.inf else []
+    return min(limits, default=None)
+
+
+def check_sequence_length(model_config: Any, length: int) -> None:
+    """Refuse sequences longer than the model's positions.
+
+    Args:
+        model_config: see :func:`position_limit`.
+        length: tokens in a sequence.
+
+    Raises:
+        DataError: ``length`` is above the model's limit.
+        CheckpointError: see :func:`position_limit`.
+    """
+    limit = position_limit(model_config)
+    if limit is not None and limit < length:
+        raise DataError(
+            f"The sequence length is {length} tokens, but the model allows at most {shown(limit)}. "
+            f"Choose {shown(limit)} or less."
+        )
 
 
 def check_token_ids(model_config: Any, ids: Tensor) -> None:

@@ -122,7 +122,7 @@ def sweep(
     conditions = {
         "weights": weights,
         "engine": f"{profile.engine}, {profile.dtype}" if profile else "none; nothing was timed",
-        "judged on": f"{options.judge_samples} x {options.data.sequence_length} tokens of {options.data.source}",
+        "judged on": f"{options.judge_samples} x {fitting.text['judged'].ids.shape[1]} tokens of {options.data.source}",
     }
     with atomic_folder(place, overwrite=overwrite) as work:
         for number, point in enumerate(points, start=1):

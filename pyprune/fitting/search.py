@@ -33,7 +33,7 @@ from pyprune.budget.values import search_of
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import check_sources
-from pyprune.data.stream import check_sequence_length
+from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError
 from pyprune.families import family_for
@@ -182,16 +182,16 @@ class Fitting:
 
     @cached_property
     def text(self) -> dict[str, TokenSamples]:
-        """The text: "data" for everything that is fitted, and "judged", which shares nothing with it."""
-        options = self.options
-        check_sequence_length(self.model.config, options.data.sequence_length)
-        return split_disjoint(self.tokenizer, {"judged": options.judged, "data": options.data})
+        """The text, by what it is for; see :meth:`FitOptions.texts`."""
+        config = self.model.config
+        check_sequence_length(config, self.options.data.sequence_length)
+        return split_disjoint(self.tokenizer, self.options.texts(position_limit(config)))
 
     @cached_property
     def scores(self) -> UnitScores:
         """What every unit is worth, from the cache where it was scored before."""
         o = self.options
-        samples = _some(self.text["data"], o.score_samples)
+        samples = _some(self.text["valued"], o.score_samples)
         key = digest([self.version, samples.digest(), bool(o.choices.hidden), "scores"])
         records = RecordFile(self.cache / "scores.jsonl", program="pyprune fit", option="--cache")
         known = records.of("scores").get(key)
@@ -213,7 +213,7 @@ class Fitting:
             self.model,
             space,
             self.scores,
-            _some(self.text["data"], o.value_samples),
+            _some(self.text["valued"], o.value_samples),
             o.values,
             path=self.cache / "block-losses.jsonl",
             model_id=self.version,

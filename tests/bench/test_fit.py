@@ -34,8 +34,8 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> Fitting:
     save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "dense", plan=None, provenance={"source": "tiny"})
     text = write_text(folder / "text.txt", words=1500)
     options = FitOptions(
-        data=DataConfig(str(text), samples=12, sequence_length=32), score_samples=4, value_samples=6, judge_samples=4,
-        choices=ChoiceOptions(ffn_multiple=8), keep_multiples=True,
+        data=DataConfig(str(text), samples=12, sequence_length=32), window=32,
+        score_samples=4, value_samples=6, judge_samples=4, choices=ChoiceOptions(ffn_multiple=8), keep_multiples=True,
     )  # fmt: skip
     return Fitting.of(folder / "dense", cache=folder / "cache", options=options)
 

@@ -92,7 +92,7 @@ def test_recover_with_distillation(dense: Path, texts: tuple[Path, Path], tmp_pa
 def test_budget_to_phone(texts: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     short = {
-        "data.source": texts[0], "data.samples": 16, "data.sequence_length": 32, "score_samples": 4,
+        "data.source": texts[0], "data.samples": 16, "data.sequence_length": 32, "window": 32, "score_samples": 4,
         "value_samples": 8, "judge_samples": 4, "solve.solutions": 2, "values.dtype": "float32",
     }  # fmt: skip
     sets = [part for name, value in short.items() for part in ("--set", f"{name}={value}")]

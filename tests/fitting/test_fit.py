@@ -36,7 +36,14 @@ from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 from tests.budget._profiles import MACHINE, PLANTED, VERSIONS
 
-SMALL = ("score_samples=8", "value_samples=12", "judge_samples=8", "values.dtype=float32", "solve.solutions=3")
+SMALL = (
+    "window=16",
+    "score_samples=8",
+    "value_samples=12",
+    "judge_samples=8",
+    "values.dtype=float32",
+    "solve.solutions=3",
+)
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "as", "with", "his", "they", "this", "from", "or")
 
 
@@ -62,7 +69,7 @@ def arguments(place: Path, out: Path, *budgets: str) -> list[str | Path]:
 def options(place: Path, **changes: Any) -> FitOptions:
     """The same in Python."""
     data = DataConfig(str(place / "text.txt"), samples=24, sequence_length=16)
-    base = {"data": data, "score_samples": 8, "value_samples": 12, "judge_samples": 8, **changes}
+    base = {"data": data, "window": 16, "score_samples": 8, "value_samples": 12, "judge_samples": 8, **changes}
     return FitOptions(**base)
 
 
@@ -127,10 +134,22 @@ def test_the_candidate_with_the_smallest_loss_on_other_text_wins(place: Path, tm
     found = fitting.fit(Budget.parse("parameters=60%"))
     assert all(torch.equal(before[name], value) for name, value in fitting.model.state_dict().items())
     assert found.winner.loss == min(attempt.loss for attempt in found.attempts)
-    text, judged = fitting.text["data"].ids, fitting.text["judged"].ids
-    assert not (text[:, None] == judged[None]).all(-1).any(), "no window is fitted to and judged on"
+    judged = fitting.text["judged"].ids
+    for use in ("data", "valued"):
+        alike = (fitting.text[use].ids[:, None] == judged[None]).all(-1)
+        assert not alike.any(), f"no window of {use} is judged on"
     model = fitting.tries.model(found.winner.plan)
     assert fitting.tries.perplexities(model) == pytest.approx(dict(found.winner.perplexities))
+
+
+def test_units_are_measured_and_judged_on_windows_of_their_own_length(place: Path, tmp_path: Path) -> None:
+    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, window=48, value_samples=6))
+    shapes = {use: tuple(samples.ids.shape) for use, samples in fitting.text.items()}
+    assert shapes == {"judged": (8, 48), "data": (24, 16), "valued": (8, 48)}
+    limit = fitting.model.config.max_position_embeddings
+    longest = options(place, window=10 * limit).texts(limit)
+    assert longest["judged"].sequence_length == longest["valued"].sequence_length == limit
+    assert options(place, window=10 * limit).texts(None)["valued"].sequence_length == 10 * limit
 
 
 def profile_of_dense() -> Profile:
