@@ -194,7 +194,7 @@ def test_cancelled_requests_stop_and_the_others_are_answered(served: Served) -> 
     streams = [served.ask(prompt, long, stream=True) for prompt in prompts([5, 20, 33])]
     for stream in streams:
         assert next(iter(stream)).choices
-    until(lambda: server.metric("vllm:num_requests_running") > 0)
+    # They run, or there would be no first chunk. On a busy machine they may have ended before a gauge is asked for.
     for stream in streams:
         stream.close()
     [prompt] = prompts([40])
