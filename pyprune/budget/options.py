@@ -47,7 +47,7 @@ class FitOptions(Config):
     window: int = option(1024, at_least=2, at_most=1_000_000)
     score_samples: int = option(12, at_least=1, at_most=100_000)
     value_samples: int = option(12, at_least=3, at_most=100_000)
-    judge_samples: int = option(12, at_least=1, at_most=100_000)
+    judge_samples: int = option(24, at_least=1, at_most=100_000)
     choices: ChoiceOptions = field(default_factory=ChoiceOptions)
     keep_multiples: bool = False
     values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="bfloat16"))
