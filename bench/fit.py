@@ -157,11 +157,7 @@ class Bench:
     def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
         """Parameters and perplexities of a reconstructed plan; those of the same plan for another budget, if there."""
         name = digest(plan.to_dict())
-        alike = (
-            r
-            for r in self.records.of("row").values()
-            if (r.get("plan_digest"), r["seed"], r.get("window")) == (name, seed, WINDOW)
-        )
+        alike = (r for r in _rows(self.records) if (r.get("plan_digest"), r["seed"]) == (name, seed))
         known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if known is not None:
             return {entry: known[entry] for entry in ("plan_digest", "parameters", "perplexity")}
@@ -245,6 +241,11 @@ class Bench:
             }
         )
         say(f"{quantity}: {self.records.of('row')[key]['arm']} {share:.1%} of dense")
+
+
+def _rows(records: RecordFile) -> list[dict[str, Any]]:
+    """What searches on windows of the present length found."""
+    return [row for row in records.of("row").values() if row.get("window") == WINDOW]
 
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
@@ -409,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--solutions",
         type=int,
-        default=5,
+        default=FitOptions().solve.solutions,
         metavar="N",
         help="candidates of fitted for a budget: best, layers, widths, ...",
     )
@@ -427,8 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only_table:
             with tempfile.TemporaryDirectory() as folder:
                 Bench(options, records, Path(folder)).run()
-        rows = [row for row in records.of("row").values() if row.get("window") == WINDOW]
-        print(table(rows, records.of("time")))
+        print(table(_rows(records), records.of("time")))
 
     return exit_status(work)
 

@@ -20,6 +20,7 @@ from pyprune.budget.quantities import Quantity
 from pyprune.budget.sizes import MULTIPLES
 from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
 from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
@@ -137,7 +138,7 @@ def _dtype(dtype: str | None, engine: str) -> str:
 
 
 def _check_lengths(config: PretrainedConfig, quantities: Sequence[Quantity]) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     longest = max(longest_sequence(quantity) for quantity in quantities)
     if limit is not None and longest > limit:
         raise ConfigError(

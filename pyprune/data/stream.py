@@ -226,7 +226,12 @@ def position_limit(model_config: Any) -> float | None:
     Raises:
         CheckpointError: the limit is no number, or the config has no text part.
     """
-    limits: list[float] = []
+    return min(_position_limits(model_config).values(), default=None)
+
+
+def _position_limits(model_config: Any) -> dict[str, float]:
+    """Name in the configuration -> positions."""
+    limits: dict[str, float] = {}
     for name in ("max_position_embeddings", "n_positions"):
         limit = getattr(_text_config(model_config), name, None)
         if limit is None:
@@ -235,8 +240,9 @@ def position_limit(model_config: Any) -> float | None:
             raise CheckpointError(
                 f"The model's config.json gives {name} as {shown(limit)}; it must be a whole number. Correct it."
             )
-        limits += [limit] if 0 < limit < math.inf else []
-    return min(limits, default=None)
+        if 0 < limit < math.inf:
+            limits[name] = limit
+    return limits
 
 
 def check_sequence_length(model_config: Any, length: int) -> None:
@@ -250,12 +256,12 @@ def check_sequence_length(model_config: Any, length: int) -> None:
         DataError: ``length`` is above the model's limit.
         CheckpointError: see :func:`position_limit`.
     """
-    limit = position_limit(model_config)
-    if limit is not None and limit < length:
-        raise DataError(
-            f"The sequence length is {length} tokens, but the model allows at most {shown(limit)}. "
-            f"Choose {shown(limit)} or less."
-        )
+    for name, limit in _position_limits(model_config).items():
+        if limit < length:
+            raise DataError(
+                f"The sequence length is {length} tokens, but the model allows at most {shown(limit)} ({name}). "
+                f"Choose {shown(limit)} or less."
+            )
 
 
 def check_token_ids(model_config: Any, ids: Tensor) -> None:

@@ -15,6 +15,7 @@ from pyprune.budget.profile import Profile, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
 from pyprune.budget.turns import EngineGroup, longest_sequence
+from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
@@ -85,7 +86,7 @@ def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities:
         say(f"Using the profile {known.name}.")
         return known
     usual = ProfileOptions(engine=chosen, dtype=dtype)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     fits = [q for q in usual.quantities if limit is None or longest_sequence(q) <= limit]
     wanted = dict.fromkeys([*(known.quantities if known else fits), *quantities])
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
