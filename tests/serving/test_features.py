@@ -191,16 +191,15 @@ def test_tools_are_called_as_their_schema_says(choice: Any, served: Served) -> N
 def test_cancelled_requests_stop_and_the_others_are_answered(served: Served) -> None:
     server, long = served.server, CONTEXT - 100
     generated = server.metric("vllm:generation_tokens_total")
-    streams = [served.ask(prompt, long, stream=True) for prompt in prompts([5, 20, 33])]
-    for stream in streams:
-        assert next(iter(stream)).choices
-    # They run, or there would be no first chunk. On a busy machine they may have ended before a gauge is asked for.
+    streams = [served.ask(prompt, long, stream=True) for prompt in prompts([5, 20, 33, 12] * 6)]
+    assert next(iter(streams[0])).choices
     for stream in streams:
         stream.close()
     [prompt] = prompts([40])
     served.answers_right(prompt, served.ask(prompt, 8).choices[0].token_ids)
-    until(lambda: server.metric("vllm:num_requests_running") == 0)
-    assert server.metric("vllm:generation_tokens_total") - generated < long
+    until(lambda: server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0)
+    # So many are asked for that a busy machine, which sees late that nobody listens, cannot finish half of them.
+    assert server.metric("vllm:generation_tokens_total") - generated < len(streams) * long / 2
 
 
 PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
