@@ -205,7 +205,7 @@ class Demo:
         """The dense model once more, in the dtype that is computed in."""
         from pyprune.runtime.device import DTYPES
 
-        copied: PreTrainedModel = copy.deepcopy(self.model).to(DTYPES[self.settings.dtype])
+        copied: PreTrainedModel = copy.deepcopy(self.model).to(DTYPES[self.settings.compute_dtype])
         return copied
 
     def _outcome(self, arm: Arm, label: str, result: PruneResult, model: PreTrainedModel, seconds: float) -> Outcome:

@@ -32,7 +32,8 @@ class Settings:
         prompt_tokens: tokens of the one long prompt when timing.
         repeats: timed turns of each model and column.
         sample_tokens: tokens of text that each model writes for the report.
-        dtype: that the arms compute in, and of the weights that are measured and served.
+        dtype: of the weights that are measured and served.
+        compute_dtype: that the arms are reconstructed and trained in.
     """
 
     steps: int = 18
@@ -52,6 +53,7 @@ class Settings:
     repeats: int = 3
     sample_tokens: int = 40
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @classmethod
     def quick(cls) -> Settings:
@@ -106,9 +108,9 @@ def elder_options(name: str) -> ElderOptions:
 
 
 def recommended(settings: Settings) -> PruneConfig:
-    """The package's default, with the demo's share of the layers and its dtype."""
+    """The package's default, with the demo's share of the layers and the dtype that it computes in."""
     options = elder_options("elder")
-    training = replace(options.train, dtype=settings.dtype)
+    training = replace(options.train, dtype=settings.compute_dtype)
     return replace(preset("elder"), ratio=settings.ratio, options=replace(options, train=training))
 
 
@@ -116,7 +118,7 @@ def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:
     """What all trained arms share; the seed is of the order of the samples."""
     return replace(
         elder_options("elder").train,
-        dtype=settings.dtype,
+        dtype=settings.compute_dtype,
         steps=settings.steps,
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
@@ -140,7 +142,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         options=replace(options, layers=layers, train=training),
         recover=replace(base.recover, train=training),
         finetune=training,
-        cut=replace(base.cut, least_squares=replace(base.cut.least_squares, dtype=settings.dtype)),
+        cut=replace(base.cut, least_squares=replace(base.cut.least_squares, dtype=settings.compute_dtype)),
     )
     plain = replace(default, cut=CutConfig(), stages=StageConfig(before=(), after=("finetune",)))
     papers = elder_options("elder-paper")

@@ -170,11 +170,10 @@ class Bench:
 
     def _teacher(self, config: PruneConfig) -> PreTrainedModel:
         """The dense model once more, for a cell that distils."""
-        from pyprune.pipeline import teacher_dtype
-        from pyprune.runtime.device import DTYPES
+        from pyprune.runtime.device import DTYPES, working_dtype
 
         teacher: Any = self._copy()
-        dense: PreTrainedModel = teacher.to(DTYPES[teacher_dtype(config.recover)])
+        dense: PreTrainedModel = teacher.to(DTYPES[working_dtype(config.recover.teacher_dtype, teacher.device)])
         return dense
 
     def _quality(self, model: PreTrainedModel) -> Json:

@@ -97,7 +97,7 @@ class Bench:
 
         self.options = options
         self.records = records
-        self.settings = replace(Settings(), dtype=options.dtype)
+        self.settings = replace(Settings(), dtype=options.dtype, compute_dtype=options.dtype)
         if options.steps:
             self.settings = replace(self.settings, steps=options.steps)
         self.name, self.dense, self.tokenizer = load_dense(None)

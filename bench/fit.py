@@ -51,6 +51,8 @@ from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from pyprune.budget.choices import Choice
     from pyprune.budget.limits import Budget
     from pyprune.budget.probes import Model
@@ -66,6 +68,8 @@ TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("pref
 ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width")
 TOKENS = 8192
 """Of each test text."""
+KEPT_MODELS = 8
+"""Most reconstructed models that are held, 540 MB each."""
 WINDOW = FitOptions().window
 """Tokens of the windows that the search measures on. Rows of another length are kept and not shown."""
 
@@ -184,7 +188,10 @@ class Bench:
         options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve, seed=seed)
         profile = self.profile if timed else None
         weights = profile.dtype if profile is not None else "bfloat16"
-        return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
+        found = Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
+        # The winner is among the last candidates that were reconstructed; it need not be made a second time.
+        found.tries.model = _remembered(found.tries.model, KEPT_MODELS)  # type: ignore[method-assign]
+        return found
 
     def _time(self, profile: Profile) -> None:
         """Time the plans of every budget of seconds in turns with the dense model."""
@@ -241,6 +248,20 @@ class Bench:
             }
         )
         say(f"{quantity}: {self.records.of('row')[key]['arm']} {share:.1%} of dense")
+
+
+def _remembered(make: Callable[[PrunePlan], PreTrainedModel], count: int) -> Callable[[PrunePlan], PreTrainedModel]:
+    """The same, without making any of the last ``count`` models again."""
+    made: dict[str, PreTrainedModel] = {}
+
+    def model(plan: PrunePlan) -> PreTrainedModel:
+        name = digest(plan.to_dict())
+        made[name] = made.pop(name, None) or make(plan)
+        while len(made) > count:
+            del made[next(iter(made))]
+        return made[name]
+
+    return model
 
 
 def _rows(records: RecordFile) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from pyprune.rework import trained_before
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime import processes
+from pyprune.runtime.device import resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.stages import (
     PruneResult,
@@ -86,7 +87,8 @@ def prune(
     }
 
     def dense() -> PreTrainedModel:
-        return load_model(model_id, dtype=config.recover.teacher_dtype, device=config.device, **reading)[0]
+        dtype = working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
+        return load_model(model_id, dtype=dtype, device=config.device, **reading)[0]
 
     config = within_memory(Source(model_id, reading), config)
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}

@@ -28,7 +28,7 @@ from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime import processes
-from pyprune.runtime.device import DTYPES, resolve_device
+from pyprune.runtime.device import DTYPES, resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
@@ -179,7 +179,7 @@ def recover_checkpoint(
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        loaded = None if teacher is None else dense.load(dtype=config.recover.teacher_dtype, device=place)
+        loaded = None if teacher is None else dense.load(dtype=_teacher_dtype(config), device=place)
         with processes.dividing(Division(resolve_device(config.device), from_files=True)):
             report = recover(
                 work.model,
@@ -335,13 +335,18 @@ def _place_before_training(device: str) -> str:
     return "cpu" if processes.count() > 1 else device
 
 
+def _teacher_dtype(config: RecoverCheckpointConfig) -> str:
+    """The dtype of the dense model's weights where it teaches."""
+    return working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
+
+
 def _say_what_is_copied(pruned: str | Path, config: RecoverCheckpointConfig, dense: Dense) -> None:
     """Say which models several processes cannot share on the host, because they are loaded in another dtype."""
     if processes.count() == 1:
         return
     wanted: list[tuple[str, str | Path, str, str | None]] = [("dtype", pruned, config.dtype, None)]
     if dense.model is not None and dense.gguf_file is None:
-        wanted.append(("recover.distill.teacher_dtype", dense.model, config.recover.teacher_dtype, dense.revision))
+        wanted.append(("recover.distill.teacher_dtype", dense.model, _teacher_dtype(config), dense.revision))
     for option, model, dtype, revision in wanted:
         stored = stored_dtype(model, revision=revision, trust_remote_code=dense.trust_remote_code)
         if stored is not None and stored != dtype:

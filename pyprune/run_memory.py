@@ -22,7 +22,7 @@ from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime import processes
-from pyprune.runtime.device import device_memory, resolve_device
+from pyprune.runtime.device import device_memory, resolve_device, working_dtype
 from pyprune.runtime.progress import say
 from pyprune.train.lora import adapted
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
@@ -192,7 +192,7 @@ class _Look:
         recover = replace(self.config.recover, train=training.train)
         if training.action != "recover" or recover.distill is None:
             return None
-        return self.source.teacher_shapes(recover.teacher_dtype)
+        return self.source.teacher_shapes(working_dtype(recover.teacher_dtype, self.device))
 
     @contextmanager
     def _objective(
@@ -266,7 +266,7 @@ def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Traini
         steps.append((f"{training.name}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
     if train.sequences_per_pass > 1:
         steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
-    lean: dict[str, Any] = {"memory": "lean", "dtype": "bfloat16"}
+    lean: dict[str, Any] = {"memory": "lean"} | ({"dtype": "bfloat16"} if train.dtype == "float32" else {})
     if training.all_weights and train.memory == "full" and not replace(train, **lean).problems():
         changed = {name: value for name, value in lean.items() if getattr(train, name) != value}
         steps.append((", ".join(f"{training.name}.{name}={value}" for name, value in changed.items()), changed))

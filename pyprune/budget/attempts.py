@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import perplexity
+from pyprune.runtime.device import working_dtype
 from pyprune.runtime.records import RecordFile, digest
 
 
@@ -100,13 +101,13 @@ class Tries:
         self.dense = dense
         self._text = text
         self._judged = judged
-        self._options = options
+        self._options = replace(options, dtype=working_dtype(options.dtype, dense.device))
         self._records = RecordFile(path, program="pyprune fit", option="--cache")
         self._identity = {
             **identity,
             "text": text.digest(),
             "judged": judged.digest(),
-            "reconstruct": options.to_dict(),
+            "reconstruct": self._options.to_dict(),
         }
 
     def judge(self, plan: PrunePlan) -> tuple[dict[str, float], int]:

@@ -50,10 +50,10 @@ class FitOptions(Config):
     judge_samples: int = option(24, at_least=1, at_most=100_000)
     choices: ChoiceOptions = field(default_factory=ChoiceOptions)
     keep_multiples: bool = False
-    values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="bfloat16"))
+    values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="auto"))
     value: Value = "kl"
     solve: SolveOptions = field(default_factory=SolveOptions)
-    reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="bfloat16"))
+    reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="auto"))
     rounds: int = option(3, at_least=1, at_most=20)
     slack: float = option(0.01, at_least=0, at_most=0.5)
     repeats: int = option(3, at_least=1, at_most=1000)

@@ -47,7 +47,7 @@ from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import BLOCKS, LayerRunner, Part, parts_of, replaced_forwards
-from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
 from pyprune.runtime.records import RecordFile, digest
 
@@ -148,6 +148,8 @@ def measure_losses(
         CheckpointError, OutputError: the file cannot be read or written.
     """
     options.validate()
+    options = replace(options, dtype=working_dtype(options.dtype, model.device))
+    warn_of_slow_dtype(options.dtype, model.device)
     batch = Batch.of(samples)
     check_plan(space.identity, family_for(model), model.config)
     identity = {
@@ -254,7 +256,6 @@ class _Trials:
                 f"The text has {len(batch)} sequences of {batch.ids.shape[-1]} tokens; losses at every "
                 f"{options.stride}-th position need at least {2 * options.stride} tokens each."
             )
-        warn_of_slow_dtype(options.dtype, model.device)
         self.model = model
         self.family = family_for(model)
         self.runner = LayerRunner(model, self.family)

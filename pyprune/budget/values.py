@@ -39,8 +39,8 @@ class ValueOptions(Config):
         reconstruct: whether the writer behind a change is solved to follow the dense stream before the loss is
             measured, as the cut itself will be; without it, blocks whose loss can be repaired look too important.
         ridges: candidates for the ridge of that.
-        dtype: that the layers compute in, float32 or bfloat16 (autocast). bfloat16 is several times as fast where the
-            processor has it, and rounds: losses below about 1e-3 nats are noise then.
+        dtype: that the layers compute in: float32, bfloat16 (autocast), or auto: bfloat16 where the device multiplies
+            faster in it, else float32. bfloat16 rounds: losses below about 1e-3 nats are noise then.
     """
 
     judged: float = option(1 / 3, above=0, below=1)
@@ -49,7 +49,7 @@ class ValueOptions(Config):
     head_anchors: int = option(4, at_least=1, at_most=256)
     reconstruct: bool = True
     ridges: tuple[float, ...] = option((1e-2, 1.0), at_least=0, at_most=LARGEST_WEIGHT)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
     @override
     def problems(self) -> list[str]:

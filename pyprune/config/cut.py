@@ -22,15 +22,16 @@ class ReconstructConfig(Config):
         readers: whether q, k, v, gate and up are solved as well; null = where hidden channels are removed.
         relative: whether a token's error counts relative to the size of its stream, which is what the norms see; on
             SmolLM2 that gave no better perplexity than counting errors as they are.
-        dtype: that the layers compute in: float32 (as the weights are) or bfloat16 (autocast, faster where
-            the processor has it). The streams keep the dtype of the weights, the systems float32 or float64.
+        dtype: that the layers compute in: float32 (as the weights are), bfloat16 (autocast), or auto: bfloat16 where
+            the device multiplies faster in it, else float32. The streams keep the dtype of the weights, the systems
+            float32 or float64.
     """
 
     ridges: tuple[float, ...] = option((1e-2, 1e-1, 1.0, 10.0), at_least=0, at_most=LARGEST_WEIGHT)
     held_back: float = option(0.125, above=0, at_most=0.5)
     readers: bool | None = None
     relative: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
     @override
     def problems(self) -> list[str]:

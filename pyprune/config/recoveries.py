@@ -57,7 +57,7 @@ def _alpaca_lora() -> RecoverCheckpointConfig:
                 warmup_steps=100,
                 decay="linear",
                 max_grad_norm=1.0,
-                dtype="bfloat16",
+                dtype="auto",
             ),
         ),
     )

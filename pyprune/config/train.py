@@ -38,7 +38,8 @@ class TrainConfig(Config):
         warmup_steps: linear warm-up, steps.
         decay: learning-rate schedule after the warm-up.
         max_grad_norm: global gradient-norm clip; None = no clipping.
-        dtype: compute dtype (float32, or bfloat16 autocast over float32 weights).
+        dtype: that is computed in: float32, bfloat16 (autocast over float32 weights), or auto: bfloat16 where the
+            device multiplies faster in it or ``memory`` is lean, else float32.
         gradient_checkpointing: recompute activations in the backward pass.
         memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
             rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:
@@ -65,7 +66,7 @@ class TrainConfig(Config):
     warmup_steps: int = option(0, at_least=0, at_most=LONGEST_RUN)
     decay: Literal["constant", "linear", "cosine"] = "constant"
     max_grad_norm: float | None = option(1.0, above=0, otherwise=", or null for no clipping")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     memory: Literal["auto", "full", "lean"] = "auto"
     copies: Literal["auto", "device", "host", "off"] = "auto"
@@ -171,5 +172,5 @@ class RecoverConfig(Config):
 
     @property
     def teacher_dtype(self) -> str:
-        """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype."""
+        """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype, or auto."""
         return (self.distill.teacher_dtype if self.distill else None) or self.train.dtype

@@ -52,7 +52,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime import processes
-from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track
 
 T = TypeVar("T")
@@ -229,14 +229,15 @@ def _reconstruct(
     batch_size: int | None,
 ) -> ReconstructionReport:
     begin = time.monotonic()
-    warn_of_slow_dtype(options.dtype, dense.model.device)
+    dtype = working_dtype(options.dtype, dense.model.device)
+    warn_of_slow_dtype(dtype, dense.model.device)
     steps, lost = steps_of(dense.family, plan)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
     held_back = 0
     solved: tuple[SolvedPart, ...] = ()
     walk: Walk | None = None
     if not all(step.exact for step in steps):
-        with still(dense.model), dense.computing(options.dtype), side.runner.computing(options.dtype):
+        with still(dense.model), dense.computing(dtype), side.runner.computing(dtype):
             chunks, judging, held_back = _chunks(
                 dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
             )

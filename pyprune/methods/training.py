@@ -23,7 +23,7 @@ def reconstructed(config: PruneConfig) -> PruneConfig:
         config,
         data=DataConfig("mixture", samples=160, sequence_length=256),
         stages=StageConfig(before=(), after=("recover",)),
-        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="bfloat16")),
+        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")),
         recover=RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=short_training()),
         finetune=short_training(),
     )
@@ -41,7 +41,7 @@ def published_training(steps: int, validation_interval: int) -> TrainConfig:
         warmup_steps=0,
         decay="constant",
         max_grad_norm=1.0,
-        dtype="bfloat16",
+        dtype="auto",
         early_stop_patience=5,
         early_stop_min_delta=1e-4,
         validation_interval=validation_interval,
@@ -60,7 +60,7 @@ def short_training() -> TrainConfig:
         warmup_steps=2,
         decay="cosine",
         max_grad_norm=1.0,
-        dtype="bfloat16",
+        dtype="auto",
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pyprune.config.train import TrainConfig
+from pyprune.runtime.device import working_dtype
 from pyprune.train.objective import Objective
 
 
@@ -23,6 +24,13 @@ def decided(config: TrainConfig, model: nn.Module) -> TrainConfig:
     found = replace(config, memory="lean" if half else "full")
     found.validate()
     return found
+
+
+def computing(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The options with ``dtype`` decided, after ``memory``: what is lean computes in bfloat16, as its weights are."""
+    if config.dtype == "auto" and config.memory == "lean":
+        return replace(config, dtype="bfloat16")
+    return replace(config, dtype=working_dtype(config.dtype, device))
 
 
 def to_bfloat16(model: nn.Module) -> None:

@@ -38,7 +38,7 @@ from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
-from pyprune.train.lean import autocast, decided, place_of_copies, steps_in_backward, to_bfloat16
+from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward, to_bfloat16
 from pyprune.train.objective import LossTerms, Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
     Clipping,
@@ -130,7 +130,7 @@ def train(
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
-    warn_of_slow_dtype(config.dtype, run.device)
+    warn_of_slow_dtype(run.config.dtype, run.device)
     with shards.training(), training(run.model, run.device, gradient_checkpointing=config.gradient_checkpointing):
         try:
             return run.execute(resume, description or run.objective.name)
@@ -156,10 +156,10 @@ class _Run:
         self.model = shards.model
         self.samples = samples
         self.validation = validation
-        self.config = config
         self.objective = objective
         self.checkpoint_dir = checkpoint_dir
         self.device = next(self.model.parameters()).device
+        self.config = config = computing(config, self.device)
         self.copies = place_of_copies(config, self.device)
         self.keep_last_good = keep_last_good and self.copies is not None
         self.report = TrainReport(objective.name)

@@ -31,7 +31,7 @@ from pyprune.ops import without_values
 from pyprune.ops.regularised_adamw import Moments
 from pyprune.runtime import processes
 from pyprune.train.head import causal_lm
-from pyprune.train.lean import autocast, decided, place_of_copies, steps_in_backward
+from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward
 from pyprune.train.objective import Objective
 from pyprune.train.optimizer import uses_own_optimizer
 
@@ -110,7 +110,8 @@ def training_memory(
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
-    config = replace(decided(config, model), batch_size=max(1, config.batch_size // shares))
+    config = computing(decided(config, model), device)
+    config = replace(config, batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)

@@ -151,7 +151,7 @@ def test_everything_is_in_the_chosen_dtype(out: Path, metrics: dict[str, Any]) -
     assert "float32 compute" in text
     assert "float32 weights" in text
     assert "bfloat16" not in text
-    assert own_options(choice(replace(Settings(), dtype="float32")), ElderOptions).train.dtype == "float32"
+    assert own_options(choice(replace(Settings(), compute_dtype="float32")), ElderOptions).train.dtype == "float32"
 
 
 def test_the_reports_show_every_arm(out: Path, metrics: dict[str, Any]) -> None:

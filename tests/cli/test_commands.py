@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pyprune import stages
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
 from pyprune.errors import OutputError
 from pyprune.plan import PrunePlan
+from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -46,6 +48,41 @@ def test_by_default_a_cut_is_reconstructed_and_then_trained_on_text_and_logits(
     written = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(weights["plain"][written], weights["solved"][written])
     assert not torch.equal(weights["solved"][written], weights["trained"][written])
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
+    faster: bool, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves: dict[str, set[bool]] = {"gates": set(), "recover": set(), "solved": set()}
+
+    def seen(module: torch.nn.Module, inputs: Any) -> None:
+        stage = "solved" if not torch.is_grad_enabled() else "gates" if gated[0] else "recover"
+        if isinstance(module, torch.nn.Linear):
+            halves[stage].add(torch.is_autocast_enabled("cpu"))
+
+    gated = [True]
+    recover = stages.recover
+
+    def after(*arguments: Any, **options: Any) -> Any:
+        gated[0] = False
+        return recover(*arguments, **options)
+
+    monkeypatch.setattr(device, "computes_bfloat16", lambda place: True)
+    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: faster)
+    monkeypatch.setattr(stages, "recover", after)
+    sets = ("elder.gates.first_round_steps=2", "elder.gates.round_steps=1", "elder.gates.batch_size=2",
+            "recover.train.steps=2", "recover.train.batch_size=2")  # fmt: skip
+    settings = [part for option in sets for part in ("--set", option)]
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
+    try:
+        done = run("prune", checkpoint, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--samples", "4",
+                   "--sequence-length", "16", *settings, "--out", tmp_path / "out")  # fmt: skip
+    finally:
+        hook.remove()
+    assert done.exit_code == 0, done.output
+    assert halves["gates"] == halves["recover"] == {faster}
+    assert (True in halves["solved"]) is faster
 
 
 @pytest.mark.parametrize("method", ["dress", "trsp"])

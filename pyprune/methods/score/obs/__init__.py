@@ -20,12 +20,12 @@ class ObsOptions(MethodOptions):
 
     Attributes:
         damping: added to the second moments of a module's input, relative to the mean of their diagonal.
-        dtype: that the model computes in: float32 (as the weights are) or bfloat16 (autocast, faster where the
-            processor has it). Sums over tokens are float32.
+        dtype: that the model computes in: float32 (as the weights are), bfloat16 (autocast), or auto: bfloat16 where
+            the device multiplies faster in it, else float32. Sums over tokens are float32.
     """
 
     damping: float = option(0.01, above=0.0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
 
 def _obs() -> PruneConfig:
@@ -33,10 +33,10 @@ def _obs() -> PruneConfig:
     # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that takes some loses more than was estimated, and
     # is worse than one of channels alone.
     return replace(
-        scoring("obs", ObsOptions(dtype="bfloat16")),
+        scoring("obs", ObsOptions(dtype="auto")),
         data=DataConfig("mixture", samples=160, sequence_length=256),
         score=ScoreConfig(axes=("ffn",), normalise="size", batch_size=8),
-        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="bfloat16")),
+        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")),
     )
 
 

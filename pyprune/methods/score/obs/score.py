@@ -32,7 +32,7 @@ from pyprune.methods.score._memory import measured
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
 from pyprune.probe.moments import add_moments_
-from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 
 FLOAT64_INPUTS = 1024
 """Modules of up to this many inputs are ordered in float64, wider ones in float32, a quarter of the time."""
@@ -63,8 +63,9 @@ def score(run: Scoring) -> None:
             with torch.autocast(part.device.type, enabled=False):
                 _add(run, *places[param.name], param.parameter.detach(), moments, options.damping)
 
-        warn_of_slow_dtype(options.dtype, run.device)
-        half = options.dtype == "bfloat16"
+        dtype = working_dtype(options.dtype, run.device)
+        warn_of_slow_dtype(dtype, run.device)
+        half = dtype == "bfloat16"
         # A cache would hold the copies of all layers that have passed, and their weights, until the end.
         with torch.autocast(run.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             report = take_gradients(run, own_values, weigh)

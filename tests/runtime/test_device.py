@@ -1,0 +1,57 @@
+"""Which dtype is computed in."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from pyprune.runtime import device
+from pyprune.runtime.device import working_dtype
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew() -> Iterator[None]:
+    device._cpu_is_faster_in_bfloat16.cache_clear()
+    yield
+    device._cpu_is_faster_in_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize(("float32", "bfloat16", "chosen"), [(2.0, 1.0, "bfloat16"), (1.0, 1.9, "float32")])
+def test_auto_is_what_this_cpu_multiplies_faster_in(
+    float32: float, bfloat16: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    product = torch.Tensor.__matmul__
+
+    def timed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        clock[0] += bfloat16 if left.dtype == torch.bfloat16 else float32
+        return product(left, right)
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.Tensor, "__matmul__", timed)
+    assert working_dtype("auto", torch.device("cpu")) == chosen
+    spent = clock[0]
+    assert working_dtype("auto", torch.device("cpu")) == chosen
+    assert clock[0] == spent > 0  # asked once
+
+
+@pytest.mark.parametrize(
+    ("dtype", "place", "chosen"),
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "meta", "bfloat16"),
+        ("float32", "meta", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
+    dtype: Literal["auto", "float32", "bfloat16"], place: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured() -> Any:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", measured)
+    assert working_dtype(dtype, torch.device(place)) == chosen
