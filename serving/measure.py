@@ -317,11 +317,16 @@ PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29
 """What an engine's processes take in addition to weights and cache (measured on the CPU, rounded up)."""
 
 
-def _fits(run: _Run) -> bool:
-    """Whether all engines may be loaded at once; never on a GPU, of which vLLM takes its share, needed or not."""
+def fills_gpu(engine: EngineName) -> bool:
+    """Whether an engine runs on a GPU here: of which vLLM takes its share, needed or not, so that only one fits."""
     import torch
 
-    if run.engine != "llamacpp" and torch.cuda.is_available():
+    return engine != "llamacpp" and torch.cuda.is_available()
+
+
+def _fits(run: _Run) -> bool:
+    """Whether all engines may be loaded at once."""
+    if fills_gpu(run.engine):
         return False
     found = [model.checkpoint for model in run.models.values()]
     process = PROCESS_BYTES[run.engine]

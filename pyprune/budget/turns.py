@@ -13,7 +13,7 @@ from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.runtime.progress import say, track
 from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, kv_cache_bytes
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, fills_gpu, kv_cache_bytes
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
 
 WARM_TOKENS = 8
@@ -207,10 +207,8 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
         weight_bytes: of the weights.
         cache: bytes of key/value cache.
     """
-    import torch
-
-    if torch.cuda.is_available():
-        return 1  # an engine takes its share of the card whether it needs it or not
+    if fills_gpu(engine):
+        return 1
     need = PROCESS_BYTES[engine] + 2 * weight_bytes + cache
     return max(1, int(MEMORY_SHARE * available_bytes() // need))
 

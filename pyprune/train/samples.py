@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from pyprune.data.stream import position_limit
 from pyprune.data.tokens import IGNORED, Batch
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import ConfigError, DataError, shown
 
 
 def batch_indices(count: int, batch_size: int, step: int, seed: int) -> Tensor:
@@ -42,10 +43,10 @@ def check_samples(model: nn.Module, samples: Tensor | Batch, what: str) -> None:
             f"{list(ids.shape)}, one for each token id."
         )
     config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = None if config is None else position_limit(config)
     if limit is not None and ids.shape[1] > limit:
         raise DataError(
-            f"{what} has sequences of {ids.shape[1]} tokens, but the model allows {limit}. "
+            f"{what} has sequences of {ids.shape[1]} tokens, but the model allows {shown(limit)}. "
             "Use a shorter sequence_length."
         )
     vocab, largest = getattr(config, "vocab_size", None), max(int(ids.max()), int(labels.max()))
