@@ -86,11 +86,13 @@ def prune(
         "trust_remote_code": trust_remote_code,
     }
 
-    def dense() -> PreTrainedModel:
-        dtype = working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
-        return load_model(model_id, dtype=dtype, device=config.device, **reading)[0]
-
     config = within_memory(Source(model_id, reading), config)
+    # Decided by all processes together, while the teacher may be wanted by some of them alone.
+    teacher_dtype = working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
+
+    def dense() -> PreTrainedModel:
+        return load_model(model_id, dtype=teacher_dtype, device=config.device, **reading)[0]
+
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:

@@ -39,7 +39,7 @@ class TrainConfig(Config):
         decay: learning-rate schedule after the warm-up.
         max_grad_norm: global gradient-norm clip; None = no clipping.
         dtype: that is computed in: float32, bfloat16 (autocast over float32 weights), or auto: bfloat16 where the
-            device multiplies faster in it or ``memory`` is lean, else float32.
+            device multiplies faster in it or the weights are (lean ``memory``), else float32.
         gradient_checkpointing: recompute activations in the backward pass.
         memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
             rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:

@@ -93,6 +93,7 @@ class ReconstructionReport:
 
     Attributes:
         parts: every system in the order of the layers.
+        dtype: that the layers computed in.
         exact: parts in front of everything that is removed, which stay as they are.
         no_carrier: removed parts in front of the first that stays: nothing before them could take over what they
             wrote, and the first writers behind them correct it.
@@ -103,6 +104,7 @@ class ReconstructionReport:
     """
 
     parts: tuple[SolvedPart, ...]
+    dtype: str
     exact: tuple[str, ...]
     no_carrier: tuple[str, ...]
     tokens: int
@@ -255,6 +257,7 @@ def _reconstruct(
         solved = tuple(_described(entry) for entry in walk.reports)
     return ReconstructionReport(
         parts=solved,
+        dtype=dtype,
         exact=tuple(str(step.part) for step in steps if step.exact),
         no_carrier=tuple(map(str, lost)),
         tokens=samples.fed(),

@@ -26,9 +26,9 @@ def decided(config: TrainConfig, model: nn.Module) -> TrainConfig:
     return found
 
 
-def computing(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """The options with ``dtype`` decided, after ``memory``: what is lean computes in bfloat16, as its weights are."""
-    if config.dtype == "auto" and config.memory == "lean":
+def computing(config: TrainConfig, model: nn.Module, device: torch.device) -> TrainConfig:
+    """The options with ``dtype`` decided: auto is bfloat16 where weights are (in lean memory), else what is faster."""
+    if config.dtype == "auto" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
         return replace(config, dtype="bfloat16")
     return replace(config, dtype=working_dtype(config.dtype, device))
 

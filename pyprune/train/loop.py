@@ -159,10 +159,10 @@ class _Run:
         self.objective = objective
         self.checkpoint_dir = checkpoint_dir
         self.device = next(self.model.parameters()).device
-        self.config = config = computing(config, self.device)
+        self.config = config = computing(config, self.model, self.device)
         self.copies = place_of_copies(config, self.device)
         self.keep_last_good = keep_last_good and self.copies is not None
-        self.report = TrainReport(objective.name)
+        self.report = TrainReport(objective.name, config.dtype)
         self.parameters: dict[str, nn.Parameter] = {}
         self.last_good: dict[str, Tensor] = {}
         self.last_good_step = 0

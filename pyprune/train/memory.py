@@ -110,7 +110,7 @@ def training_memory(
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
-    config = computing(decided(config, model), device)
+    config = computing(decided(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):

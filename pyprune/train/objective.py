@@ -181,6 +181,7 @@ class TrainReport:
 
     Attributes:
         objective: name of the objective.
+        dtype: that was computed in.
         steps: optimizer steps done in all (including those before a resume).
         tokens: tokens fed in those steps.
         seconds: wall-clock time of this process's part.
@@ -193,6 +194,7 @@ class TrainReport:
     """
 
     objective: str
+    dtype: str
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0

@@ -83,6 +83,9 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
     assert done.exit_code == 0, done.output
     assert halves["gates"] == halves["recover"] == {faster}
     assert (True in halves["solved"]) is faster
+    report = read_pruning_json(tmp_path / "out").provenance["report"]
+    named = {report["reconstruction"]["dtype"], report["stages"][0]["dtype"]}
+    assert named == {"bfloat16" if faster else "float32"}
 
 
 @pytest.mark.parametrize("method", ["dress", "trsp"])
