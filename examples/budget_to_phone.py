@@ -3,7 +3,7 @@
     python examples/budget_to_phone.py HuggingFaceTB/SmolLM2-135M memory@2048=110MB out/phone --weights q8_0
 
 The budget counts the weights in the format of the file and the key/value cache of one context. OUT/fitted is the
-checkpoint, OUT/model.gguf the file that goes to the device.
+checkpoint, OUT/fitted.FORMAT.gguf the file that goes to the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pyprune import export_gguf, fit
+from pyprune import fit
 from pyprune.budget.options import FitOptions
 from pyprune.recipe import merge, parse_setting
 
@@ -33,12 +33,11 @@ def main() -> None:
     found = fit(
         args.model, args.budget, out=out / "fitted", options=FitOptions.from_dict(settings), weights=args.weights
     )
-    file = export_gguf(out / "fitted", out / "model.gguf", quantise=args.weights)
     for limit in found.budget.limits:
         taken, dense = found.winner.amounts[limit.quantity], found.dense[limit.quantity]
         print(f"{limit}: {limit.written(taken, dense)}, dense {limit.written(dense, dense)}")
     print(f"{found.winner.plan.summary()}; perplexity {found.winner.perplexity:.1f} before training")
-    print(f"{file.path}: {file.bytes:,} bytes, architecture {file.architecture}")
+    print(f"{found.exported}: {Path(str(found.exported)).stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

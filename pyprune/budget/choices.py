@@ -163,6 +163,11 @@ class Space:
                 layers[i] = replace(layers[i], drop=False)
         return replace(self, layers=tuple(layers), hidden=hidden)
 
+    def without_losses(self) -> Search:
+        """What a solver may choose from, before any loss is known: all are 0."""
+        layers = tuple(tuple(Choice(widths, 0.0) for widths in layer.widths) for layer in self.layers)
+        return Search(self.identity, layers, dict.fromkeys(self.hidden, 0.0))
+
     def _held_without(self, index: int, after: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> bool:
         """Whether the layer behind a dropped one may become all that it may beside it."""
         rest = self.identity.drop_layers([index])

@@ -162,7 +162,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a model may take: limits of different quantities, all of which hold.
+    """What a model may take: limits that all hold, at most one in itself and one beside the dense model of a quantity.
 
     Attributes:
         limits: in the order in which they were written.
@@ -201,7 +201,7 @@ class Budget:
     @property
     def quantities(self) -> tuple[Quantity, ...]:
         """What is limited, in the order of the limits."""
-        return tuple(limit.quantity for limit in self.limits)
+        return tuple(dict.fromkeys(limit.quantity for limit in self.limits))
 
     @property
     def timed(self) -> tuple[Quantity, ...]:
@@ -225,12 +225,16 @@ class Budget:
         return {quantity: predicted(costs, quantity, identity) for quantity in self.quantities}
 
     def bounds(self, dense: Mapping[Quantity, float]) -> dict[Quantity, float]:
-        """Upper bound of everything that is limited, in the quantity's unit.
+        """Upper bound of everything that is limited, in the quantity's unit; the tighter of two.
 
         Args:
             dense: what the dense model takes, from :meth:`dense` or measured.
         """
-        return {limit.quantity: limit.bound(dense[limit.quantity]) for limit in self.limits}
+        found: dict[Quantity, float] = {}
+        for limit in self.limits:
+            own = limit.bound(dense[limit.quantity])
+            found[limit.quantity] = min(own, found.get(limit.quantity, own))
+        return found
 
     def broken(
         self, amounts: Mapping[Quantity, float], dense: Mapping[Quantity, float], slack: float = 0.0
@@ -242,8 +246,7 @@ class Budget:
             dense: the dense model's.
             slack: share of the bound by which it may be exceeded.
         """
-        bounds = self.bounds(dense)
-        return tuple(x for x in self.limits if amounts[x.quantity] > bounds[x.quantity] * (1 + slack))
+        return tuple(x for x in self.limits if amounts[x.quantity] > x.bound(dense[x.quantity]) * (1 + slack))
 
 
 _FORM = re.compile(r"(?P<name>[^@<>=\s]+)\s*(@\s*(?P<place>[^<>=]*?))?\s*(?P<sign>[<>=]+)\s*(?P<rest>.*)")
@@ -333,13 +336,16 @@ def _split(text: str) -> list[str]:
 
 
 def _repeated(limits: Sequence[Limit]) -> list[str]:
-    """One sentence for each quantity that is limited more than once."""
-    by_quantity: dict[Quantity, list[Limit]] = {}
+    """One sentence for each quantity that is limited more than once, in itself or as a share of the dense model.
+
+    One of each is allowed: only the dense model's amount tells which of them is tighter.
+    """
+    alike: dict[tuple[Quantity, bool], list[Limit]] = {}
     for limit in limits:
-        by_quantity.setdefault(limit.quantity, []).append(limit)
+        alike.setdefault((limit.quantity, limit.is_relative), []).append(limit)
     return [
         f"{' and '.join(map(str, some))} limit the same quantity, {quantity}; give one of them."
-        for quantity, some in by_quantity.items()
+        for (quantity, _), some in alike.items()
         if len(some) > 1
     ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from typing_extensions import override
 
 from pyprune.budget.choices import ChoiceOptions
+from pyprune.budget.formats import weight_format
 from pyprune.budget.solve import SolveOptions
 from pyprune.budget.values import Value, ValueOptions
 from pyprune.config.base import LARGEST_SEED, Config, _require, option
@@ -31,6 +33,7 @@ class FitOptions(Config):
         choices: what layers may become; its ``ffn_multiple`` and ``kv_heads_multiple`` give way to what runs well for
             ``weights`` and the profile, unless ``keep_multiples`` is on.
         keep_multiples: take the multiples of ``choices`` as they are.
+        tensor_parallel: devices that are to share every layer: widths become multiples of it, whole heads for each.
         values: how losses of single blocks are measured.
         value: which of the measured losses is added up.
         solve: the search.
@@ -50,6 +53,7 @@ class FitOptions(Config):
     judge_samples: int = option(24, at_least=1, at_most=100_000)
     choices: ChoiceOptions = field(default_factory=ChoiceOptions)
     keep_multiples: bool = False
+    tensor_parallel: int = option(1, at_least=1, at_most=1024)
     values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="auto"))
     value: Value = "kl"
     solve: SolveOptions = field(default_factory=SolveOptions)
@@ -86,13 +90,14 @@ class FitOptions(Config):
         }
 
 
-def winner_config(options: FitOptions, plan: str, *, recover: bool) -> PruneConfig:
+def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str = "bfloat16") -> PruneConfig:
     """The run that writes the winner: its plan, reconstructed, then all weights trained as the methods' defaults do.
 
     Args:
         options: of the search.
         plan: path of the saved plan.
         recover: False leaves out the training.
+        weights: format that the budget is of: a dtype is what is written, for another the model's own is.
     """
     from pyprune.methods.training import reconstructed
 
@@ -102,4 +107,5 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool) -> PruneConf
         data=options.data,
         cut=replace(recommended.cut, least_squares=options.reconstruct),
         stages=recommended.stages if recover else replace(recommended.stages, after=()),
+        export_dtype=cast(Any, weights if weight_format(weights).layout == "plain" else None),
     )

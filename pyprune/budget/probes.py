@@ -128,11 +128,13 @@ def _unequal(plan: PrunePlan) -> PrunePlan:
     return plan
 
 
-def dense_config(source: str | Path) -> PretrainedConfig:
+def dense_config(source: str | Path, *, gguf_file: str | None = None, **reading: Any) -> PretrainedConfig:
     """The configuration of a dense model; its weights are not read and need not be there.
 
     Args:
         source: a folder with config.json, or a hub id.
+        gguf_file: a GGUF file inside of it, whose header has the configuration.
+        reading: revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -142,15 +144,18 @@ def dense_config(source: str | Path) -> PretrainedConfig:
 
     import pyprune.modeling  # noqa: F401  (registers the pruned architectures, so that they are refused by name)
     from pyprune.checkpoint.damage import actionable
+    from pyprune.checkpoint.load import model_without_weights
     from pyprune.checkpoint.plausible import read_config
 
     text = str(source)
+    if gguf_file is not None:
+        return model_without_weights(text, gguf_file=gguf_file, **reading).config
     if os.path.isdir(text):
         read_config(Path(text))
     elif text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise CheckpointError(f"{text!r} is neither a folder nor a hub id of the form owner/name.")
     with actionable(text):
-        config: PretrainedConfig = AutoConfig.from_pretrained(text)
+        config: PretrainedConfig = AutoConfig.from_pretrained(text, **reading)
     family_for(config)
     return config
 

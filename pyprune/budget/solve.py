@@ -160,6 +160,27 @@ def solve(
     return tuple(sorted(found, key=lambda solution: solution.loss))
 
 
+def check_feasible(search: Search, budget: Budget, costs: CostModel, options: SolveOptions = SolveOptions()) -> None:
+    """Refuse a budget that no plan keeps; which plan would lose least is not asked, so that losses may be missing.
+
+    Args:
+        search: the choices of every layer.
+        budget: what is limited.
+        costs: predicts what is limited.
+        options: see :class:`SolveOptions`.
+
+    Raises:
+        BudgetError: see :func:`solve`.
+    """
+    dense = budget.dense(costs, search.identity)
+    bounds = budget.bounds(dense)
+    programmes = [_Programme(search, hidden, bounds, costs, options) for hidden in search.hidden]
+    first = budget.limits[0]
+    others = {quantity: bound for quantity, bound in bounds.items() if quantity != first.quantity}
+    if _least(programmes, first, others) > bounds[first.quantity]:
+        raise BudgetError(_why_infeasible(search, budget, costs, dense, options))
+
+
 def _turns(options: SolveOptions) -> Iterator[Variant]:
     first: Variant = "best"
     yield first
@@ -424,7 +445,7 @@ def _why_infeasible(
     bounds = budget.bounds(dense)
     programmes = [_Programme(search, hidden, bounds, costs, options) for hidden in search.hidden]
     alone = {limit: _least(programmes, limit, {}) for limit in budget.limits}
-    beyond = [(limit, amount) for limit, amount in alone.items() if amount > bounds[limit.quantity]]
+    beyond = [(limit, amount) for limit, amount in alone.items() if amount > limit.bound(dense[limit.quantity])]
     if beyond:
         return "\n".join(_unreachable(limit, amount, dense) for limit, amount in beyond)
     lines = ["No plan keeps all limits of the budget together, though each can be kept alone. Nearest that can be:"]

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyprune.budget.formats import WEIGHT_FORMATS
 from pyprune.budget.probes import Model, dense_config, probe_plans, write_served
 from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
 from pyprune.budget.quantities import Quantity
@@ -95,12 +96,13 @@ class ProfileOptions:
             raise ConfigError(found)
 
 
-def take_profile(source: str | Path, options: ProfileOptions | None = None) -> Profile:
+def take_profile(source: str | Path, options: ProfileOptions | None = None, **reading: Any) -> Profile:
     """Measure what models of a model's family and sizes cost on this machine.
 
     Args:
         source: folder with config.json or hub id of a dense model; weights are not read (llamacpp needs its tokenizer).
         options: see :class:`ProfileOptions`.
+        reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
         ConfigError: invalid options, or a workload beyond the model's context.
@@ -115,9 +117,11 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None) -> P
     if note:
         say(note, "yellow")
     dtype = _dtype(o.dtype, engine)
-    config = dense_config(source)
+    config = dense_config(source, **reading)
     _check_lengths(config, o.quantities)
-    run = _Run(o, engine, dtype, config, tokenizer=load_tokenizer(str(source)) if engine == "llamacpp" else None)
+    known = {name: value for name, value in reading.items() if value is not None}
+    tokenizer = load_tokenizer(str(source), **known) if engine == "llamacpp" else None
+    run = _Run(o, engine, dtype, config, tokenizer=tokenizer)
     with _visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
         run.products = time_products(config, dtype)
         run.take(Path(work))
@@ -132,6 +136,11 @@ def default_dtype(engine: str) -> str:
 def _dtype(dtype: str | None, engine: str) -> str:
     allowed: Sequence[str] = FORMATS if engine == "llamacpp" else DTYPES
     chosen = dtype or default_dtype(engine)
+    if chosen not in allowed and chosen in WEIGHT_FORMATS:
+        raise ConfigError(
+            f"What {chosen} weights take in {engine} is not measured; {', '.join(allowed)} are. Give one of these, or "
+            "limit memory and parameters alone, which are counted in every format."
+        )
     if chosen not in allowed:
         raise ConfigError(did_you_mean(chosen, allowed, f"dtype of the engine {engine}"))
     return chosen

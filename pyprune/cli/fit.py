@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, JsonFile, Overwrite, RemoteCode, Revision, guarded, output
+from pyprune.cli.base import Debug, GgufFile, JsonFile, Overwrite, RemoteCode, Resume, Revision, guarded, output
 from pyprune.cli.profile import Mismatch
+from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 
 if TYPE_CHECKING:
@@ -42,15 +43,25 @@ def fit(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(help="Of the default profile: auto (vLLM if installed), vllm, transformers or llamacpp."),
+        typer.Option(
+            help="That is to run the model: auto (llamacpp for a GGUF format, else vLLM if installed), vllm, "
+            "transformers or llamacpp."
+        ),
     ] = "auto",
     weights: Annotated[
         str | None,
         typer.Option(
             metavar="FORMAT",
             help="How the model will be exported, which memory and widths depend on: bfloat16, float16, float32, "
-            "w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, else bfloat16.",
+            "w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, "
+            "else q8_0 for llamacpp and bfloat16 for other engines.",
             show_default=False,
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Devices that are to share every layer, whose widths N then divides. Default: 1."
         ),
     ] = None,
     calibration: Annotated[
@@ -81,6 +92,7 @@ def fit(
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     json_file: JsonFile = None,
     debug: Debug = False,
@@ -92,12 +104,15 @@ def fit(
     from pyprune.budget.limits import Budget
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
-    options = _options(calibration, samples, sequence_length, set_ or ())
+    given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
+             "tensor_parallel": tensor_parallel}  # fmt: skip
+    options = _options(given, set_ or ())
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
     from pyprune.runtime.files import check_output
 
     check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
-    wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch)
+    engine, weights = _target(engine, weights, named=profile is not None)
+    wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch, **source)
     shared: dict[str, Any] = {
         "options": options,
         "weights": weights or (wanted.dtype if wanted else "bfloat16"),
@@ -111,15 +126,14 @@ def fit(
     if sweep:
         _sweep(model, budgets, out, shared, json_file)
     else:
-        _fit(model, budgets[0], out, shared, json_file, recover=not no_recover)
+        _fit(model, budgets[0], out, {**shared, "resume": resume}, json_file, recover=not no_recover)
 
 
-def _options(source: str | None, samples: int | None, length: int | None, settings: Any) -> FitOptions:
+def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     """The defaults, changed by what was given on the command line."""
     from pyprune.budget.options import FitOptions
     from pyprune.recipe import merge, nested, parse_setting
 
-    given = {"data.source": source, "data.samples": samples, "data.sequence_length": length}
     data: dict[str, Any] = {}
     for name, value in given.items():
         if value is not None:
@@ -131,8 +145,31 @@ def _options(source: str | None, samples: int | None, length: int | None, settin
     return options
 
 
+def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:
+    """Engine and format of the weights, where one of them says what the other is; a named profile says both."""
+    from pyprune.budget.formats import weight_format
+    from pyprune.budget.timing import default_dtype
+
+    if weights is None:
+        return engine, None if named or engine == "auto" else default_dtype(engine)
+    if weight_format(weights).layout == "gguf":
+        if engine not in ("auto", "llamacpp"):
+            raise ConfigError(
+                f"--weights is {weights!r}, a format of GGUF files, which --engine {engine} does not run; use llamacpp."
+            )
+        return "llamacpp", weights
+    return engine, weights
+
+
 def _profile(
-    model: str, budgets: list[Budget], named: str | None, engine: str, weights: str | None, *, allow: bool
+    model: str,
+    budgets: list[Budget],
+    named: str | None,
+    engine: str,
+    weights: str | None,
+    *,
+    allow: bool,
+    **source: Any,
 ) -> Profile | None:
     """The profile that was named; without one, and where times are limited, this model's own, measured if need be."""
     from pyprune.budget.profile import Profile
@@ -147,19 +184,26 @@ def _profile(
         return None
     from pyprune.fitting.timed import profile_of
 
-    return profile_of(model, engine=engine, dtype=weights, quantities=quantities)
+    return profile_of(model, engine=engine, dtype=weights, quantities=quantities, **source)
 
 
 def _fit(
     model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, *, recover: bool
 ) -> None:
+    from pyprune.fitting.flow import cache_of
     from pyprune.fitting.flow import fit as find
     from pyprune.fitting.report import attempts_table, limits_table
 
     found = find(model, budget, out=out, recover=recover, **shared)
     tables = (attempts_table(found), limits_table(found))
-    next_step = f"Wrote {out}. Next: pyprune eval {out} --ppl wikitext2"
-    output(found.to_dict(), json_file, *tables, next_step)
+    written = f"{out} and {found.exported}" if found.exported else str(out)
+    source = f" --gguf-file {shared['gguf_file']}" if shared["gguf_file"] else ""
+    kept = shared["cache"] or cache_of(out)
+    steps = (
+        f"Wrote {written}. Next: pyprune eval {out} --ppl wikitext2",
+        f"Another budget for the same model costs its own candidates alone: pyprune fit {model}{source} --cache {kept}",
+    )
+    output(found.to_dict(), json_file, *tables, *steps)
 
 
 def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None) -> None:

@@ -6,6 +6,7 @@
     the best few for real        budget/attempts      cut, reconstructed, judged on text of their own
     the winner timed             budget/turns         beside the dense model; beyond a limit, back to the search
     the winner written           pipeline             reconstructed, trained, saved with its plan
+    as the device runs it        serving              exported where the format is a quantised or GGUF one, and weighed
 
 Scores, losses of single blocks and judged candidates are kept in a folder beside the output, each under the identity of
 what it was measured on, so that another budget for the same model costs seconds of search and the new candidates alone.
@@ -19,18 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.budget.cost import no_profile
-from pyprune.budget.limits import Budget
+from pyprune.budget.formats import weight_format
+from pyprune.budget.limits import DEFAULT_CONTEXT, Budget
 from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
 from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.record import annotate_checkpoint
-from pyprune.errors import BudgetError
+from pyprune.errors import BudgetError, OutputError
 from pyprune.fitting.report import sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.pipeline import prune
 from pyprune.report import write_report
+from pyprune.run_folder import kept_of_a_run
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest, write_text
+from pyprune.runtime.progress import warn
+from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.export import export
+from pyprune.serving.gguf.write import check_gguf_output, export_gguf
+
+ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
+"""What a sweep tells of every point; the rest is what any of its budgets limits."""
 
 
 def fit(
@@ -45,6 +55,7 @@ def fit(
     cache: str | Path | None = None,
     recover: bool = True,
     timed: bool = True,
+    resume: bool = False,
     overwrite: bool = False,
     **reading: Any,
 ) -> Fitted:
@@ -55,27 +66,39 @@ def fit(
         budget: such as "memory=120MB, prefill@2048<=900ms" (:mod:`pyprune.budget.limits`).
         out: the folder to create.
         options: of the search.
-        weights: format that memory is counted in: a dtype, or a quantised or GGUF format.
+        weights: format that memory is counted in. A dtype is what ``out`` is written in; in a quantised or GGUF format
+            the model is exported as well, beside ``out`` (:func:`exported_as`).
         profile: what this machine takes (:func:`pyprune.budget.timing.take_profile`); needed for limits on times.
         allow_mismatch: use a profile of another machine or version in spite of that.
         cache: folder for scores, losses and judged candidates; None = ``out`` with ".fit" behind it.
         recover: train the winner, as the methods' defaults do.
         timed: run the winner where times are limited.
+        resume: continue the training of the winner where an interrupted call to the same ``out`` left it.
         overwrite: replace an existing ``out``.
         reading: gguf_file, revision, trust_remote_code.
 
     Raises:
         BudgetError: the budget cannot be read or kept, or needs a profile.
+        OutputError: an interrupted call has left a training there, and neither ``resume`` nor ``overwrite`` is given.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
     place = Path(out)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
-    if recover:  # what cannot be trained is refused before the search, which takes hours
-        within_memory(Source(model_id, reading), winner_config(options, "", recover=True))
+    # What cannot be written or trained is refused before the search, which takes hours.
+    check_export(place, weights, overwrite=overwrite)
+    kept = kept_of_a_run(place)
+    if kept and not (resume or overwrite):
+        raise OutputError(
+            f"An interrupted run has kept {kept} for {place}. Give resume (--resume) to continue it, or overwrite to "
+            "drop it and start again."
+        )
+    if recover:
+        within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
     found = fitting.fit(wanted, timed=timed)
-    return write_winner(fitting, found, place, recover=recover, overwrite=overwrite, **reading)
+    writing = {"recover": recover, "resume": resume and kept is not None, "overwrite": overwrite}
+    return write_winner(fitting, found, place, **writing, **reading)
 
 
 def sweep(
@@ -118,7 +141,7 @@ def sweep(
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     fitting = _opened(model_id, wanted, place, options, profile, cache, overwrite=overwrite, **settings)
     every = [quantity for budget in wanted for quantity in budget.quantities]
-    points = tuple(fitting.fit(budget, timed=timed, also=[Quantity("parameters"), *every]) for budget in wanted)
+    points = tuple(fitting.fit(budget, timed=timed, also=[*ALWAYS_SHOWN, *every]) for budget in wanted)
     conditions = {
         "weights": weights,
         "engine": f"{profile.engine}, {profile.dtype}" if profile else "none; nothing was timed",
@@ -146,23 +169,94 @@ def _opened(
     """Refuse what cannot be done or written, then load the model."""
     for budget in budgets:
         check_needs_profile(budget, profile)
+        check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])
     check_output(out, overwrite=overwrite, reads=[model_id, *options.data.sources])
     kept = Path(cache) if cache is not None else cache_of(out)
-    return Fitting.of(model_id, cache=kept, options=options, profile=profile, **settings)
+    fitting = Fitting.of(model_id, cache=kept, options=options, profile=profile, **settings)
+    for budget in budgets:
+        fitting.check(budget)
+    return fitting
 
 
 def write_winner(
-    fitting: Fitting, found: Fitted, out: Path, *, recover: bool, overwrite: bool = False, **reading: Any
+    fitting: Fitting,
+    found: Fitted,
+    out: Path,
+    *,
+    recover: bool,
+    resume: bool = False,
+    overwrite: bool = False,
+    **reading: Any,
 ) -> Fitted:
-    """Cut the winner once more, reconstruct it, train it and write it; its record says what was asked and found."""
+    """Cut the winner once more, reconstruct it, train it, write it and export it.
+
+    Its record says what was asked and found; where memory is limited, by the weights that were written.
+    """
     plan = fitting.cache / "winner.json"
     write_text(plan, found.winner.plan.to_json())
-    config = winner_config(fitting.options, str(plan), recover=recover)
-    result = prune(fitting.model_id, config, out=out, overwrite=overwrite, **reading)
+    config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
+    result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
+    exported = _export(out, fitting.weights, overwrite=overwrite)
+    found = _weighed(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
     facts = {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
     annotate_checkpoint(out, fit={"budget": str(found.budget), **facts})
-    return replace(found, out=out, result=result)
+    return replace(found, out=out, exported=exported, result=result)
+
+
+def exported_as(out: Path, weights: str) -> Path | None:
+    """Where the model of ``out`` is exported in a quantised or GGUF format; None = ``out`` itself has the format."""
+    layout = weight_format(weights).layout
+    if layout == "plain":
+        return None
+    return out.with_name(f"{out.name}.{weights}.gguf" if layout == "gguf" else f"{out.name}-{weights}")
+
+
+def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
+    """Refuse an export that cannot be written.
+
+    Args:
+        out: the checkpoint.
+        weights: see :func:`exported_as`.
+        overwrite: replace what is there.
+
+    Raises:
+        OutputError: it exists, or there is no place for it.
+        MissingDependencyError: the package that writes the format is not installed.
+    """
+    place = exported_as(out, weights)
+    if place is None:
+        return
+    if weight_format(weights).layout == "gguf":
+        check_gguf_output(place, out, overwrite=overwrite)
+    else:
+        check_output(place, overwrite=overwrite, reads=[out])
+
+
+def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
+    """Write a checkpoint in the format of the budget; None where it has that already."""
+    place = exported_as(out, weights)
+    if place is None:
+        return None
+    if weight_format(weights).layout == "gguf":
+        return Path(export_gguf(out, place, quantise=weights, overwrite=overwrite).path)
+    return Path(export(out, place, dtype="bfloat16", quantise=weights, overwrite=overwrite).path)
+
+
+def stored_bytes(place: Path) -> int:
+    """Bytes of the weight files of a checkpoint folder, or of a GGUF file."""
+    return place.stat().st_size if place.is_file() else read_checkpoint(place).bytes
+
+
+def _weighed(fitting: Fitting, found: Fitted, stored: int) -> Fitted:
+    """The same with the memory that the written weights and the cache of the limit's contexts take."""
+    winner, nothing = found.winner, Quantity("memory", 0)
+    limited = [quantity for quantity in found.budget.quantities if quantity.kind == "memory"]
+    bare = fitting.costs.predicted(nothing, winner.plan)
+    memory = {q: stored + fitting.costs.predicted(q, winner.plan) - bare for q in limited}
+    weighed = replace(winner, measured={**winner.measured, **memory})
+    attempts = tuple(weighed if attempt == winner else attempt for attempt in found.attempts)
+    return replace(found, winner=weighed, attempts=attempts)
 
 
 def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
@@ -174,6 +268,29 @@ def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
     timed = [str(limit) for limit in budget.limits if limit.quantity in budget.timed]
     if timed and profile is None:
         raise no_profile(", ".join(timed))
+
+
+def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, allow: bool) -> None:
+    """Refuse limits on times of weights that the profile did not run.
+
+    Args:
+        budget: limits.
+        profile: what is known of times.
+        weights: format that the model is for.
+        allow: warn instead.
+
+    Raises:
+        BudgetError: the profile ran another format.
+    """
+    if profile is None or not budget.timed or profile.dtype == weights:
+        return
+    text = f"Times are limited for {weights} weights, and the profile {profile.name} is of {profile.dtype}."
+    if not allow:
+        raise BudgetError(
+            f"{text} Measure one of {weights} with `pyprune profile MODEL --dtype {weights}`, or give --allow-mismatch "
+            f"to limit the times of {profile.dtype} instead."
+        )
+    warn(f"{text} They are predicted and measured in {profile.dtype}.")
 
 
 def cache_of(out: Path) -> Path:

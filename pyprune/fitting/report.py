@@ -28,7 +28,7 @@ def _limit_row(found: Fitted, limit: Limit) -> tuple[Cell, ...]:
     row = (str(limit), limit.written(dense, dense), limit.written(predicted, dense))
     measured = found.winner.measured.get(limit.quantity)
     if measured is None:
-        return (*row, None if limit.quantity in found.budget.timed else "counted", None)
+        return (*row, None if limit.quantity.is_timed else "counted", None)
     return (*row, limit.written(measured, dense), f"{predicted / measured - 1:+.1%}")
 
 

@@ -27,7 +27,7 @@ from pyprune.budget.probes import refusals
 from pyprune.budget.profile import DENSE, Profile
 from pyprune.budget.quantities import Quantity, predicted
 from pyprune.budget.sizes import SizeRules
-from pyprune.budget.solve import Solution, plan_of, solve
+from pyprune.budget.solve import Solution, SolveOptions, check_feasible, plan_of, solve
 from pyprune.budget.trials import measure_losses, score_units
 from pyprune.budget.values import search_of
 from pyprune.checkpoint.load import load_model, weights_version
@@ -61,6 +61,7 @@ class Fitted:
         dense_perplexities: of the dense model on the judged text, by kind.
         searches: how often the programme was solved.
         out: the written checkpoint; None = nothing was written.
+        exported: the same in the format of the budget, where that is a quantised or GGUF one.
         result: of the run that wrote it.
     """
 
@@ -71,6 +72,7 @@ class Fitted:
     dense_perplexities: Mapping[str, float]
     searches: int
     out: Path | None = None
+    exported: Path | None = None
     result: PruneResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ class Fitted:
             "dense_perplexities": dict(self.dense_perplexities),
             "searches": self.searches,
             "out": str(self.out) if self.out else None,
+            "exported": str(self.exported) if self.exported else None,
         }
 
 
@@ -176,9 +179,10 @@ class Fitting:
     @cached_property
     def rules(self) -> SizeRules:
         """Widths that run well: learnt from the profile where it ran these weights, else the format's defaults."""
+        ranks = self.options.tensor_parallel
         if self.profile is not None and self.profile.dtype == self.weights:
-            return SizeRules.learnt(self.profile)
-        return SizeRules.of(self.weights)
+            return SizeRules.learnt(self.profile, tensor_parallel=ranks)
+        return SizeRules.of(self.weights, tensor_parallel=ranks)
 
     @cached_property
     def text(self) -> dict[str, TokenSamples]:
@@ -192,7 +196,7 @@ class Fitting:
         """What every unit is worth, from the cache where it was scored before."""
         o = self.options
         samples = _some(self.text["valued"], o.score_samples)
-        key = digest([self.version, samples.digest(), bool(o.choices.hidden), "scores"])
+        key = digest([self.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores"])
         records = RecordFile(self.cache / "scores.jsonl", program="pyprune fit", option="--cache")
         known = records.of("scores").get(key)
         if known is None:
@@ -202,16 +206,31 @@ class Fitting:
         return UnitScores.from_dict(known["scores"], self.identity.dense)
 
     @cached_property
+    def space(self) -> Space:
+        """The choices of every layer."""
+        choices = self.options.choices
+        if not self.options.keep_multiples:
+            choices = choices.with_rules(self.rules)
+        return self._held(Space.of(self.identity, choices))
+
+    def check(self, budget: Budget) -> None:
+        """Refuse a budget that nothing keeps, before anything is measured.
+
+        Args:
+            budget: limits.
+
+        Raises:
+            BudgetError: it says which limit cannot be kept and what is nearest, or that a profile is needed.
+        """
+        check_feasible(self.space.without_losses(), budget, self.costs, self._solving)
+
+    @cached_property
     def search(self) -> Search:
         """The choices of every layer with their losses, measured or taken from the cache."""
         o = self.options
-        choices = o.choices
-        if not o.keep_multiples:
-            choices = choices.with_rules(self.rules)
-        space = self._held(Space.of(self.identity, choices))
         losses = measure_losses(
             self.model,
-            space,
+            self.space,
             self.scores,
             _some(self.text["valued"], o.value_samples),
             o.values,
@@ -220,7 +239,7 @@ class Fitting:
         )
         if losses.reused:
             say(f"{losses.reused} of {len(losses.entries)} losses of single blocks were measured before.")
-        return search_of(losses, self.scores, space, o.value)
+        return search_of(losses, self.scores, self.space, o.value)
 
     def _held(self, space: Space) -> Space:
         """The choices without those that what is to run the model has no place for, which is said."""
@@ -235,6 +254,10 @@ class Fitting:
             say(f"Some choices are left out. {next(filter(None, reasons))}")
         return held
 
+    @property
+    def _solving(self) -> SolveOptions:
+        return replace(self.options.solve, head_pairs=self.options.solve.head_pairs or self.rules.max_head_pairs)
+
     @cached_property
     def tries(self) -> Tries:
         """What reconstructs and judges candidates."""
@@ -244,7 +267,7 @@ class Fitting:
             self.text["judged"],
             self.options.reconstruct,
             path=self.cache / "attempts.jsonl",
-            identity={"model": self.version},
+            identity={"model": self.version, "dtype": self.options.dtype},
         )
 
     @cached_property
@@ -263,8 +286,7 @@ class Fitting:
             BudgetError: nothing keeps it, it limits times and there is no profile, or what is to run the model has a
                 place for none of the solutions.
         """
-        solving = replace(self.options.solve, head_pairs=self.options.solve.head_pairs or self.rules.max_head_pairs)
-        found = solve(self.search, budget, Corrected(self.costs, factors or {}), solving)
+        found = solve(self.search, budget, Corrected(self.costs, factors or {}), self._solving)
         reasons = [self.why_not(plan_of(solution, self.search, self.scores)) for solution in found]
         held = tuple(solution for solution, reason in zip(found, reasons, strict=True) if not reason)
         if not held:

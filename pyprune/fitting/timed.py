@@ -66,7 +66,9 @@ def time_plans(
     }
 
 
-def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities: Sequence[Quantity]) -> Profile:
+def profile_of(
+    model: str | Path, *, engine: str, dtype: str | None, quantities: Sequence[Quantity], **reading: Any
+) -> Profile:
     """The stored profile of a model, engine and dtype; measured and stored where there is none that holds here.
 
     Args:
@@ -74,13 +76,14 @@ def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities:
         engine: auto, vllm, transformers or llamacpp.
         dtype: of the weights; None = the engine's default.
         quantities: workloads that it must know.
+        reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
         ConfigError: a dtype that the engine does not run.
         PypruneError: what stops a measurement.
     """
     chosen, _ = choose_engine(engine)
-    config = dense_config(model)
+    config = dense_config(model, **reading)
     known = _stored(config, chosen, dtype or default_dtype(chosen))
     if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
@@ -95,7 +98,7 @@ def profile_of(model: str | Path, *, engine: str, dtype: str | None, quantities:
         prefill=tuple(q.tokens for q in wanted if q.kind == "prefill"),
         generation=tuple((q.batch, q.tokens) for q in wanted if q.kind == "generation"),
     )
-    found = take_profile(model, options)
+    found = take_profile(model, options, **reading)
     say(f"Kept as {found.save(stored_as(found.name))}.")
     return found
 

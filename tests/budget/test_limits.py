@@ -89,6 +89,19 @@ def test_refusals_say_what_is_allowed(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "bound"), [("speedup>=2, prefill@2048<=1s", 1.0), ("prefill@2048<=3s, speedup>=2", 2.0)]
+)
+def test_of_a_limit_in_itself_and_one_beside_the_dense_model_the_tighter_holds(text: str, bound: float) -> None:
+    budget, prefill = Budget.parse(text), Quantity("prefill", 2048)
+    assert budget.quantities == (prefill,)
+    assert budget.bounds({prefill: 4.0}) == {prefill: bound}
+    both = {str(limit) for limit in budget.limits}
+    assert {str(limit) for limit in budget.broken({prefill: 3.5}, {prefill: 4.0})} == both
+    assert len(budget.broken({prefill: bound * 1.1}, {prefill: 4.0})) == 1
+    assert not budget.broken({prefill: bound}, {prefill: 4.0})
+
+
 def test_several_limits_in_one_text_or_many() -> None:
     one = Budget.parse("memory=120MB, speedup>=1.3")
     assert one == Budget.parse(["memory=120MB", "speedup>=1.3"]) == Budget.parse(str(one))
@@ -100,8 +113,7 @@ def test_several_limits_in_one_text_or_many() -> None:
     [
         "memory=120MB, memory@2048=130MB",
         "prefill@512<=1s, time_to_first_token@512<=200ms",
-        "speedup>=1.3, prefill@2048<=1s",
-        "tokens_per_second@64x128>=3, throughput_increase>=2",
+        "speedup>=1.3, prefill@2048<=80%",
     ],
 )
 def test_two_limits_of_one_quantity_are_refused(text: str) -> None:

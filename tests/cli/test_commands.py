@@ -274,3 +274,18 @@ def test_env_prints_versions_and_backends() -> None:
     text = run("env").stdout
     assert "torch" in text
     assert "ops: cpp" in text
+
+
+def test_export_names_the_layers_whose_widths_run_slowly(checkpoint: Path, tmp_path: Path) -> None:
+    dense = run("export", checkpoint, "--out", tmp_path / "dense")
+    assert "slower" not in dense.stderr
+    cut = run("prune", checkpoint, "--method", "magnitude", "--ratio", "0.3", "--out", tmp_path / "cut")
+    assert cut.exit_code == 0, cut.output
+    plan = read_pruning_json(tmp_path / "cut").plan
+    assert plan is not None
+    index, layer = next((i, x) for i, x in zip(plan.kept_layers, plan.layers, strict=True) if len(x.ffn) % 64)
+    said = run("export", tmp_path / "cut", "--out", tmp_path / "served", "--dtype", "bfloat16").stderr
+    words = " ".join(said.split())
+    assert "slower than they could be in bfloat16" in words
+    assert f"{len(layer.ffn)} FFN channels are not a multiple of 64" in words
+    assert str(index) in words

@@ -102,7 +102,7 @@ def test_budget_to_phone(texts: tuple[Path, Path], tmp_path: Path) -> None:
     taken = re.search(r"^memory@64<=75%: ([\d.]+) %, dense 100", out, flags=re.MULTILINE)
     assert taken is not None
     assert float(taken.group(1)) <= 75
-    assert (tmp_path / "out" / "model.gguf").read_bytes()[:4] == b"GGUF"
+    assert (tmp_path / "out" / "fitted.f16.gguf").read_bytes()[:4] == b"GGUF"
     assert load_model(tmp_path / "out" / "fitted")[0].num_parameters() < load_model(phone)[0].num_parameters()
 
 

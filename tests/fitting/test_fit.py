@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
@@ -22,19 +24,23 @@ from pyprune.budget.quantities import Quantity, Widths
 from pyprune.budget.solve import Solution
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cli.fit import _target
 from pyprune.config.data import DataConfig
 from pyprune.config.train import TrainConfig
 from pyprune.errors import BudgetError
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import search
-from pyprune.fitting.flow import fit
+from pyprune.fitting.flow import exported_as, fit
 from pyprune.fitting.report import pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
+from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 from tests.budget._profiles import MACHINE, PLANTED, VERSIONS
+from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
 
 SMALL = (
     "window=16",
@@ -88,6 +94,108 @@ def test_a_budget_becomes_a_checkpoint_that_keeps_it(place: Path, tmp_path: Path
     assert found["winner"] == found["attempts"][0], "nothing was timed, so that the best candidate wins"
     assert found["winner"]["parameters"] == count_parameters(model)
     assert "counted" in result.stdout
+    # Memory is of the weights that were written, in the format of the budget.
+    stored = read_checkpoint(out).bytes
+    cache = found["winner"]["measured"]["memory@64"] - stored
+    assert cache == 2 * 64 * sum(len(layer.kv_heads) for layer in record.plan.layers) * record.plan.dense.head_dim * 2
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("weights", ["q8_0", "w8a8-int8"])
+def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_path: Path, weights: str) -> None:
+    pytest.importorskip("gguf" if weights == "q8_0" else "compressed_tensors")
+    folder = place
+    if weights == "q8_0":
+        folder = tmp_path / "place"
+        llama = tiny_model("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+        save_checkpoint(llama, byte_level_tokenizer(), folder / "dense", plan=None, provenance={})
+        (folder / "text.txt").write_text((place / "text.txt").read_text())
+    out, figures = tmp_path / "out", tmp_path / "figures.json"
+    given = [*arguments(folder, out, "memory@64=80%"), "--weights", weights, "--no-recover", "--json", figures]
+    result = run(*given)
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures.read_text())
+    exported = Path(found["exported"])
+    assert exported == exported_as(out, weights)
+    assert exported.is_file() == (weights == "q8_0")
+    measured, predicted = found["winner"]["measured"]["memory@64"], found["winner"]["predicted"]["memory@64"]
+    headers = measured - predicted
+    assert 0 <= headers < 60_000, "beside the headers of the files, what was counted was written"
+    assert str(exported) in result.output.replace("\n", "")
+    shutil.rmtree(out)
+    assert str(exported) in refused(*given).replace("\n", ""), "what is there is not replaced"
+
+
+def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: Path, tmp_path: Path) -> None:
+    assert _target("llamacpp", None, named=False) == ("llamacpp", "q8_0")
+    assert _target("auto", "q4_0", named=False) == ("llamacpp", "q4_0")
+    assert _target("auto", None, named=False) == ("auto", None)
+    assert _target("vllm", None, named=True) == ("vllm", None)
+    message = refused(*arguments(place, tmp_path / "out", "memory=80%"), "--engine", "vllm", "--weights", "q8_0")
+    assert "--engine vllm does not run" in message
+    timed = refused(*arguments(place, tmp_path / "out", "speedup=1.1"), "--engine", "transformers", "--weights", "fp8")
+    assert "fp8 weights take in transformers is not measured" in timed
+
+
+def test_times_of_another_format_than_the_profile_ran_are_refused(place: Path, tmp_path: Path) -> None:
+    profile = profile_of_dense()
+    shared: dict[str, Any] = {"options": options(place), "profile": profile, "weights": "w8a8-int8"}
+    with pytest.raises(BudgetError, match="limited for w8a8-int8 weights"):
+        fit(place / "dense", "prefill@64=90%", out=tmp_path / "out", **shared)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_width_can_be_shared_by_the_wanted_devices(place: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    given = arguments(place, tmp_path / "out", "parameters=70%")
+    result = run(*given, "--tensor-parallel", "2", "--no-recover", "--json", figures)
+    assert result.exit_code == 0, result.output
+    plan = read_pruning_json(tmp_path / "out").plan
+    assert plan is not None
+    assert not plan.is_identity
+    for layer in plan.layers:
+        assert not any(len(kept) % 2 for kept in (layer.query_heads, layer.kv_heads, layer.ffn))
+
+
+def test_what_nothing_keeps_is_refused_before_anything_is_measured(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("scored or measured")
+
+    monkeypatch.setattr(search, "score_units", measured)
+    monkeypatch.setattr(search, "measure_losses", measured)
+    given = arguments(place, tmp_path / "out", "parameters=80%", "parameters=1k")
+    assert "cannot be kept" in refused(*given, "--sweep", "--cache", tmp_path / "cache")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_training_of_the_winner_is_resumed(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = TrainConfig(
+        steps=3, batch_size=2, micro_batch_size=2, warmup_steps=0, learning_rate=1e-3, checkpoint_interval=1
+    )
+    monkeypatch.setattr(training, "short_training", lambda: short)
+    given = arguments(place, tmp_path / "out", "parameters=70%")
+    whole = run(*arguments(place, tmp_path / "whole", "parameters=70%"))
+    assert whole.exit_code == 0, whole.output
+    step = loop._Run._step
+
+    def stopped(self: loop._Run, number: int) -> None:
+        if number == 3:
+            raise KeyboardInterrupt
+        step(self, number)
+
+    with monkeypatch.context() as once:
+        once.setattr(loop._Run, "_step", stopped)
+        interrupted = run(*given)
+    assert "--resume continues" in interrupted.output
+    assert "--resume" in refused(*given)
+    resumed = run(*given, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_by_default_the_winner_is_trained(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
