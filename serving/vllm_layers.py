@@ -100,9 +100,9 @@ class _NormWeight(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.weight.weight_loader = self.load  # type: ignore[attr-defined]
 
-    def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Take this rank's part of the weight [heads x head_dim]; vLLM calls it."""
-        parameter.data.copy_(whole.narrow(0, self.first, parameter.shape[0]))
+    def load(self, param: Tensor, loaded_weight: Tensor) -> None:
+        """Take this rank's part of the weight [heads x head_dim]; vLLM calls it, on a reload with ``param`` by name."""
+        param.data.copy_(loaded_weight.narrow(0, self.first, param.shape[0]))
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         """[tokens, this rank's heads x head_dim], float32 [tokens, 1] -> scaled, in the dtype of ``x``."""

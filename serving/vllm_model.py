@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
 
 from pyprune.errors import ConfigError
 from pyprune.families import Family, all_families, resolve
@@ -56,6 +58,29 @@ def _is_draft(vllm_config: VllmConfig) -> bool:
     return speculative.draft_model_config.hf_config is vllm_config.model_config.hf_config
 
 
+class _TiedHead(nn.Module):
+    """The embedding as head, with a bias of the head's own.
+
+    vLLM's tied head would share the weight as a parameter of its own. Reloading a model, vLLM fills each module that
+    gets any weight anew: with a bias in the checkpoint and no weight, it would write what was in memory over both.
+
+    Args:
+        embedding: of the model; whatever is not the bias is asked of it.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding  # not a module of this one
+        self.bias = nn.Parameter(torch.empty(embedding.num_embeddings_per_partition, dtype=embedding.weight.dtype))
+        set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": embedding.weight_loader})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["embedding"], name)
+
+
 class PrunedCausalLM(LlamaForCausalLM):
     """vLLM's LLaMA with decoder layers that read their own sizes.
 
@@ -76,11 +101,12 @@ class PrunedCausalLM(LlamaForCausalLM):
         if options:
             self.logits_processor = LogitsProcessor(self.config.vocab_size, **options)
         if self.layer_class.head_bias:
+            if self.config.tie_word_embeddings:
+                self.lm_head = _TiedHead(self.model.embed_tokens)
+                return
             sizes, quant_config = (self.config.vocab_size, self.config.hidden_size), vllm_config.quant_config
             name = maybe_prefix(prefix, "lm_head")
             self.lm_head = ParallelLMHead(*sizes, bias=True, quant_config=quant_config, prefix=name)
-            if self.config.tie_word_embeddings:
-                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: Any = None) -> LlamaModel:
         return layer_type.model_class(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)

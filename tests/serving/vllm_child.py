@@ -1,7 +1,8 @@
 """Greedy generation by real vLLM, log probabilities as JSON on stdout: a program that test_vllm.py and others run.
 
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
-and perhaps "dtype" (default: float32) and "built": {name: {"model": folder, "tensor": ranks, "stages": ranks,
+and perhaps "dtype" (default: float32), "reload": true (every model answers once more, after its weights were wiped and
+vLLM was asked to load them again) and "built": {name: {"model": folder, "tensor": ranks, "stages": ranks,
 "partition": layers per rank, "draft": bool}}, of which the model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
@@ -100,9 +101,20 @@ def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
     )
     inputs: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    prompts = job["prompts"]
+    if job.get("reload"):
+        llm.apply_model(_wipe)
+        llm.collective_rpc("reload_weights")
+        outputs += llm.generate(inputs, sampling, use_tqdm=False)
+        prompts = [*prompts, *prompts]
     del llm
     cleanup_dist_env_and_memory()
-    return [_plain(prompt, out) for prompt, out in zip(job["prompts"], outputs, strict=True)]
+    return [_plain(prompt, out) for prompt, out in zip(prompts, outputs, strict=True)]
+
+
+def _wipe(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.zero_()
 
 
 def _plain(prompt: list[int], output: Any) -> dict[str, Any]:
