@@ -69,13 +69,16 @@ class Checkpoint:
         return int(self.config["vocab_size"])
 
 
-def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = "") -> Checkpoint:
+def read_checkpoint(
+    source: str | Path, *, verify: bool = True, server: str = "", revision: str | None = None
+) -> Checkpoint:
     """Read a local checkpoint folder, or a hub id (downloaded: weights as safetensors, config, tokenizer).
 
     Args:
         source: folder or hub id.
         verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
         server: see :func:`verify_checkpoint`.
+        revision: of a hub id; None = the newest.
 
     Raises:
         CheckpointError: no such folder or id, no config.json, no safetensors, an adapter next to them, a damaged file,
@@ -84,7 +87,7 @@ def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = ""
     from pyprune.checkpoint.plausible import refuse_adapter
     from pyprune.checkpoint.shards import weight_files
 
-    folder = _resolve(source)
+    folder = _resolve(source, revision)
     refuse_adapter(folder)
     if verify:
         verify_checkpoint(folder, server=server)
@@ -244,7 +247,7 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
         verify_files(Path(source), read_pruning_json(source), server=name)
 
 
-def _resolve(source: str | Path) -> Path:
+def _resolve(source: str | Path, revision: str | None) -> Path:
     if os.path.isdir(source):
         return Path(source)
     if is_gguf(source):
@@ -259,7 +262,7 @@ def _resolve(source: str | Path) -> Path:
     from pyprune.runtime.limits import one_line
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(DOWNLOADED)))
     except Exception as error:
         raise CheckpointError(
             f"{shown(str(source))} is not a local folder, and the hub did not give it: {one_line(str(error))}"

@@ -6,6 +6,7 @@ export reads that decision, converts the dtype and says what a server will make 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
-from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples
+from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples, why_not_split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -262,21 +263,24 @@ def serve_command(
     What the server will not like is printed as warnings.
 
     Args:
-        folder: the checkpoint.
-        extra_args: handed on as they are, such as ``--port 9000``.
+        folder: the checkpoint, or a hub id, which is served by that name.
+        extra_args: handed on as they are, such as ``--port 9000``; ``--revision`` says what is downloaded of a hub id,
+            and ``--tensor-parallel-size`` what the layers have to be divided by.
         verify: compare a pyprune checkpoint with its pruning.json first; without it a warning is printed.
         server: name by which the server's processes will know that this was done
             (:func:`pyprune.serving.checkpoints.verify_checkpoint`).
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        CheckpointError: the folder is no checkpoint, or was changed after it was written.
+        CheckpointError: the folder is no checkpoint, was changed after it was written, or has layers that the ranks of
+            tensor parallelism cannot share.
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
     if not verify:
         warn(f"The files of {folder} were not verified.")
-    checkpoint = read_checkpoint(folder, verify=verify, server=server)
+    given = _given_options(extra_args)
+    checkpoint = read_checkpoint(folder, verify=verify, server=server, revision=given.revision)
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
@@ -288,11 +292,33 @@ def serve_command(
             "which makes it one that the vLLM plugin serves."
         )
     reason = why_not_unequal_heads(layer_widths(checkpoint.config), vllm_version())
+    # vLLM itself would end a stock architecture in an assertion of a rank.
+    reason = reason or why_not_split(layer_widths(checkpoint.config), given.tensor_parallel_size)
     if reason:
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     for warning in serving_warnings(checkpoint.config):
         warn(warning)
-    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args]
+    from_hub = not os.path.isdir(folder) and given.served_model_name is None
+    named = ["--served-model-name", str(folder)] if from_hub else []
+    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args, *named]
+
+
+def _given_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What of vLLM's options decides here; all others are vLLM's to read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--revision")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    try:
+        return parser.parse_known_args([_dashed(argument) for argument in arguments])[0]
+    except argparse.ArgumentError:
+        return parser.parse_args([])  # vLLM says what is wrong with it
+
+
+def _dashed(argument: str) -> str:
+    """An option as its help writes it: vLLM reads underscores as well."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:

@@ -108,3 +108,29 @@ def test_the_folder_is_checked_whatever_is_handed_on(tmp_path: Path, executed: l
 
 def test_another_command_refuses_what_it_does_not_know(folder: Path) -> None:
     assert run("inspect", folder, "--port", "9000").exit_code == 2
+
+
+@pytest.mark.parametrize("ranks", [["-tp", "3"], ["--tensor-parallel-size=3"], ["--tensor_parallel_size", "3"]])
+def test_a_stock_model_whose_layers_ranks_cannot_share_is_refused(
+    ranks: list[str], folder: Path, executed: list[list[str]]
+) -> None:
+    said = refused("serve", folder, "--port", "9000", *ranks)
+    assert "3 tensor parallel ranks cannot share" in " ".join(said.split())
+    assert executed == []
+    assert serve_command(folder, ["-tp", "2"])[-2:] == ["-tp", "2"]
+    assert serve_command(folder, ["-tp", "two"])[-2:] == ["-tp", "two"], "vLLM says what is wrong with it"
+
+
+def test_a_hub_id_is_served_by_its_name_and_in_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, *, revision: str | None, **_: object) -> str:
+        asked.append((name, revision))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    command = serve_command("owner/name", ["--revision", "v2"])
+    assert asked == [("owner/name", "v2")]
+    assert command[-5:] == [str(folder), "--revision", "v2", "--served-model-name", "owner/name"]
+    assert "owner/name" not in serve_command("owner/name", ["--served-model-name", "chat"])
+    assert asked[1] == ("owner/name", None)

