@@ -44,6 +44,7 @@ RECOVERY: dict[str, Any] = {
     "recover.train.steps": 112,
     "recover.train.batch_size": 16,
     "recover.train.warmup_steps": 7,
+    "recover.train.dtype": "bfloat16",  # not what the machine at hand is faster in
 }
 RECOVERY_PRESET = "alpaca-lora-distill"
 Options = TypeVar("Options", PruneConfig, RecoverCheckpointConfig)

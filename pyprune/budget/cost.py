@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -48,19 +48,27 @@ class ExactCosts:
     inner: tuple[tuple[Row, Shape], ...]
 
     @classmethod
-    def of(cls, config: PretrainedConfig, weights: str = "bfloat16", *, kv_item: int | None = None) -> ExactCosts:
+    def of(
+        cls, config: PretrainedConfig, weights: str = "bfloat16", *, kv_item: int | None = None, multiple: int = 0
+    ) -> ExactCosts:
         """Count for plans of a dense model.
 
         Args:
             config: of the dense model.
             weights: a name in :data:`pyprune.budget.formats.WEIGHT_FORMATS`.
             kv_item: bytes of an element of the key/value cache; None = what engines use for the format.
+            multiple: of which all widths of the plans are multiples, beside those of the dense model; 0 = nothing is
+                known. Groups that share a scale are as large as divides every width (w4a16).
 
         Raises:
             ConfigError: an unknown format.
             UnsupportedModelError: an unknown family, or layers that differ from each other in a dense model.
         """
-        return cls.of_shapes(family_for(config), config, dense_shapes(config), weights, kv_item=kv_item)
+        family = family_for(config)
+        found = cls.of_shapes(family, config, dense_shapes(config), weights, kv_item=kv_item)
+        sizes = found.sizes
+        widths = (sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size, multiple)
+        return replace(found, weights=found.weights.grouped(widths))
 
     @classmethod
     def of_shapes(

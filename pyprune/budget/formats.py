@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, Self
 
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import Row
@@ -25,6 +26,8 @@ BLOCKS = {
     "q5_1": (32, 24),
 }
 """(elements, bytes) of a block of every GGUF format that is written; the same as ``gguf.GGML_QUANT_SIZES``."""
+GROUPS = (128, 64, 32)
+"""Inputs that share a scale in w4a16: the first that divides every width; an export is refused where none does."""
 SHAPE_BYTES = 16
 """A packed matrix keeps its shape beside it, two int64."""
 
@@ -39,8 +42,7 @@ class WeightFormat:
             each output channel), packed (the same in 32-bit words, one scale for each group of inputs) or gguf.
         bits: of one element of a linear weight in the layouts channel and packed.
         item: bytes of an element of everything else, scales among it.
-        group: inputs that share a scale in the layout packed; 0 = all of a row. An export whose widths 128 does not
-            divide has groups of 32, whose scales take 0.4 bits more for each weight than is counted here.
+        group: inputs that share a scale in the layout packed; 0 = all of a row. See :meth:`grouped`.
         kv_item: bytes of an element of the key/value cache that engines keep for such a checkpoint.
     """
 
@@ -70,6 +72,13 @@ class WeightFormat:
         words = -(-columns // (32 // self.bits))
         groups = -(-columns // self.group) if self.group else 1
         return rows * (4 * words + groups * self.item) + SHAPE_BYTES
+
+    def grouped(self, widths: Iterable[int]) -> Self:
+        """The same with the largest group that divides all these widths (0 is divided by any); 32 where none does."""
+        if not self.group:
+            return self
+        fitting = (group for group in GROUPS if not any(width % group for width in widths))
+        return replace(self, group=next(fitting, GROUPS[-1]))
 
     def _gguf_bytes(self, shape: tuple[int, ...], *, head: bool) -> int:
         """As :mod:`pyprune.serving.gguf.write` chooses: vectors in f32, the head at least in q8_0, odd rows in f16."""

@@ -26,6 +26,7 @@ from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
 from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.record import annotate_checkpoint
+from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.errors import BudgetError, OutputError
 from pyprune.fitting.report import sweep_report
 from pyprune.fitting.search import Fitted, Fitting
@@ -35,7 +36,6 @@ from pyprune.run_folder import kept_of_a_run
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
-from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_output, export_gguf
 
@@ -227,10 +227,10 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
     place = exported_as(out, weights)
     if place is None:
         return
-    if weight_format(weights).layout == "gguf":
-        check_gguf_output(place, out, overwrite=overwrite)
-    else:
+    if weight_format(weights).layout != "gguf":
         check_output(place, overwrite=overwrite, reads=[out])
+    elif out.parent.is_dir():  # else the checkpoint makes it
+        check_gguf_output(place, out, overwrite=overwrite)
 
 
 def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
@@ -244,8 +244,12 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
 
 
 def stored_bytes(place: Path) -> int:
-    """Bytes of the weight files of a checkpoint folder, or of a GGUF file."""
-    return place.stat().st_size if place.is_file() else read_checkpoint(place).bytes
+    """Bytes of the tensors in a checkpoint folder or a GGUF file, without headers and vocabulary."""
+    if place.is_dir():
+        return sum(tensor.entry.nbytes for file in weight_files(place) for tensor in read_header(file))
+    from gguf import GGUFReader
+
+    return place.stat().st_size - int(GGUFReader(place).data_offset)
 
 
 def _weighed(fitting: Fitting, found: Fitted, stored: int) -> Fitted:

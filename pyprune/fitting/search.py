@@ -7,6 +7,7 @@ corrects the predictions of the next search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -165,7 +166,8 @@ class Fitting:
     def costs(self) -> Costs:
         """Counts parameters and bytes, and predicts times where there is a profile."""
         measured = MeasuredCosts(self.profile) if self.profile is not None else None
-        return Costs(ExactCosts.of(self.model.config, self.weights), measured)
+        multiple = 0 if self.options.keep_multiples else math.gcd(self.rules.ffn_multiple, self.identity.dense.head_dim)
+        return Costs(ExactCosts.of(self.model.config, self.weights, multiple=multiple), measured)
 
     @cached_property
     def why_not(self) -> Callable[[PrunePlan], str]:

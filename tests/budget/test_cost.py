@@ -102,6 +102,19 @@ def test_memory_is_the_bytes_of_quantised_tensors(name: str, scheme: str, tmp_pa
     assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
 
 
+@pytest.mark.parametrize(("multiple", "group"), [(0, 128), (64, 64), (32, 32)])
+def test_scales_of_four_bit_weights_are_counted_for_the_widths_that_may_come(
+    multiple: int, group: int, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=384, num_attention_heads=8).to(torch.bfloat16)
+    plan = _identity(model).with_layer(1, ffn=range(multiple or 128))
+    costs = ExactCosts.of(model.config, "w4a16", multiple=multiple)
+    assert costs.weights.group == group
+    compact_(model, plan)
+    export(model, tmp_path / "out", plan=plan, quantise="w4a16")
+    assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
+
+
 def test_unknown_formats_and_times_are_refused() -> None:
     config = tiny_model().config
     with pytest.raises(ConfigError, match="Did you mean 'q8_0'"):

@@ -240,7 +240,7 @@ def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"prefill": (600,)}, "reads at most 512 tokens, the workloads need 601"),
         ({"dtype": "bfloat61"}, "Did you mean 'bfloat16'"),
-        ({"dtype": "q8_0"}, "Unknown dtype of the engine transformers 'q8_0'"),
+        ({"dtype": "q8_0"}, "What q8_0 weights take in transformers is not measured"),
         ({"engine": "transformer"}, "Did you mean 'transformers'"),
     ],
 )

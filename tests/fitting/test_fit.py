@@ -34,7 +34,6 @@ from pyprune.fitting.flow import exported_as, fit
 from pyprune.fitting.report import pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
-from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -95,7 +94,7 @@ def test_a_budget_becomes_a_checkpoint_that_keeps_it(place: Path, tmp_path: Path
     assert found["winner"]["parameters"] == count_parameters(model)
     assert "counted" in result.stdout
     # Memory is of the weights that were written, in the format of the budget.
-    stored = read_checkpoint(out).bytes
+    stored = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
     cache = found["winner"]["measured"]["memory@64"] - stored
     assert cache == 2 * 64 * sum(len(layer.kv_heads) for layer in record.plan.layers) * record.plan.dense.head_dim * 2
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
@@ -119,8 +118,7 @@ def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_pat
     assert exported == exported_as(out, weights)
     assert exported.is_file() == (weights == "q8_0")
     measured, predicted = found["winner"]["measured"]["memory@64"], found["winner"]["predicted"]["memory@64"]
-    headers = measured - predicted
-    assert 0 <= headers < 60_000, "beside the headers of the files, what was counted was written"
+    assert measured == pytest.approx(predicted, rel=1e-3), "what was counted was written"
     assert str(exported) in result.output.replace("\n", "")
     shutil.rmtree(out)
     assert str(exported) in refused(*given).replace("\n", ""), "what is there is not replaced"
