@@ -21,11 +21,10 @@ from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.plan import PrunePlan
-from pyprune.rework import trained_before
+from pyprune.rework import teacher_dtype, trained_before
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime import processes
-from pyprune.runtime.device import resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.stages import (
     PruneResult,
@@ -88,10 +87,10 @@ def prune(
 
     config = within_memory(Source(model_id, reading), config)
     # Decided by all processes together, while the teacher may be wanted by some of them alone.
-    teacher_dtype = working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
+    taught_in = teacher_dtype(config)
 
     def dense() -> PreTrainedModel:
-        return load_model(model_id, dtype=teacher_dtype, device=config.device, **reading)[0]
+        return load_model(model_id, dtype=taught_in, device=config.device, **reading)[0]
 
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)

@@ -17,7 +17,7 @@ from pyprune.checkpoint.record import has_record, read_pruning_json, take_measur
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
-from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
+from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_sources
@@ -179,7 +179,7 @@ def recover_checkpoint(
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        loaded = None if teacher is None else dense.load(dtype=_teacher_dtype(config), device=place)
+        loaded = None if teacher is None else dense.load(dtype=teacher_dtype(config), device=place)
         with processes.dividing(Division(resolve_device(config.device), from_files=True)):
             report = recover(
                 work.model,
@@ -335,7 +335,7 @@ def _place_before_training(device: str) -> str:
     return "cpu" if processes.count() > 1 else device
 
 
-def _teacher_dtype(config: RecoverCheckpointConfig) -> str:
+def teacher_dtype(config: PruneConfig | RecoverCheckpointConfig) -> str:
     """The dtype of the dense model's weights where it teaches."""
     return working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
 
@@ -346,7 +346,7 @@ def _say_what_is_copied(pruned: str | Path, config: RecoverCheckpointConfig, den
         return
     wanted: list[tuple[str, str | Path, str, str | None]] = [("dtype", pruned, config.dtype, None)]
     if dense.model is not None and dense.gguf_file is None:
-        wanted.append(("recover.distill.teacher_dtype", dense.model, _teacher_dtype(config), dense.revision))
+        wanted.append(("recover.distill.teacher_dtype", dense.model, teacher_dtype(config), dense.revision))
     for option, model, dtype, revision in wanted:
         stored = stored_dtype(model, revision=revision, trust_remote_code=dense.trust_remote_code)
         if stored is not None and stored != dtype:

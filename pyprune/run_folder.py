@@ -31,6 +31,19 @@ def kept_of_a_run(out: str | Path) -> str | None:
     return _kept_in(work_folder(out))
 
 
+def refuse_kept(folder: Path) -> None:
+    """Refuse to start where a work folder holds what an interrupted run can continue from.
+
+    Raises:
+        OutputError: it does.
+    """
+    if kept := _kept_in(folder):
+        raise OutputError(
+            f"An interrupted run has kept {kept} in {folder}. Give --resume to continue it, or --overwrite to drop it "
+            "and start again."
+        )
+
+
 def interrupted_run(out: str | Path, config: Config) -> bool:
     """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
     folder = work_folder(out)
@@ -124,11 +137,8 @@ class RunFolder:
 
     def begin(self, facts: Mapping[str, Any], out: Path, *, overwrite: bool) -> None:
         """Start a new run; see :func:`run_folder`."""
-        if not overwrite and (kept := _kept_in(self.path)):
-            raise OutputError(
-                f"An interrupted run has kept {kept} in {self.path}. Give --resume to continue it, or --overwrite to "
-                "drop it and start again."
-            )
+        if not overwrite:
+            refuse_kept(self.path)
         with disk_errors(out):
             self.clear()
         self._write(RUN, facts)

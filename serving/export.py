@@ -291,9 +291,9 @@ def serve_command(
             f"{folder} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
             "which makes it one that the vLLM plugin serves."
         )
-    reason = why_not_unequal_heads(layer_widths(checkpoint.config), vllm_version())
+    widths = layer_widths(checkpoint.config)
     # vLLM itself would end a stock architecture in an assertion of a rank.
-    reason = reason or why_not_split(layer_widths(checkpoint.config), given.tensor_parallel_size)
+    reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, given.tensor_parallel_size)
     if reason:
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     for warning in serving_warnings(checkpoint.config):

@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import Row
 from pyprune.serving.gguf.write import FALLBACK, FINE, FORMATS
+from pyprune.serving.quantise import SCHEMES
 
 Layout = Literal["plain", "channel", "packed", "gguf"]
 
@@ -26,7 +27,7 @@ BLOCKS = {
     "q5_1": (32, 24),
 }
 """(elements, bytes) of a block of every GGUF format that is written; the same as ``gguf.GGML_QUANT_SIZES``."""
-GROUPS = (128, 64, 32)
+GROUPS = SCHEMES["w4a16"].groups
 """Inputs that share a scale in w4a16: the first that divides every width; an export is refused where none does."""
 SHAPE_BYTES = 16
 """A packed matrix keeps its shape beside it, two int64."""
@@ -98,7 +99,7 @@ WEIGHT_FORMATS = {
         WeightFormat("w8a8-int8", "channel", bits=8),
         WeightFormat("fp8", "channel", bits=8),
         WeightFormat("w8a16", "packed", bits=8),
-        WeightFormat("w4a16", "packed", bits=4, group=128),
+        WeightFormat("w4a16", "packed", bits=4, group=GROUPS[0]),
         *(WeightFormat(name, "gguf") for name in FORMATS),
     )
 }

@@ -27,14 +27,14 @@ from pyprune.budget.profile import Profile
 from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
-from pyprune.errors import BudgetError, OutputError
+from pyprune.errors import BudgetError
 from pyprune.fitting.report import sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.pipeline import prune
 from pyprune.report import write_report
-from pyprune.run_folder import kept_of_a_run
+from pyprune.run_folder import kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
-from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest, write_text
+from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_output, export_gguf
@@ -87,12 +87,9 @@ def fit(
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     # What cannot be written or trained is refused before the search, which takes hours.
     check_export(place, weights, overwrite=overwrite)
+    if not (resume or overwrite):
+        refuse_kept(work_folder(place))
     kept = kept_of_a_run(place)
-    if kept and not (resume or overwrite):
-        raise OutputError(
-            f"An interrupted run has kept {kept} for {place}. Give resume (--resume) to continue it, or overwrite to "
-            "drop it and start again."
-        )
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
