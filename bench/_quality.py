@@ -44,6 +44,7 @@ def served_perplexities(
     limits: Mapping[str, int],
     dtype: str,
     protocol: str = "ppl-2048",
+    computed_in: str | None = None,
 ) -> dict[str, PerplexityResult]:
     """Perplexity on every text of the weights as they are served.
 
@@ -54,11 +55,12 @@ def served_perplexities(
         limits: name -> tokens.
         dtype: of the weights that are measured.
         protocol: ppl-2048 or ppl-128.
+        computed_in: dtype that the weights are computed in after they were rounded to ``dtype``; None = that one.
     """
     from pyprune.quality.perplexity import evaluate_perplexity
     from pyprune.runtime.device import DTYPES
 
-    served = copy.deepcopy(model).to(DTYPES[dtype])
+    served = copy.deepcopy(model).to(DTYPES[dtype]).to(DTYPES[computed_in or dtype])
     return {
         name: evaluate_perplexity(served, tokenizer, text, protocol=protocol, max_tokens=limits[name])
         for name, text in texts.items()

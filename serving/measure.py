@@ -300,16 +300,25 @@ def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
         config: config.json as plain data. Layers that were made narrower are counted at full width.
         workload: decides the number and length of the sequences.
     """
+    generation = workload.batch_size, SHORT_PROMPT_TOKENS + workload.new_tokens
+    prompt = 1, workload.prompt_tokens + 1
+    return max(sequence_bytes(config, *each, workload.dtype) for each in (generation, prompt))
 
-    def blocks(tokens: int) -> int:
-        return -(-tokens // KV_BLOCK_TOKENS)
 
+def sequence_bytes(config: Mapping[str, Any], sequences: int, tokens: int, dtype: str) -> int:
+    """Return the bytes of key-value cache that hold so many sequences of a length, with a quarter to spare.
+
+    Args:
+        config: see :func:`kv_cache_bytes`.
+        sequences: at a time.
+        tokens: of each.
+        dtype: of the cache.
+    """
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    item = 4 if workload.dtype == "float32" else 2
+    item = 4 if dtype == "float32" else 2
     token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * item
-    generation = workload.batch_size * blocks(SHORT_PROMPT_TOKENS + workload.new_tokens)
-    needed = max(generation, blocks(workload.prompt_tokens + 1)) + 2
+    needed = sequences * -(-tokens // KV_BLOCK_TOKENS) + 2
     return max(64 * 2**20, int(1.25 * needed * KV_BLOCK_TOKENS * token_bytes))
 
 

@@ -81,20 +81,21 @@ class Workload:
         """Return how many tokens a turn of ``column`` generates for each prompt."""
         return self.new_tokens if column == "generation" else 1
 
-    def prompts(self, column: Column, repeat: int, vocab_size: int) -> list[list[int]]:
+    def prompts(self, column: Column, repeat: int, vocab_size: int, *, count: int = 1) -> list[list[int]]:
         """Return the token ids of one turn: the same for every model, others for every repeat.
 
         Args:
-            column: generation (``batch_size`` prompts of 1 to 16 tokens) or prompt (one long prompt).
+            column: generation (``batch_size`` prompts of 1 to 16 tokens) or prompt (``count`` long ones).
             repeat: number of the turn; -1 is the warm-up.
             vocab_size: ids are below it.
+            count: of long prompts.
         """
         source = random.Random(f"{self.seed}/{column}/{repeat}")
         first = min(FIRST_TOKEN_ID, vocab_size - 1)
         lengths = (
             [source.randint(1, SHORT_PROMPT_TOKENS) for _ in range(self.batch_size)]
             if column == "generation"
-            else [self.prompt_tokens]
+            else [self.prompt_tokens] * count
         )
         return [[source.randrange(first, vocab_size) for _ in range(length)] for length in lengths]
 

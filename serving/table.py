@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from pyprune.report import Cell, Table
 from pyprune.serving.precision import Interval
@@ -68,6 +69,20 @@ def speed_table(
 def _edge(model: MeasuredModel) -> tuple[Cell, ...]:
     load = None if model.load_seconds is None else f"{model.load_seconds:.2f}"
     return model.format, load, None if model.memory is None else f"{model.memory / 1e6:,.0f}"
+
+
+def speed_facts(report: SpeedReport, name: str) -> dict[str, Any]:
+    """What the record of a model is to hold of its speed.
+
+    Args:
+        report: what :func:`pyprune.serving.measure.measure` returned.
+        name: of the model in it.
+    """
+    return {
+        "throughput increase (TI)": round(report.throughput_increase(name), 4),
+        "prompt speedup": round(report.speedup(name), 4),
+        "conditions": conditions(report).replace("\n", " "),
+    }
 
 
 def conditions(report: SpeedReport) -> str:

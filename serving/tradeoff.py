@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyprune.report import Cell, PointChart, Report, Table, undominated
+from pyprune.serving.load.options import Load
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.table import load_conditions, load_notes, load_table, server_table
 from pyprune.serving.speed import SpeedReport
@@ -64,16 +65,18 @@ def speed_tradeoff(report: SpeedReport, perplexity: Mapping[str, float], text: s
 
 def load_tradeoff(report: LoadReport, perplexity: Mapping[str, float], text: str) -> Report:
     """Return the report of servers under load; the arguments are those of :func:`speed_tradeoff`."""
-    axes = [
-        Axis(
-            f"output tokens/s, {load}",
-            {name: report.tokens_per_second(name, load).median for name in report.models},
-            True,
-        )
-        for load in report.options.loads
-    ]
+    axes = [_axis(report, load) for load in report.options.loads]
     tables = [load_table(report), server_table(report, perplexity=perplexity)]
     return _report(axes, perplexity, report.baseline, tables, load_conditions(report), load_notes(report), text)
+
+
+def _axis(report: LoadReport, load: Load) -> Axis:
+    """Output tokens/s; under a rate, which decides those, the mean end-to-end time."""
+    if load.rate is None:
+        speeds = {name: report.tokens_per_second(name, load).median for name in report.models}
+        return Axis(f"output tokens/s, {load}", speeds, True)
+    times = {name: 1000 * report.end_to_end(name, load).median for name in report.models}
+    return Axis(f"mean end-to-end time (ms), {load}", times, False)
 
 
 def _report(

@@ -116,31 +116,32 @@ class LlamaCppRunner(Runner):
     """Greedy generation through llama.cpp's server: token ids, no prompt cache, no end of sentence.
 
     One prompt goes to a server with a single slot of ``max_length`` tokens, which is loaded at once; several go to one
-    with ``max_sequences`` slots that are as long as the longest request so far, loaded when the first one comes.
-    llama.cpp divides its cache among the slots, so one server for both would hold ``max_sequences`` x ``max_length``
-    tokens. The second shares the mapped file with the first, but not the weights that llama.cpp rearranges for its
-    CPU kernels.
+    with a slot for each, ``max_sequences`` at most, loaded when they come and again when it has too few slots or too
+    short ones. llama.cpp divides its cache among the slots, so one server for all would hold ``max_sequences`` x
+    ``max_length`` tokens. The second shares the mapped file with the first, but not the weights that llama.cpp
+    rearranges for its CPU kernels.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         from pyprune.serving.gguf.server import LlamaServer
 
         self._path = options["model"]
-        self._slots = int(options["max_sequences"])
+        self._most = int(options["max_sequences"])
         self._single = LlamaServer(self._path, slots=1, context=options["max_length"])
         self._several: LlamaServer | None = None
         self.device, self.build = _llama_cpp_device()
 
     def prepare(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-        """Load the server of several slots, or load it again with longer ones."""
+        """Load the server of several slots, or load it again with more or longer ones."""
         from pyprune.serving.gguf.server import LlamaServer
 
-        needed = max(map(len, prompts)) + new_tokens
-        if len(prompts) == 1 or (self._several is not None and self._several.context >= needed):
+        slots, needed = min(len(prompts), self._most), max(map(len, prompts)) + new_tokens
+        several = self._several
+        if len(prompts) == 1 or (several is not None and several.slots >= slots and several.context >= needed):
             return
-        if self._several is not None:
-            self._several.close()
-        self._several = LlamaServer(self._path, slots=self._slots, context=-(-needed // SLOT_STEP) * SLOT_STEP)
+        if several is not None:
+            several.close()
+        self._several = LlamaServer(self._path, slots=slots, context=-(-needed // SLOT_STEP) * SLOT_STEP)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
         """See :class:`Runner`."""

@@ -43,7 +43,7 @@ class Measure:
         kind: of the quantity it limits.
         units: unit -> how many of the base unit (bytes, seconds, parameters, tokens/s) it is; "" = none is needed.
         place: what stands behind the @: nothing, a length ("tokens"), contexts of a length ("contexts", the batch may
-            be left out) or a batch and its new tokens ("batch").
+            be left out) or a batch and its new tokens, which a prompt's length may follow ("batch").
         at: (batch, tokens) where the budget names none; None = it must.
         is_a: amount (of the quantity itself, limited from above), rate (tokens over seconds) or gain (the dense
             model's amount over the model's); the last two are limited from below.
@@ -95,10 +95,7 @@ class Limit:
 
     def __str__(self) -> str:
         """As it can be read again: memory@4096<=120MB."""
-        place = ""
-        if self._means.place != "nothing":
-            batch = f"{self.quantity.batch}x" if self._means.place == "batch" or self.quantity.batch > 1 else ""
-            place = f"@{batch}{self.quantity.tokens}"
+        place = f"@{self.quantity.place}" if self._means.place != "nothing" else ""
         return f"{self.measure}{place}{self._means.direction}{_number(self.number)}{self.unit}"
 
     @property
@@ -251,7 +248,7 @@ class Budget:
 
 _FORM = re.compile(r"(?P<name>[^@<>=\s]+)\s*(@\s*(?P<place>[^<>=]*?))?\s*(?P<sign>[<>=]+)\s*(?P<rest>.*)")
 _VALUE = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?)\s*(?P<unit>[A-Za-z%/]*)")
-_PLACE = re.compile(r"((?P<batch>\d{1,9})\s*[xX×*]\s*)?(?P<tokens>\d{1,9})")
+_PLACE = re.compile(r"((?P<batch>\d{1,9})\s*[xX×*]\s*)?(?P<tokens>\d{1,9})(\s*\+\s*(?P<prompt>\d{1,9}))?")
 
 
 def parse_limit(text: str) -> Limit:
@@ -274,37 +271,41 @@ def parse_limit(text: str) -> Limit:
             f"{shown(text)} uses {form['sign']!r}, but {name} is limited {way}; use {' or '.join(allowed)}, such as "
             f"{measure.example}."
         )
-    batch, tokens = _place(text, measure, form["place"])
+    quantity = _quantity(text, measure, form["place"])
     number, unit = _value(text, name, form["rest"])
-    return Limit(name, Quantity(measure.kind, tokens, batch), number, unit)
+    return Limit(name, quantity, number, unit)
 
 
-def _place(text: str, measure: Measure, place: str | None) -> tuple[int, int]:
-    """(batch, tokens) of a limit."""
+def _quantity(text: str, measure: Measure, place: str | None) -> Quantity:
+    """What a limit bounds."""
     wanted = {
         "nothing": "takes no @",
         "tokens": "needs the prompt's length in tokens behind the @",
         "contexts": "takes the context's length in tokens behind the @, or contexts x tokens",
-        "batch": "needs batch x new tokens behind the @",
+        "batch": "needs batch x new tokens behind the @, and + the prompts' length where they are long",
     }[measure.place]
     wrong = f"{shown(text)}: {measure.example.partition('@')[0].partition('=')[0].rstrip('<>')} {wanted}"
     if place is None:
         if measure.at is None:
             raise BudgetError(f"{wrong}, such as {measure.example}.")
-        return measure.at
+        batch, tokens = measure.at
+        return Quantity(measure.kind, tokens, batch)
     found = _PLACE.fullmatch(place)
     takes_batch = measure.place in ("contexts", "batch")
     if found is None or measure.place == "nothing" or (found["batch"] is not None and not takes_batch):
         raise BudgetError(f"{wrong}, such as {measure.example}; seen: @{shown(place)[1:-1]}.")
     if found["batch"] is None and measure.place == "batch":
         raise BudgetError(f"{wrong}, such as {measure.example}; seen: @{place}.")
-    batch, tokens = int(found["batch"] or 1), int(found["tokens"])
-    if not (1 <= batch <= LARGEST_BATCH and 1 <= tokens <= LARGEST_TOKENS):
+    if found["prompt"] is not None and measure.place != "batch":
+        raise BudgetError(f"{wrong}, such as {measure.example}; seen: @{place}.")
+    batch, tokens, prompt = int(found["batch"] or 1), int(found["tokens"]), int(found["prompt"] or 0)
+    lengths = [tokens] if found["prompt"] is None else [tokens, prompt]
+    if not (1 <= batch <= LARGEST_BATCH and all(1 <= length <= LARGEST_TOKENS for length in lengths)):
         raise BudgetError(
-            f"{shown(text)}: {batch} x {tokens} is out of range; 1 to {LARGEST_BATCH:,} sequences of 1 to "
-            f"{LARGEST_TOKENS:,} tokens are allowed."
+            f"{shown(text)}: {batch} x {' + '.join(map(str, lengths))} is out of range; 1 to {LARGEST_BATCH:,} "
+            f"sequences of 1 to {LARGEST_TOKENS:,} tokens are allowed."
         )
-    return batch, tokens
+    return Quantity(measure.kind, tokens, batch, prompt)
 
 
 def _value(text: str, name: str, rest: str) -> tuple[float, str]:

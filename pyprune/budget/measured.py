@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -104,7 +104,8 @@ class Fit:
 class MeasuredCosts:
     """Predicts prefill and generation from a profile; a :class:`CostModel` for those two kinds.
 
-    Workloads between two measured ones are interpolated in tokens (or in sequences); what lies outside is refused.
+    Workloads between two measured ones are interpolated in tokens, in sequences or in the prompts' length; what lies
+    outside is refused.
 
     Args:
         profile: what was measured; :meth:`Profile.check` says whether it may be used.
@@ -158,8 +159,8 @@ class MeasuredCosts:
             raise BudgetError(f"{quantity} is counted, not measured.")
         if quantity in self.fits:
             return [(self.fits[quantity], 1.0)]
-        for axis in ("tokens", "batch"):
-            alike = [q for q in self.fits if q.kind == quantity.kind and _same_but(axis, q, quantity)]
+        for axis in ("tokens", "batch", "prompt"):
+            alike = [q for q in self.fits if replace(q, **{axis: getattr(quantity, axis)}) == quantity]
             found = _neighbours([(getattr(q, axis), q) for q in alike], getattr(quantity, axis))
             if found:
                 return [(self.fits[q], share) for q, share in found]
@@ -167,13 +168,8 @@ class MeasuredCosts:
         raise BudgetError(
             f"{quantity} lies outside of what the profile {self.profile.name} measured ({measured}). Ask for one of "
             "these or between two of them, or measure it: pyprune profile MODEL "
-            f"--{quantity.kind} {str(quantity).partition('@')[2]}"
+            f"--{quantity.kind} {quantity.place}"
         )
-
-
-def _same_but(axis: str, a: Quantity, b: Quantity) -> bool:
-    other = "batch" if axis == "tokens" else "tokens"
-    return bool(getattr(a, other) == getattr(b, other))
 
 
 def _neighbours(known: Sequence[tuple[int, Quantity]], wanted: int) -> list[tuple[Quantity, float]]:

@@ -276,7 +276,8 @@ def _layers(data: Iterable[Sequence[int]]) -> tuple[Widths, ...]:
 
 
 def _place(quantity: Quantity) -> list[Any]:
-    return [quantity.kind, quantity.tokens, quantity.batch]
+    """The entries that :class:`Quantity` is made of again."""
+    return [quantity.kind, quantity.tokens, quantity.batch, *([quantity.prompt] if quantity.prompt else [])]
 
 
 def this_machine(device: str | None = None) -> dict[str, Any]:

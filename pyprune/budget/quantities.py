@@ -37,15 +37,19 @@ class Quantity:
 
     Attributes:
         kind: parameters (a count), memory (bytes of weights and key/value cache), prefill (seconds that one prompt
-            takes) or generation (seconds that a batch of short prompts takes until all its new tokens are there).
+            takes) or generation (seconds that a batch of prompts takes until all its new tokens are there, the prompts
+            included).
         tokens: memory: length of each context in tokens; prefill: length of the prompt; generation: new tokens of
             each sequence. 0 for parameters.
         batch: memory: contexts at a time; generation: sequences at a time. 1 elsewhere.
+        prompt: generation: length of each prompt in tokens, so that every new token reads that much of the cache;
+            0 = short prompts of different lengths. 0 elsewhere.
     """
 
     kind: Kind
     tokens: int = 0
     batch: int = 1
+    prompt: int = 0
 
     @property
     def is_timed(self) -> bool:
@@ -54,10 +58,15 @@ class Quantity:
 
     def __str__(self) -> str:
         """As it is written in a budget: prefill@2048, generation@64x128, memory@4x4096, parameters."""
+        return self.kind if self.kind == "parameters" else f"{self.kind}@{self.place}"
+
+    @property
+    def place(self) -> str:
+        """What stands behind the @ in a budget: 2048, 64x128, 4x64+1024; empty for parameters."""
         if self.kind == "parameters":
-            return self.kind
+            return ""
         batch = f"{self.batch}x" if self.kind == "generation" or self.batch > 1 else ""
-        return f"{self.kind}@{batch}{self.tokens}"
+        return f"{batch}{self.tokens}" + (f"+{self.prompt}" if self.prompt else "")
 
 
 class CostModel(Protocol):

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_PREFILL = (512, 2048)
-DEFAULT_GENERATION = ((64, 128), (1, 128))
+DEFAULT_GENERATION = ((64, 128), (1, 128), (4, 64, 1024))
 PRODUCT_ROWS = 2048
 PRODUCT_REPEATS = 9
 
@@ -48,8 +48,9 @@ class ProfileOptions:
         dtype: of weights and activations; for llamacpp a format of GGUF files. None = bfloat16, q8_0 for llamacpp.
         device: auto, cpu or cuda.
         repeats: timed turns of each probe and workload, after a warm-up; three times as many where they are short.
-        prefill: prompt lengths in tokens.
-        generation: (sequences at a time, new tokens of each).
+        prefill: prompt lengths in tokens; None = those of :data:`DEFAULT_PREFILL` that the model reads.
+        generation: (sequences at a time, new tokens of each), and the tokens of each prompt where they are long; None =
+            those of :data:`DEFAULT_GENERATION` that it reads.
         probes: most probes beside the dense model; None = all.
         seed: of the random prompts.
         resident: engines loaded at once, the dense model's among them; None = as many as the free memory holds.
@@ -60,8 +61,8 @@ class ProfileOptions:
     dtype: str | None = None
     device: str = "auto"
     repeats: int = 3
-    prefill: tuple[int, ...] = DEFAULT_PREFILL
-    generation: tuple[tuple[int, int], ...] = DEFAULT_GENERATION
+    prefill: tuple[int, ...] | None = None
+    generation: tuple[tuple[int, ...], ...] | None = None
     probes: int | None = None
     seed: int = 0
     resident: int | None = None
@@ -70,9 +71,25 @@ class ProfileOptions:
     @property
     def quantities(self) -> list[Quantity]:
         """The workloads, each once."""
-        prompts = [Quantity("prefill", tokens) for tokens in self.prefill]
-        batches = [Quantity("generation", tokens, batch) for batch, tokens in self.generation]
-        return list(dict.fromkeys([*prompts, *batches]))
+        prompts = DEFAULT_PREFILL if self.prefill is None else self.prefill
+        batches = DEFAULT_GENERATION if self.generation is None else self.generation
+        generations = [Quantity("generation", tokens, batch, *prompt) for batch, tokens, *prompt in batches]
+        return list(dict.fromkeys([*(Quantity("prefill", tokens) for tokens in prompts), *generations]))
+
+    def within(self, limit: float | None) -> ProfileOptions:
+        """The same with the default workloads that a model reads; without any of a kind, none of it.
+
+        Args:
+            limit: positions of the model; None = it has none.
+        """
+        fits = [q for q in self.quantities if limit is None or longest_sequence(q) <= limit]
+        prompts = tuple(q.tokens for q in fits if q.kind == "prefill")
+        batches = tuple((q.batch, q.tokens, q.prompt) for q in fits if q.kind == "generation")
+        return replace(
+            self,
+            prefill=prompts if self.prefill is None else self.prefill,
+            generation=batches if self.generation is None else self.generation,
+        )
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
@@ -118,6 +135,8 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
         say(note, "yellow")
     dtype = _dtype(o.dtype, engine)
     config = dense_config(source, **reading)
+    o = o.within(position_limit(config))
+    o.validate()  # a model may read none of the default lengths
     _check_lengths(config, o.quantities)
     known = {name: value for name, value in reading.items() if value is not None}
     tokenizer = load_tokenizer(str(source), **known) if engine == "llamacpp" else None

@@ -13,7 +13,7 @@ from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.runtime.progress import say, track
 from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, fills_gpu, kv_cache_bytes
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, fills_gpu, sequence_bytes
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
 
 WARM_TOKENS = 8
@@ -173,9 +173,10 @@ class EngineGroup:
             engine.generate(self._prompts(quantity, -1), min(WARM_TOKENS, _new_tokens(quantity)))
 
     def _prompts(self, quantity: Quantity, repeat: int) -> list[list[int]]:
-        if quantity.kind == "prefill":
-            return Workload(prompt_tokens=quantity.tokens, seed=self.seed).prompts("prompt", repeat, self.vocab_size)
-        return Workload(batch_size=quantity.batch, seed=self.seed).prompts("generation", repeat, self.vocab_size)
+        if quantity.kind == "prefill" or quantity.prompt:
+            work = Workload(quantity.batch, prompt_tokens=quantity.prompt or quantity.tokens, seed=self.seed)
+            return work.prompts("prompt", repeat, self.vocab_size, count=quantity.batch)
+        return Workload(quantity.batch, seed=self.seed).prompts("generation", repeat, self.vocab_size)
 
 
 def _new_tokens(quantity: Quantity) -> int:
@@ -185,13 +186,7 @@ def _new_tokens(quantity: Quantity) -> int:
 def cache_bytes(config: Mapping[str, Any], quantities: Sequence[Quantity], dtype: str) -> int:
     """Bytes of key/value cache that hold the largest of the workloads."""
     width = "float32" if dtype == "float32" else "bfloat16"
-    needs = [
-        Workload(prompt_tokens=q.tokens, batch_size=1, new_tokens=1, dtype=width)
-        if q.kind == "prefill"
-        else Workload(prompt_tokens=1, batch_size=q.batch, new_tokens=q.tokens, dtype=width)
-        for q in quantities
-    ]
-    return max(kv_cache_bytes(config, need) for need in needs)
+    return max(sequence_bytes(config, q.batch, longest_sequence(q), width) for q in quantities)
 
 
 def written_bytes(folder: Path) -> int:
@@ -215,4 +210,4 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
 
 def longest_sequence(quantity: Quantity) -> int:
     """Tokens of the longest sequence that a workload makes."""
-    return quantity.tokens + (1 if quantity.kind == "prefill" else SHORT_PROMPT_TOKENS)
+    return quantity.tokens + (1 if quantity.kind == "prefill" else quantity.prompt or SHORT_PROMPT_TOKENS)

@@ -256,7 +256,7 @@ def _engine(
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure
     from pyprune.serving.speed import Workload
-    from pyprune.serving.table import conditions, speed_table
+    from pyprune.serving.table import conditions, speed_facts, speed_table
     from pyprune.serving.tradeoff import speed_tradeoff
 
     given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value not in (None, False)]
@@ -274,11 +274,7 @@ def _engine(
             report.to_dict(),
             (speed_table(report, perplexity=perplexity), conditions(report)),
             partial(speed_tradeoff, report),
-            lambda name: {
-                "throughput increase (TI)": round(report.throughput_increase(name), 4),
-                "prompt speedup": round(report.speedup(name), 4),
-                "conditions": conditions(report).replace("\n", " "),
-            },
+            partial(speed_facts, report),
         )
 
     return found
@@ -319,8 +315,7 @@ def _servers(
             partial(load_tradeoff, report),
             lambda name: {
                 **{
-                    f"output tokens/s, {x}, over the dense model's": round(report.ratio(name, x), 4)
-                    for x in options.loads
+                    f"{x.ratio_of}, {x}, over the dense model's": round(report.ratio(name, x), 4) for x in options.loads
                 },
                 "conditions of servers": text.replace("\n", "; "),
             },

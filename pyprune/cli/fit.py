@@ -82,7 +82,10 @@ def fit(
     ] = False,
     no_timing: Annotated[
         bool,
-        typer.Option("--no-timing", help="Trust the predicted times; do not run the winner beside the dense model."),
+        typer.Option(
+            "--no-timing",
+            help="Trust the predicted times, and do not run beside the dense model what was written.",
+        ),
     ] = False,
     cache: Annotated[
         Path | None,
@@ -190,17 +193,21 @@ def _profile(
 def _fit(
     model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, *, recover: bool
 ) -> None:
-    from pyprune.fitting.flow import cache_of
+    from pyprune.fitting.flow import cache_of, report_of
     from pyprune.fitting.flow import fit as find
     from pyprune.fitting.report import attempts_table, limits_table
+    from pyprune.serving.table import conditions, speed_table
 
     found = find(model, budget, out=out, recover=recover, **shared)
-    tables = (attempts_table(found), limits_table(found))
+    tables: list[Any] = [attempts_table(found), limits_table(found)]
+    if found.speed is not None:
+        tables += [speed_table(found.speed), conditions(found.speed)]
     written = f"{out} and {found.exported}" if found.exported else str(out)
     source = f" --gguf-file {shared['gguf_file']}" if shared["gguf_file"] else ""
     kept = shared["cache"] or cache_of(out)
     steps = (
-        f"Wrote {written}. Next: pyprune eval {out} --ppl wikitext2",
+        f"Wrote {written}, and what was measured to {report_of(out)}/report.html. "
+        f"Next: pyprune eval {out} --ppl wikitext2",
         f"Another budget for the same model costs its own candidates alone: pyprune fit {model}{source} --cache {kept}",
     )
     output(found.to_dict(), json_file, *tables, *steps)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pyprune.cli.base import Debug, JsonFile, guarded, output
+from pyprune.errors import how_to_install
 
 if TYPE_CHECKING:
     from pyprune.report import Cell
@@ -96,7 +97,7 @@ def env(json_file: JsonFile = None, debug: Debug = False) -> None:
         ("system", record["system"]),
         ("device", f"{record['device']} ({record['cpus']} CPUs)"),
         ("instruction sets", ", ".join(record["isa"]) or "baseline"),
-        ("vLLM", "installed" if data["vllm"] else "not installed: pip install 'pyprune[vllm]'"),
+        ("vLLM", "installed" if data["vllm"] else f"not installed: {how_to_install('vllm')}"),
         *((f"ops: {name}", text) for name, text in data["backends"].items()),
     ]
     output(data, json_file, Table("Environment", ("", "value"), tuple(rows)))

@@ -46,10 +46,23 @@ def profile(
     ] = None,
     device: Annotated[str, typer.Option(help="auto (an accelerator if there is one), cpu or cuda.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed turns of each probe and workload, after a warm-up.")] = 3,
-    prefill: Annotated[str, typer.Option(metavar="N,N", help="Prompt lengths in tokens.")] = "512,2048",
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Prompt lengths in tokens. Default: 512,2048, or those that MODEL reads.",
+            show_default=False,
+        ),
+    ] = None,
     generation: Annotated[
-        str, typer.Option(metavar="BxN,BxN", help="Sequences at a time x new tokens of each.")
-    ] = "64x128,1x128",
+        str | None,
+        typer.Option(
+            metavar="BxN,BxN+P",
+            help="Sequences at a time x new tokens of each, + the tokens of each prompt where they are long. Default: "
+            "64x128,1x128,4x64+1024, or those that MODEL reads.",
+            show_default=False,
+        ),
+    ] = None,
     probes: Annotated[
         int | None, typer.Option(help="Most probes beside the dense model. Default: all, about a dozen.")
     ] = None,
@@ -78,8 +91,8 @@ def profile(
         dtype=dtype,
         device=device,
         repeats=repeats,
-        prefill=tuple(_lengths(prefill)),
-        generation=tuple(_batches(generation)),
+        prefill=None if prefill is None else tuple(_lengths(prefill)),
+        generation=None if generation is None else tuple(_batches(generation)),
         probes=probes,
         seed=seed,
         resident=resident,
@@ -140,9 +153,14 @@ def _lengths(text: str) -> list[int]:
     return [_count(part, text) for part in comma_separated(text)]
 
 
-def _batches(text: str) -> list[tuple[int, int]]:
-    """The (sequences, tokens) in "64x128,1x128"."""
-    return [_batch(part) for part in comma_separated(text)]
+def _batches(text: str) -> list[tuple[int, ...]]:
+    """The (sequences, tokens) in "64x128,1x128", and the prompts' length in "4x64+1024"."""
+    return [_with_prompt(part) for part in comma_separated(text)]
+
+
+def _with_prompt(text: str) -> tuple[int, ...]:
+    batch, sign, prompt = text.partition("+")
+    return (*_batch(batch), *([_count(prompt, text)] if sign else []))
 
 
 def _batch(text: str) -> tuple[int, int]:

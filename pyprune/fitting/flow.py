@@ -7,6 +7,7 @@
     the winner timed             budget/turns         beside the dense model; beyond a limit, back to the search
     the winner written           pipeline             reconstructed, trained, saved with its plan
     as the device runs it        serving              exported where the format is a quantised or GGUF one, and weighed
+    what was written, run        serving/measure      as `pyprune bench` does, beside the dense model
 
 Scores, losses of single blocks and judged candidates are kept in a folder beside the output, each under the identity of
 what it was measured on, so that another budget for the same model costs seconds of search and the new candidates alone.
@@ -14,7 +15,7 @@ what it was measured on, so that another budget for the same model costs seconds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,18 @@ from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.errors import BudgetError
-from pyprune.fitting.report import sweep_report
+from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
+from pyprune.fitting.timed import WINNER
 from pyprune.pipeline import prune
-from pyprune.report import write_report
+from pyprune.report import Report, check_charts, write_report
 from pyprune.run_folder import kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_output, export_gguf
+from pyprune.serving.table import speed_facts
 
 ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
 """What a sweep tells of every point; the rest is what any of its budgets limits."""
@@ -59,7 +62,7 @@ def fit(
     overwrite: bool = False,
     **reading: Any,
 ) -> Fitted:
-    """Find the best model that keeps a budget, and write it as a checkpoint folder.
+    """Find the best model that keeps a budget, and write it as a checkpoint folder, with a report beside it.
 
     Args:
         model_id: folder or hub id of a dense model.
@@ -72,7 +75,7 @@ def fit(
         allow_mismatch: use a profile of another machine or version in spite of that.
         cache: folder for scores, losses and judged candidates; None = ``out`` with ".fit" behind it.
         recover: train the winner, as the methods' defaults do.
-        timed: run the winner where times are limited.
+        timed: run the winner where times are limited, and what was written in any case.
         resume: continue the training of the winner where an interrupted call to the same ``out`` left it.
         overwrite: replace an existing ``out``.
         reading: gguf_file, revision, trust_remote_code.
@@ -87,6 +90,8 @@ def fit(
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     # What cannot be written or trained is refused before the search, which takes hours.
     check_export(place, weights, overwrite=overwrite)
+    check_output(report_of(place), overwrite=overwrite, reads=[model_id])
+    check_charts()
     if not (resume or overwrite):
         refuse_kept(work_folder(place))
     kept = kept_of_a_run(place)
@@ -95,7 +100,14 @@ def fit(
     fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
     found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": resume and kept is not None, "overwrite": overwrite}
-    return write_winner(fitting, found, place, **writing, **reading)
+    found = write_winner(fitting, found, place, **writing, **reading)
+    if timed:
+        found = fitting.run_winner(found, found.exported or place, **reading)
+    if found.speed is not None:
+        annotate_checkpoint(place, speed=speed_facts(found.speed, WINNER))
+    conditions = _conditions(options, fitting, profile)
+    _write_report(report_of(place), fit_report(found, str(model_id), conditions), found.to_dict(), overwrite=overwrite)
+    return found
 
 
 def sweep(
@@ -139,11 +151,7 @@ def sweep(
     fitting = _opened(model_id, wanted, place, options, profile, cache, overwrite=overwrite, **settings)
     every = [quantity for budget in wanted for quantity in budget.quantities]
     points = tuple(fitting.fit(budget, timed=timed, also=[*ALWAYS_SHOWN, *every]) for budget in wanted)
-    conditions = {
-        "weights": weights,
-        "engine": f"{profile.engine}, {profile.dtype}" if profile else "none; nothing was timed",
-        "judged on": f"{options.judge_samples} x {fitting.text['judged'].ids.shape[1]} tokens of {options.data.source}",
-    }
+    conditions = _conditions(options, fitting, profile)
     with atomic_folder(place, overwrite=overwrite) as work:
         for number, point in enumerate(points, start=1):
             write_text(work / f"plan-{number}.json", point.winner.plan.to_json())
@@ -173,6 +181,27 @@ def _opened(
     for budget in budgets:
         fitting.check(budget)
     return fitting
+
+
+def _conditions(options: FitOptions, fitting: Fitting, profile: Profile | None) -> dict[str, str]:
+    """What a report says of how it was made."""
+    judged = fitting.text["judged"].ids
+    return {
+        "weights": fitting.weights,
+        "times predicted by": profile.name if profile else "none; no limit is on times",
+        "judged on": f"{judged.shape[0]} x {judged.shape[1]} tokens of {options.data.source}",
+    }
+
+
+def report_of(out: Path) -> Path:
+    """The folder of the report on what was written to ``out``: beside it."""
+    return out.with_name(f"{out.name}.report")
+
+
+def _write_report(folder: Path, report: Report, figures: Mapping[str, Any], *, overwrite: bool) -> None:
+    with atomic_folder(folder, overwrite=overwrite) as work:
+        write_report(report, work)
+        write_report_manifest(work, figures)
 
 
 def write_winner(

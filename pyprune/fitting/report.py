@@ -11,6 +11,8 @@ from pyprune.budget.limits import Limit
 from pyprune.budget.quantities import Quantity
 from pyprune.fitting.search import Fitted
 from pyprune.report import Cell, PointChart, Report, Table, undominated
+from pyprune.serving.table import conditions as conditions_of
+from pyprune.serving.table import speed_table
 
 UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " (ms)"), "generation": (1.0, " (s)")}
 """Kind of a quantity -> how much one of its unit in tables is, and how the unit is written."""
@@ -99,26 +101,65 @@ def pareto(points: Sequence[Fitted]) -> list[Fitted]:
     return [points[number] for number in undominated(figures)]
 
 
+def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Report:
+    """What was asked, predicted and measured, every candidate, and the speed of what was written.
+
+    Args:
+        found: with what was written.
+        model: name of the dense one.
+        conditions: of the search.
+    """
+    tables, notes = [limits_table(found), attempts_table(found)], []
+    if found.speed is not None:
+        tables.append(speed_table(found.speed))
+        conditions = {**conditions, "speed": conditions_of(found.speed)}
+    elif found.not_run:
+        notes.append(f"What was written was not timed. {found.not_run}")
+    return Report(
+        f"{model} within {found.budget}",
+        summary=(f"Kept: {found.winner.plan.summary()}.",),
+        tables=tuple(tables),
+        charts=tuple(_candidates_chart(found, quantity) for quantity in found.budget.quantities),
+        conditions=conditions,
+        notes=tuple(notes),
+    )
+
+
+def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
+    """The candidates, the winner among them, beside the dense model."""
+    winner = found.attempts.index(found.winner)
+    names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(found.attempts))]
+    places = {name: (a.amounts[quantity], a.perplexity) for name, a in zip(names, found.attempts, strict=True)}
+    return _chart(quantity, found, places, undominated(places))
+
+
 def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
     """The table of a sweep and, for each limited quantity, a chart of perplexity against what the models take."""
     return Report(
         f"{model}: what budgets allow",
         tables=(sweep_table(points),),
-        charts=tuple(_chart(points, quantity) for quantity in _quantities(points)),
+        charts=tuple(_sweep_chart(points, quantity) for quantity in _quantities(points)),
         conditions={name: str(value) for name, value in conditions.items()},
     )
 
 
-def _chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
+def _sweep_chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
+    places = {str(p.budget): (p.winner.amounts[quantity], p.winner.perplexity) for p in points}
+    return _chart(quantity, points[0], places, [str(point.budget) for point in pareto(points)])
+
+
+def _chart(
+    quantity: Quantity, found: Fitted, places: Mapping[str, tuple[float, float]], front: Sequence[str]
+) -> PointChart:
+    """Name -> (amount of the quantity, perplexity), beside the dense model of a search."""
     scale = UNITS[quantity.kind][0]
-    places = {str(p.budget): (p.winner.amounts[quantity] / scale, p.winner.perplexity) for p in points}
-    dense = (points[0].dense[quantity] / scale, mean_perplexity(points[0].dense_perplexities))
+    every = {"dense": (found.dense[quantity], mean_perplexity(found.dense_perplexities)), **places}
     return PointChart(
         f"Perplexity against {quantity}",
         f"{heading(quantity)}, less is better",
         "perplexity before training, lower is better",
-        {"dense": dense, **places},
-        front=[str(point.budget) for point in pareto(points)],
+        {name: (amount / scale, perplexity) for name, (amount, perplexity) in every.items()},
+        front=front,
         reference="dense",
     )
 

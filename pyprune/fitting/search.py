@@ -36,12 +36,15 @@ from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
-from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError
+from pyprune.errors import BudgetError, ConfigError, MissingDependencyError, UnsupportedModelError
 from pyprune.families import family_for
-from pyprune.fitting.timed import time_plans
+from pyprune.fitting.timed import time_plans, time_winner
 from pyprune.plan import PrunePlan
-from pyprune.runtime.progress import say
+from pyprune.runtime.device import parked
+from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
+from pyprune.serving.engines import EngineError
+from pyprune.serving.speed import SpeedReport
 from pyprune.stages import PruneResult
 
 CANDIDATE = "candidate"
@@ -64,6 +67,8 @@ class Fitted:
         out: the written checkpoint; None = nothing was written.
         exported: the same in the format of the budget, where that is a quantised or GGUF one.
         result: of the run that wrote it.
+        speed: of what was written, beside the dense model; None = it was not run.
+        not_run: why it was not, where it should have been.
     """
 
     budget: Budget
@@ -75,6 +80,8 @@ class Fitted:
     out: Path | None = None
     exported: Path | None = None
     result: PruneResult | None = None
+    speed: SpeedReport | None = None
+    not_run: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -87,6 +94,8 @@ class Fitted:
             "searches": self.searches,
             "out": str(self.out) if self.out else None,
             "exported": str(self.exported) if self.exported else None,
+            "speed": self.speed.to_dict() if self.speed else None,
+            "not_run": self.not_run,
         }
 
 
@@ -337,6 +346,26 @@ class Fitting:
             "or slack."
         )
 
+    def run_winner(self, found: Fitted, written: Path, **reading: Any) -> Fitted:
+        """The same with the speed of what was written, or with the reason why it cannot be run here.
+
+        Args:
+            found: for a budget.
+            written: checkpoint folder or GGUF file.
+            reading: how the dense model is read.
+        """
+        say("Timing what was written beside the dense model.")
+        try:
+            with parked(self.model, self.model.device):
+                speed = time_winner(
+                    self.model_id, self.model.config, written, self.weights, self.profile,
+                    repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
+                )  # fmt: skip
+        except (ConfigError, EngineError, MissingDependencyError, UnsupportedModelError) as error:
+            warn(f"{written} was not timed. {error}")  # it is written and keeps its budget all the same
+            return replace(found, not_run=str(error))
+        return replace(found, speed=speed)
+
     def _round(self, state: _State) -> Attempt:
         """Search once, try what was found, and give the best candidate so far."""
         state.searches += 1
@@ -349,7 +378,8 @@ class Fitting:
         """Run a candidate beside the dense model."""
         say(f"Timing the best candidate beside the dense model with {profile.engine}.")
         plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
-        seconds = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
+        with parked(self.model, self.model.device):
+            seconds = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
         return replace(attempt, measured=seconds[CANDIDATE], dense=seconds[DENSE])
 
     def _best(self, state: _State) -> Attempt:

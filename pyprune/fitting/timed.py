@@ -1,7 +1,8 @@
-"""Candidates run beside the dense model, in the engine and format of a profile."""
+"""Candidates and the written winner run beside the dense model, in the engine and format that the budget is for."""
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,21 +10,27 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pyprune.budget.formats import weight_format
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import dense_config, write_served
-from pyprune.budget.profile import Profile, profile_name, stored_as
+from pyprune.budget.profile import DENSE, Profile, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
-from pyprune.budget.turns import EngineGroup, longest_sequence
+from pyprune.budget.turns import EngineGroup
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.engines import choose_engine
+from pyprune.serving.measure import measure
+from pyprune.serving.speed import SHORT_PROMPT_TOKENS, SpeedReport, Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+WINNER = "fitted"
+"""The written model's name in tables of speed."""
 
 
 def time_plans(
@@ -66,6 +73,60 @@ def time_plans(
     }
 
 
+def time_winner(
+    source: str,
+    config: PretrainedConfig,
+    winner: Path,
+    weights: str,
+    profile: Profile | None,
+    *,
+    repeats: int,
+    tokenizer: Any,
+    **reading: Any,
+) -> SpeedReport:
+    """Time what was written as `pyprune bench` does: generation of 64 x 128 and a prompt of 2,048 tokens, or the most
+    that the model reads, in turns with the dense model.
+
+    Args:
+        source: folder or hub id of the dense model.
+        config: of it.
+        winner: checkpoint folder or GGUF file.
+        weights: format of the budget: llama.cpp runs GGUF files, vLLM quantised folders.
+        profile: whose engine and dtype run both, where there is one.
+        repeats: timed turns of each.
+        tokenizer: of the dense model.
+        reading: how ``source`` is read; if not as any folder, the dense model is run with random weights.
+
+    Raises:
+        EngineError, MissingDependencyError, UnsupportedModelError, ConfigError: it cannot be run here.
+    """
+    known = weight_format(weights)
+    usual = {"gguf": "llamacpp", "plain": "auto"}.get(known.layout, "vllm")
+    engine, _ = choose_engine(profile.engine if profile is not None else usual)
+    runs_files = engine == "llamacpp"
+    quantise = (weights if known.layout == "gguf" else default_dtype(engine)) if runs_files else None
+    dtype = weights if known.layout == "plain" and not runs_files else Workload.dtype
+    limit = position_limit(config) or math.inf
+    work = Workload(
+        prompt_tokens=int(min(Workload.prompt_tokens, limit - 1)),
+        new_tokens=int(min(Workload.new_tokens, max(1, limit - SHORT_PROMPT_TOKENS))),
+    )
+    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder:
+        dense: str | Path = source
+        if any(reading.values()):
+            plan = family_for(config).plan(config)
+            dense, _ = write_served(config, plan, Path(folder) / DENSE, engine, quantise or dtype, tokenizer)
+        return measure(
+            {DENSE: dense, WINNER: winner},
+            engine=engine,
+            dtype=dtype,
+            quantise=quantise,
+            repeats=repeats,
+            prompt_tokens=work.prompt_tokens,
+            new_tokens=work.new_tokens,
+        )
+
+
 def profile_of(
     model: str | Path, *, engine: str, dtype: str | None, quantities: Sequence[Quantity], **reading: Any
 ) -> Profile:
@@ -88,15 +149,13 @@ def profile_of(
     if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
         return known
-    usual = ProfileOptions(engine=chosen, dtype=dtype)
-    limit = position_limit(config)
-    fits = [q for q in usual.quantities if limit is None or longest_sequence(q) <= limit]
-    wanted = dict.fromkeys([*(known.quantities if known else fits), *quantities])
+    usual = ProfileOptions(engine=chosen, dtype=dtype).within(position_limit(config))
+    wanted = dict.fromkeys([*(known.quantities if known else usual.quantities), *quantities])
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
     options = replace(
         usual,
         prefill=tuple(q.tokens for q in wanted if q.kind == "prefill"),
-        generation=tuple((q.batch, q.tokens) for q in wanted if q.kind == "generation"),
+        generation=tuple((q.batch, q.tokens, q.prompt) for q in wanted if q.kind == "generation"),
     )
     found = take_profile(model, options, **reading)
     say(f"Kept as {found.save(stored_as(found.name))}.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -61,6 +62,25 @@ def device_memory(device: torch.device) -> int:
     except OSError:
         return machine
     return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+@contextmanager
+def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Hold a model in the host's memory while something else needs its accelerator; nothing moves on a CPU.
+
+    Args:
+        model: comes back to ``device``.
+        device: that it is on.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
 
 
 def computes_bfloat16(device: torch.device) -> bool:

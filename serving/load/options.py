@@ -35,6 +35,11 @@ class Load:
         return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
+    def ratio_of(self) -> str:
+        """What a model's ratio to the baseline is of: output tokens/s, which a rate of requests would decide itself."""
+        return "output tokens/s" if self.rate is None else "inverse mean end-to-end time"
+
+    @property
     def default_requests(self) -> int:
         """Requests of one turn where nothing else is asked for: two rounds, or ten seconds."""
         least = 2 * (self.concurrency or 0) if self.rate is None else math.ceil(10 * self.rate)
@@ -55,7 +60,7 @@ class LoadOptions:
         requests: of one turn; None = :attr:`Load.default_requests`.
         slo: what a good request keeps: a key of :data:`SLO_METRICS` -> milliseconds; empty = no goodput.
         repeats: turns of each model and load; with ``precision`` the least number.
-        precision: see :class:`pyprune.serving.speed.Workload`; here of the ratios of output tokens/s.
+        precision: see :class:`pyprune.serving.speed.Workload`; here of the ratios that the table shows.
         max_repeats: see there.
         dtype: of weights and activations.
         eager: start servers with --enforce-eager; by default they compile, as `vllm serve` does.

@@ -71,6 +71,11 @@ class Turn:
         """Output tokens per second."""
         return self.output_tokens / self.seconds
 
+    @property
+    def end_to_end(self) -> float:
+        """Mean seconds of a request from sending it until its last token."""
+        return sum(request.latency for request in self.requests) / len(self.requests)
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -131,9 +136,14 @@ class LoadReport:
         found = [turn.goodput for turn in self._of(model, load) if turn.goodput is not None]
         return summary(found) if found else None
 
+    def end_to_end(self, model: str, load: Load) -> Summary:
+        """Mean seconds of a request from sending it until its last token, over the turns."""
+        return summary([turn.end_to_end for turn in self._of(model, load)])
+
     def ratio(self, model: str, load: Load) -> float:
-        """Median output tokens/s over the baseline's."""
-        return self.tokens_per_second(model, load).median / self.tokens_per_second(self.baseline, load).median
+        """How many times as fast as the baseline a model is: by :func:`pace`, the medians of the turns."""
+        own, base = (summary([pace(t, load) for t in self._of(name, load)]).median for name in (model, self.baseline))
+        return own / base
 
     def interval(self, model: str, load: Load) -> Interval | None:
         """The 95 % interval of the ratio, from paired turns; None for the baseline and for fewer than two turns."""
@@ -194,8 +204,17 @@ class LoadReport:
 
 
 def speeds(turns: Sequence[Turn], load: Load) -> dict[tuple[str, int], float]:
-    """Return (model, repeat) -> output tokens/s of every turn under a load."""
-    return {(turn.model, turn.repeat): turn.tokens_per_second for turn in turns if turn.load == str(load)}
+    """Return (model, repeat) -> pace of every turn under a load."""
+    return {(turn.model, turn.repeat): pace(turn, load) for turn in turns if turn.load == str(load)}
+
+
+def pace(turn: Turn, load: Load) -> float:
+    """What models are compared by, more is better: see :attr:`Load.ratio_of`.
+
+    Under a rate every server that keeps up gives the same tokens per second, those that were asked for; there it is the
+    inverse of the mean end-to-end time.
+    """
+    return turn.tokens_per_second if load.rate is None else 1 / turn.end_to_end
 
 
 METRICS: dict[str, Callable[[Request], Sequence[float]]] = {

@@ -17,13 +17,15 @@ def load_table(report: LoadReport) -> Table:
     """Return what the clients saw: a row for each load and model.
 
     Output tokens/s and goodput are "median ± median absolute deviation" of the turns; the times are percentiles over
-    the requests of all turns, in ms.
+    the requests of all turns, in ms. The ratio is of output tokens/s, under a rate of mean end-to-end times.
     """
     percentiles = "/".join(f"p{p}" for p in PERCENTILES)
     goodput = ("Goodput (requests/s)",) if report.options.slo else ()
     columns = ("Load", "Model", "Output tokens/s", "Ratio", *(f"{name} {percentiles} (ms)" for name in TIMES.values()))
     rows = tuple(_row(report, load, name) for load in report.options.loads for name in report.models)
-    return Table("Servers under load", (*columns, *goodput), rows)
+    is_rated = any(load.rate is not None for load in report.options.loads)
+    note = "Ratio: of mean end-to-end times; how many tokens come in a second is what the rate asks for." * is_rated
+    return Table("Servers under load", (*columns, *goodput), rows, note)
 
 
 def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:

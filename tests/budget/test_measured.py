@@ -95,6 +95,15 @@ def test_batches_between_measured_ones_are_interpolated() -> None:
     assert costs.predicted(Quantity("generation", 128, 8), _plan()) == pytest.approx(wanted, rel=1e-6)
 
 
+def test_prompts_between_measured_ones_are_interpolated() -> None:
+    prompts = [Quantity("generation", 64, 4, prompt) for prompt in (512, 1536)]
+    costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.prompt, prompts))
+    wanted = planted(Probe.of("", _plan()), GENERATION) * 1024
+    assert costs.predicted(Quantity("generation", 64, 4, 1024), _plan()) == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(BudgetError, match=r"generation@4x64 lies outside .*--generation 4x64"):
+        costs.predicted(Quantity("generation", 64, 4), _plan())
+
+
 @pytest.mark.parametrize(
     "quantity",
     [Quantity("prefill", 4096), Quantity("prefill", 100), Quantity("generation", 64, 64), Quantity("generation", 128)],

@@ -37,6 +37,7 @@ from pyprune.errors import (
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.gguf.layout import open_model
+from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
 
@@ -61,7 +62,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def taken(source: Path) -> Profile:
-    return take_profile(source, ProfileOptions(**QUICK, probes=3))  # type: ignore[arg-type]
+    options = {**QUICK, "generation": ((2, 3), (2, 3, 8))}
+    return take_profile(source, ProfileOptions(**options, probes=3))  # type: ignore[arg-type]
 
 
 def test_each_kind_of_cut_has_a_probe_of_its_own() -> None:
@@ -163,7 +165,8 @@ def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:
         assert [t.probe for t in own] == names * (2 * turns.QUICK_TURNS) + [DENSE]
         assert [t.start for t in own] == sorted(t.start for t in own)
         assert all(t.seconds > 0 for t in own)
-    assert taken.quantities == (Quantity("prefill", 8), Quantity("prefill", 16), Quantity("generation", 3, 2))
+    prompts = Quantity("prefill", 8), Quantity("prefill", 16)
+    assert taken.quantities == (*prompts, Quantity("generation", 3, 2), Quantity("generation", 3, 2, 8))
 
 
 def test_long_turns_are_not_multiplied(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +281,23 @@ def test_too_few_probes_that_an_engine_can_run(source: Path, monkeypatch: pytest
         take_profile(source, ProfileOptions(**{**QUICK, "repeats": 1}))  # type: ignore[arg-type]
 
 
+def test_default_workloads_are_those_that_the_model_reads() -> None:
+    every = [str(quantity) for quantity in ProfileOptions().within(None).quantities]
+    assert every == ["prefill@512", "prefill@2048", "generation@64x128", "generation@1x128", "generation@4x64+1024"]
+    short = [str(quantity) for quantity in ProfileOptions().within(600).quantities]
+    assert short == ["prefill@512", "generation@64x128", "generation@1x128"]
+    asked = ProfileOptions(prefill=(2048,)).within(600).quantities
+    assert Quantity("prefill", 2048) in asked, "what was asked for is refused, not left out"
+
+
+def test_long_prompts_are_as_many_and_as_long_as_asked() -> None:
+    group = turns.EngineGroup("transformers", "float32", [], vocab_size=500)
+    prompts = group._prompts(Quantity("generation", 3, 4, 20), 0)
+    assert [len(prompt) for prompt in prompts] == [20] * 4
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+    assert max(len(prompt) for prompt in group._prompts(Quantity("generation", 3, 4), 0)) <= SHORT_PROMPT_TOKENS
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 
@@ -290,7 +310,7 @@ def test_commands_measure_by_name_and_predict(
     assert result.exit_code == 0, result.output
     assert f"Stored as {taken.name}" in result.stdout.replace("\n", " ")
     figures = json.loads((tmp_path / "f.json").read_text())
-    assert set(figures["fits"]) == {"prefill@8", "prefill@16", "generation@2x3"}
+    assert set(figures["fits"]) == {"prefill@8", "prefill@16", "generation@2x3", "generation@2x3+8"}
     plan = family_for(dense_config(source)).plan(dense_config(source)).drop_layers([1, 2])
     (tmp_path / "plan.json").write_text(plan.to_json())
     said = run("predict", tmp_path / "plan.json", "--profile", taken.name, "--weights", "float32,q4_0", "--json", "-")

@@ -11,16 +11,16 @@ import pytest
 
 from pyprune.budget import profile as module
 from pyprune.budget.profile import Profile, find_profile, installed, profile_folder, stored_as, this_machine
-from pyprune.budget.quantities import Widths, further_head_pairs, head_pairs
+from pyprune.budget.quantities import Quantity, Widths, further_head_pairs, head_pairs
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan
-from tests.budget._profiles import MACHINE, SIZES, VERSIONS, fake_profile, identity
+from tests.budget._profiles import GENERATION, MACHINE, PREFILL, SIZES, VERSIONS, fake_profile, identity
 
 HERE: dict[str, Any] = {"machine": MACHINE, "versions": VERSIONS}
 
 
 def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
-    profile = fake_profile()
+    profile = fake_profile(quantities=(PREFILL, GENERATION, Quantity("generation", 64, 4, 1024)))
     back = Profile.load(profile.save(tmp_path / "p.json"))
     assert back.identity() == profile.identity()
     assert back.probes == profile.probes

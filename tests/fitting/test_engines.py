@@ -55,9 +55,10 @@ def test_limits_on_times_are_measured_in_the_engine(llama: Path, tmp_path: Path,
     # Ten times what the dense model takes: how fast this machine is decides nothing.
     budget = "prefill@32=1000%,generation@2x4=1000%,parameters=80%"
     few = ["--set", "repeats=1", "--no-recover", "--json", figures]
-    result = run(*arguments(llama, out, budget), "--profile", profile, *few)
+    result = run(*arguments(llama, out, budget, timing=True), "--profile", profile, *few)
     assert result.exit_code == 0, result.output
     found = json.loads(figures.read_text())
+    assert found["speed"]["engine"] == engine, "what was written ran as well"
     winner, times = found["winner"], {"prefill@32", "generation@2x4"}
     assert set(winner["measured"]) == set(winner["dense"]) == times
     assert all(seconds > 0 for seconds in winner["measured"].values())

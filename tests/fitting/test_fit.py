@@ -27,10 +27,10 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.fit import _target
 from pyprune.config.data import DataConfig
 from pyprune.config.train import TrainConfig
-from pyprune.errors import BudgetError
+from pyprune.errors import BudgetError, MissingDependencyError
 from pyprune.families import count_parameters, family_for
-from pyprune.fitting import search
-from pyprune.fitting.flow import exported_as, fit
+from pyprune.fitting import search, timed
+from pyprune.fitting.flow import exported_as, fit, report_of
 from pyprune.fitting.report import pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
@@ -63,12 +63,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(place: Path, out: Path, *budgets: str) -> list[str | Path]:
+def arguments(place: Path, out: Path, *budgets: str, timing: bool = False) -> list[str | Path]:
     """A run of `pyprune fit` that takes seconds."""
     given = [part for budget in budgets for part in ("--budget", budget)]
     sets = [part for setting in SMALL for part in ("--set", setting)]
     text = ["--calibration", place / "text.txt", "--samples", "24", "--sequence-length", "16"]
-    return ["fit", place / "dense", *given, "--out", out, *text, *sets, "--cache", place / "cache"]
+    untimed = [] if timing else ["--no-timing"]
+    return ["fit", place / "dense", *given, "--out", out, *text, *sets, "--cache", place / "cache", *untimed]
 
 
 def options(place: Path, **changes: Any) -> FitOptions:
@@ -110,10 +111,14 @@ def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_pat
         save_checkpoint(llama, byte_level_tokenizer(), folder / "dense", plan=None, provenance={})
         (folder / "text.txt").write_text((place / "text.txt").read_text())
     out, figures = tmp_path / "out", tmp_path / "figures.json"
-    given = [*arguments(folder, out, "memory@64=80%"), "--weights", weights, "--no-recover", "--json", figures]
+    given = arguments(folder, out, "memory@64=80%", timing=weights == "q8_0")
+    given += ["--weights", weights, "--no-recover", "--json", figures]
     result = run(*given)
     assert result.exit_code == 0, result.output
     found = json.loads(figures.read_text())
+    assert (found["speed"] is not None) == (weights == "q8_0")
+    if found["speed"]:
+        check_speed(found["speed"], out, folder / "dense")
     exported = Path(found["exported"])
     assert exported == exported_as(out, weights)
     assert exported.is_file() == (weights == "q8_0")
@@ -121,7 +126,46 @@ def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_pat
     assert measured == pytest.approx(predicted, rel=1e-3), "what was counted was written"
     assert str(exported) in result.output.replace("\n", "")
     shutil.rmtree(out)
+    shutil.rmtree(report_of(out))
     assert str(exported) in refused(*given).replace("\n", ""), "what is there is not replaced"
+
+
+def check_speed(speed: dict[str, Any], out: Path, dense: Path) -> None:
+    """What was written ran beside the dense model, in llama.cpp and q8_0, and record and report say so."""
+    assert speed["engine"] == "llamacpp"
+    assert speed["models"]["dense"]["path"] == str(dense)
+    assert all(speed["models"][name]["format"].startswith("q8_0") for name in ("fitted", "dense"))
+    assert speed["models"]["fitted"]["bytes"] < speed["models"]["dense"]["bytes"]
+    assert read_pruning_json(out).provenance["speed"]["prompt speedup"] > 0
+    page = (report_of(out) / "report.html").read_text()
+    assert all(text in page for text in ("<svg", "Candidates", "Budget", "Tokens/s"))
+
+
+def test_the_report_holds_every_candidate_and_what_was_limited(place: Path, tmp_path: Path) -> None:
+    given = arguments(place, tmp_path / "out", "parameters=70%,memory@64<=80%")
+    assert run(*given, "--no-recover").exit_code == 0
+    folder = report_of(tmp_path / "out")
+    text, page = (folder / "report.md").read_text(), (folder / "report.html").read_text()
+    assert "parameters<=70%" in text
+    assert "Perplexity against memory@64" in page
+    assert all(f"candidate {number}" in page for number in (2, 3)), "the first of three won"
+    assert json.loads((folder / "metrics.json").read_text())["speed"] is None
+    shutil.rmtree(tmp_path / "out")
+    assert "out.report" in refused(*given, "--no-recover").replace("\n", ""), "an earlier report is not replaced"
+
+
+def test_what_cannot_be_timed_here_is_written_all_the_same(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_here(*_: object) -> None:
+        raise MissingDependencyError("vllm", "vllm", "Timing")
+
+    monkeypatch.setattr(timed, "choose_engine", none_here)
+    result = run(*arguments(place, tmp_path / "out", "parameters=70%", timing=True), "--no-recover")
+    assert result.exit_code == 0, result.output
+    assert "was not timed. Timing needs the package" in result.stderr.replace("\n", " ")
+    assert "Timing needs the package" in (report_of(tmp_path / "out") / "report.md").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
 
 
 def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: Path, tmp_path: Path) -> None:
@@ -201,7 +245,7 @@ def test_by_default_the_winner_is_trained(place: Path, tmp_path: Path, monkeypat
     short = TrainConfig(steps=2, batch_size=2, micro_batch_size=2, warmup_steps=0, learning_rate=1e-3)
     monkeypatch.setattr(training, "short_training", lambda: short)
     plain, trained = tmp_path / "plain", tmp_path / "trained"
-    shared: dict[str, Any] = {"options": options(place), "cache": tmp_path / "cache"}
+    shared: dict[str, Any] = {"options": options(place), "cache": tmp_path / "cache", "timed": False}
     untouched = fit(place / "dense", "parameters=70%", out=plain, recover=False, **shared).result
     result = fit(place / "dense", "parameters=70%", out=trained, **shared).result
     assert untouched is not None
@@ -277,20 +321,20 @@ def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(
     fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, rounds=6))
     fitting.profile = profile_of_dense()
     (quantity,) = fitting.profile.quantities
-    timed: list[Any] = []
+    taken: list[Any] = []
 
     def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
-        timed.append(plans[CANDIDATE])
+        taken.append(plans[CANDIDATE])
         shares = {DENSE: 1.0, CANDIDATE: 1.15}
         return {name: {q: shares[name] * fitting.costs.predicted(q, plans[name]) for q in quantities} for name in plans}
 
     monkeypatch.setattr(search, "time_plans", time_plans)
     bound = 0.9 * fitting.costs.predicted(quantity, fitting.identity)
     found = fitting.fit(Budget.parse(f"{quantity}<={bound:.9f}s"))
-    assert found.searches == len(timed)
+    assert found.searches == len(taken)
     assert found.searches > 1, "the first candidate used up the budget, and was 15 % slower"
     assert found.winner.measured[quantity] <= bound * (1 + fitting.options.slack)
-    assert found.winner.plan == timed[-1]
+    assert found.winner.plan == taken[-1]
 
 
 def test_a_machine_that_is_always_too_slow_is_said(
@@ -331,7 +375,7 @@ def test_a_mismatch_that_is_allowed_is_said_once(place: Path, tmp_path: Path) ->
     profile = profile_of_dense().save(tmp_path / "profile.json")
     given = [*arguments(place, tmp_path / "out", "prefill@64=90%"), "--profile", profile]
     assert "made under other conditions" in refused(*given).replace("\n", " ")
-    result = run(*given, "--allow-mismatch", "--no-timing", "--no-recover")
+    result = run(*given, "--allow-mismatch", "--no-recover")
     assert result.exit_code == 0, result.output
     assert result.stderr.replace("\n", " ").count("made under other conditions") == 1
 

@@ -25,6 +25,7 @@ from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving
 from pyprune.serving.load.server import Server
+from pyprune.serving.tradeoff import load_tradeoff
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.served import SIZES, Case, everything, write_case
@@ -261,12 +262,13 @@ class FakeServers:
         given = dict(pairwise(command))
         name = self.names[given["--model"]]
         assert name in self.up
-        self.measured.append((name, given["--max-concurrency"]))
+        rated = "--max-concurrency" not in given
+        self.measured.append((name, given["--request-rate" if rated else "--max-concurrency"]))
         count = int(given["--num-prompts"])
         turn = sum(1 for one in self.measured if one == self.measured[-1])
         pace = (0.8 if name == "pruned" else 1.0) * (self.noise[turn % len(self.noise)] if name == "pruned" else 1.0)
         return {
-            "duration": 2.0 * pace,
+            "duration": 2.0 if rated else 2.0 * pace,
             "total_input_tokens": 24 * count,
             "total_output_tokens": 4 * count,
             "request_goodput": 1.5 if "--goodput" in command else None,
@@ -345,6 +347,29 @@ def test_figures_are_those_of_the_requests(fake: FakeServers, folders: dict[str,
     assert dense is not None
     assert dense.sequences == 2**30 // (128 * token_bytes(read_checkpoint(folders["dense"]).config, "bfloat16")) / 2
     assert dense.confirmed is False
+
+
+def test_under_a_rate_models_are_compared_by_how_long_requests_take(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    result = run(
+        "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--request-rate", "2", "--requests",
+        "4", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "2", "--annotate", "--json",
+        tmp_path / "a.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "a.json").read_text())["summary"]
+    tokens = [data[name]["2 requests/s"]["tokens_per_second"]["median"] for name in ("dense", "pruned")]
+    assert tokens[0] == tokens[1], "what the rate asks for"
+    assert data["pruned"]["2 requests/s"]["ratio"] == pytest.approx(1.25)
+    assert data["pruned"]["2 requests/s"]["interval"]["low"] == pytest.approx(1.25)
+    assert "of mean end-to-end times" in result.stdout.replace("\n", " ")
+    kept = read_pruning_json(folders["pruned"]).provenance["speed"]
+    assert kept["inverse mean end-to-end time, 2 requests/s, over the dense model's"] == pytest.approx(1.25)
+    report = measured(folders, LoadOptions(prompt_tokens=24, new_tokens=4, loads=(Load(rate=2.0),), repeats=1))
+    text = load_tradeoff(report, {"dense": 7.0, "pruned": 8.0}, "text").charts[0]
+    assert text.x_label == "mean end-to-end time (ms), 2 requests/s, less is better"
+    assert text.points["pruned"][0] == pytest.approx(0.8 * text.points["dense"][0])
 
 
 def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
