@@ -4,7 +4,7 @@
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
 # make wheel    the wheel for this Python in dist/, checked, and tried where there is no compiler
-# make lint     ruff, mypy, and which folder may import which
+# make lint     ruff, mypy, which folder may import which, hadolint and shellcheck
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  whole training steps, optimizer, memory and streamed compaction on SmolLM2-135M
 # make gpu-card  on one GPU, within 40 minutes: kernels, bandwidth, whole steps at 7B shapes, dense and pruned in vLLM
@@ -75,6 +75,8 @@ wheel: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/hadolint serving/container/Containerfile
+	$(VENV)/bin/shellcheck .ci/run serving/container/build.sh
 	$(MAKE) --no-print-directory types
 
 # mypy and import-linter know nothing of wheel.packages, so they get a folder of links laid out as the installed

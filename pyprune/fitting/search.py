@@ -338,8 +338,8 @@ class Fitting:
             if not broken:
                 return self._fitted(state, best)
             state.learn(best)
-            names = ", ".join(map(str, broken))
-            say(f"Measured, the best candidate breaks {names}; searching again with what it took.")
+            names, taken = ", ".join(map(str, broken)), state.taken(best)
+            say(f"Measured, the best candidate breaks {names}: it takes {taken}. Searching again with that.")
         raise BudgetError(
             f"None of the best candidates of {state.searches} searches kept {budget} when it was timed; the last one "
             f"took {state.taken(best)}. The machine may be busy, or the profile old: measure it again, or raise rounds "
@@ -367,9 +367,15 @@ class Fitting:
         return replace(found, speed=speed)
 
     def _round(self, state: _State) -> Attempt:
-        """Search once, try what was found, and give the best candidate so far."""
+        """Search once, try what was found, and give the best candidate so far.
+
+        After a candidate broke a limit, only its own kind of solution is tried again: it is a little smaller, so that
+        the kinds that lost to it would lose again, and each costs a reconstruction.
+        """
         state.searches += 1
-        for solution in self.solutions(state.asked, state.factors):
+        found = self.solutions(state.asked, state.factors)
+        alike = [solution for solution in found if solution.variant == state.variant][:1]
+        for solution in alike or found:
             attempt = state.keep(self.tried(solution, state.dense))
             say(f"{attempt.plan.summary()}: perplexity {attempt.perplexity:.2f} before training.")
         return self._best(state)
@@ -409,6 +415,7 @@ class _State:
         factors: measured over predicted times, the largest of the timed candidates.
         attempts: by the digest of the plan.
         searches: how often was solved.
+        variant: of the solution that broke a limit when it was timed; "" = none was.
     """
 
     budget: Budget
@@ -417,6 +424,7 @@ class _State:
     factors: dict[Quantity, float] = field(default_factory=dict)
     attempts: dict[str, Attempt] = field(default_factory=dict)
     searches: int = 0
+    variant: str = ""
 
     def __post_init__(self) -> None:
         self.asked = self.budget
@@ -439,6 +447,7 @@ class _State:
         for quantity, seconds in attempt.measured.items():
             found = seconds / attempt.solution.predicted[quantity]
             self.factors[quantity] = max(found, self.factors.get(quantity, found))
+        self.variant = attempt.solution.variant
         self.asked = self.budget.absolute(self.dense)
 
 

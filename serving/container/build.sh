@@ -25,7 +25,8 @@ for builder in docker podman buildah; do
     echo "Building $image with $builder" >&2
     # Health checks are a part of Docker's image format only, which is not the default of the other two.
     [ "$builder" = docker ] && format="" || format="--format docker"
-    # shellcheck disable=SC2086  (two words or none)
+    # Two words or none.
+    # shellcheck disable=SC2086
     DOCKER_BUILDKIT=1 exec "$builder" build $format --file serving/container/Containerfile \
       --build-arg "DEVICE=$device" --tag "$image" .
   fi

@@ -335,6 +335,8 @@ def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(
     assert found.searches > 1, "the first candidate used up the budget, and was 15 % slower"
     assert found.winner.measured[quantity] <= bound * (1 + fitting.options.slack)
     assert found.winner.plan == taken[-1]
+    most = fitting.options.solve.solutions + found.searches - 1
+    assert len(found.attempts) <= most, "a further search tries one candidate, of the kind that won"
 
 
 def test_a_machine_that_is_always_too_slow_is_said(
