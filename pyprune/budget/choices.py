@@ -62,7 +62,19 @@ class ChoiceOptions(Config):
     hidden: tuple[int, ...] = option((), at_least=1, at_most=LARGEST_INDEX)
 
     def with_rules(self, rules: SizeRules) -> Self:
-        """The same with the multiples of widths that run well where the model is going."""
+        """The same with the multiples of widths that run well where the model is going.
+
+        Raises:
+            ConfigError: a hidden size is no such multiple.
+        """
+        step = rules.hidden_multiple
+        slow = [size for size in self.hidden if size % step]
+        if slow:
+            near = sorted({near for size in slow for near in (size // step * step, -(-size // step) * step) if near})
+            raise ConfigError(
+                f"choices.hidden names {', '.join(map(str, slow))}, where multiples of {step} run well; use "
+                f"{', '.join(map(str, near))}, or keep_multiples=true to take sizes as they are."
+            )
         return replace(
             self,
             ffn_multiple=rules.ffn_multiple,

@@ -80,6 +80,13 @@ def test_hidden_sizes_that_cannot_be_held_are_left_out() -> None:
     assert space.hidden == (32, 24, 16)
 
 
+def test_hidden_sizes_that_run_slowly_are_refused_with_the_next_ones() -> None:
+    rules = SizeRules.of("bfloat16")
+    assert ChoiceOptions(hidden=(512, 448)).with_rules(rules).hidden == (512, 448)
+    with pytest.raises(ConfigError, match="names 500, where multiples of 64 run well; use 448, 512, or keep_"):
+        ChoiceOptions(hidden=(512, 500)).with_rules(rules)
+
+
 @pytest.mark.parametrize("options", [ChoiceOptions(keep_first=2, keep_last=2), ChoiceOptions(hidden=(64,))])
 def test_choices_that_the_model_does_not_have(options: ChoiceOptions) -> None:
     with pytest.raises(ConfigError, match=r"more than the model's|which is the most"):
