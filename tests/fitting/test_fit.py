@@ -34,6 +34,7 @@ from pyprune.fitting.flow import exported_as, fit, report_of
 from pyprune.fitting.report import pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
+from pyprune.serving.engines import EngineError
 from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -166,6 +167,31 @@ def test_what_cannot_be_timed_here_is_written_all_the_same(
     assert "was not timed. Timing needs the package" in result.stderr.replace("\n", " ")
     assert "Timing needs the package" in (report_of(tmp_path / "out") / "report.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_dense_model_that_an_engine_cannot_read_by_itself_runs_with_random_weights(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool
+) -> None:
+    given: dict[str, Any] = {}
+
+    def measure(models: dict[str, Path], **options: Any) -> None:
+        parameters = {name: count_parameters(AutoModelForCausalLM.from_pretrained(p)) for name, p in models.items()}
+        given.update(models=models, parameters=parameters, **options)
+        raise EngineError("not today")
+
+    monkeypatch.setattr(timed, "measure", measure)
+    shared: dict[str, Any] = {"options": options(place), "cache": place / "cache", "trust_remote_code": trust}
+    found = fit(place / "dense", "parameters=70%", out=tmp_path / "out", recover=False, **shared)
+    assert found.not_run == "not today"
+    assert (str(given["models"]["dense"]) == str(place / "dense")) == (not trust)
+    assert given["parameters"]["fitted"] == found.winner.parameters < given["parameters"]["dense"]
+    assert (given["dtype"], given["quantise"], given["prompt_tokens"], given["new_tokens"]) == (
+        "bfloat16",
+        None,
+        511,
+        128,
+    )
 
 
 def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: Path, tmp_path: Path) -> None:
