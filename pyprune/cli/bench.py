@@ -62,9 +62,11 @@ def bench(
     batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = BATCH_SIZE,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
     prompt_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Length in tokens of the one prompt (prompt processing); with --serving, of every prompt. "
+            metavar="N",
+            help="Length in tokens of the one prompt (prompt processing); with --serving, of every prompt, and N,N "
+            "measures every load with each of them. "
             f"(default: {PROMPT_TOKENS}; with --serving: {SERVED_PROMPT_TOKENS})",
             show_default=False,
         ),
@@ -168,16 +170,17 @@ def bench(
     from pyprune.data.sources import check_source
     from pyprune.runtime.device import resolve_device, warn_of_slow_dtype
     from pyprune.runtime.figures import check_lines
+    from pyprune.serving.load.options import parse_prompts
 
     common: dict[str, Any] = {
         "new_tokens": new_tokens,
-        "prompt_tokens": prompt_tokens,
         "repeats": repeats,
         "precision": precision,
         "max_repeats": max_repeats,
         "dtype": dtype,
         "seed": seed,
     }
+    prompts = None if prompt_tokens is None else parse_prompts(prompt_tokens)
     load: dict[str, Any] = {
         "concurrency": concurrency,
         "request_rate": request_rate,
@@ -189,7 +192,7 @@ def bench(
     }
     alone = {"engine": engine, "batch_size": batch_size, "quantise": quantise}
     prepare = _servers if serving else _engine
-    measure = prepare(common, load, alone, jsonl)
+    measure = prepare({**common, "prompts": prompts}, load, alone, jsonl)
     if jsonl is not None:
         check_lines(jsonl)
     if report is not None:
@@ -264,8 +267,10 @@ def _engine(
         raise ConfigError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to servers; add --serving.")
     choose_engine(alone["engine"])  # a missing engine is an error now, not after the perplexities
     options = {**common, **alone, "jsonl": jsonl}
-    if options["prompt_tokens"] is None:
-        options["prompt_tokens"] = PROMPT_TOKENS
+    prompt, *others = options.pop("prompts") or (PROMPT_TOKENS,)
+    if others:
+        raise ConfigError("--prompt-tokens names several lengths, which belong to servers; give one, or add --serving.")
+    options["prompt_tokens"] = prompt
     Workload(**{field.name: options[field.name] for field in fields(Workload)}).validate()
 
     def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
@@ -285,19 +290,18 @@ def _servers(
 ) -> Measure:
     """Check the options of servers under load; return what measures with them."""
     from pyprune.serving.engines import choose_engine
-    from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo
+    from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo, with_prompts
     from pyprune.serving.load.run import measure_serving
     from pyprune.serving.load.table import load_table, load_text, server_table
     from pyprune.serving.tradeoff import load_tradeoff
 
     _refuse_with_serving(alone)
     choose_engine("vllm")
+    prompts = common["prompts"] or (SERVED_PROMPT_TOKENS,)
     options = LoadOptions(
-        **{
-            **common,
-            "prompt_tokens": SERVED_PROMPT_TOKENS if common["prompt_tokens"] is None else common["prompt_tokens"],
-        },
-        loads=parse_loads(load["concurrency"], load["request_rate"]),
+        **{name: value for name, value in common.items() if name != "prompts"},
+        prompt_tokens=prompts[0],
+        loads=with_prompts(parse_loads(load["concurrency"], load["request_rate"]), prompts),
         requests=load["requests"],
         slo=parse_slo(load["slo"]),
         eager=load["eager"],

@@ -38,7 +38,7 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
         "--endpoint": "/v1/completions",
         "--model": model,
         "--dataset-name": "random",
-        "--random-input-len": options.prompt_tokens,
+        "--random-input-len": options.prompt_of(load),
         "--random-output-len": options.new_tokens,
         "--num-prompts": options.requests_of(load),
         "--num-warmups": load.concurrency or 1,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.serving.precision import most_repeats, precision_problems
@@ -26,13 +26,16 @@ class Load:
     Attributes:
         concurrency: requests in flight; the next one is sent when one is answered.
         rate: requests per second on average, at random moments (a Poisson process), however many are in flight.
+        prompt_tokens: length of their prompts where several lengths are swept; None = that of the options.
     """
 
     concurrency: int | None = None
     rate: float | None = None
+    prompt_tokens: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests/s"
+        how = f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests/s"
+        return how if self.prompt_tokens is None else f"{how}, prompts of {self.prompt_tokens}"
 
     @property
     def ratio_of(self) -> str:
@@ -54,7 +57,7 @@ class LoadOptions:
     """What is measured, and how.
 
     Attributes:
-        prompt_tokens: length of every prompt (vLLM's dataset "random").
+        prompt_tokens: length of every prompt (vLLM's dataset "random") of a load that names none.
         new_tokens: tokens generated for every prompt; the end of a text is ignored.
         loads: one after the other, for every model.
         requests: of one turn; None = :attr:`Load.default_requests`.
@@ -85,7 +88,8 @@ class LoadOptions:
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
-        counts = {name: getattr(self, name) for name in ("prompt_tokens", "new_tokens", "repeats")}
+        counts = {name: getattr(self, name) for name in ("new_tokens", "repeats")}
+        counts["prompt_tokens"] = min(self.prompts, default=self.prompt_tokens)
         if self.requests is not None:
             counts["requests"] = self.requests
         found = invalid_options(counts, self.dtype)
@@ -96,6 +100,15 @@ class LoadOptions:
         found += precision_problems(self.repeats, self.precision, self.max_repeats)
         if found:
             raise ConfigError(found)
+
+    def prompt_of(self, load: Load) -> int:
+        """Length of the prompts of ``load`` in tokens."""
+        return self.prompt_tokens if load.prompt_tokens is None else load.prompt_tokens
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Every length of prompts, in the order of the loads."""
+        return tuple(dict.fromkeys(map(self.prompt_of, self.loads)))
 
     @property
     def most_repeats(self) -> int:
@@ -125,6 +138,22 @@ def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load
     if request_rate is not None:
         return tuple(Load(rate=number) for number in _numbers(request_rate, "--request-rate", whole=False))
     return DEFAULT_LOADS
+
+
+def parse_prompts(text: str, option: str = "--prompt-tokens") -> tuple[int, ...]:
+    """Read "128,2048" as lengths of prompts.
+
+    Raises:
+        ConfigError: one is no whole number above 0.
+    """
+    return tuple(int(number) for number in _numbers(text, option, whole=True))
+
+
+def with_prompts(loads: Sequence[Load], prompts: Sequence[int]) -> tuple[Load, ...]:
+    """Every load with every length of prompts; as they are where there is one length, which the options name."""
+    if len(prompts) < 2:
+        return tuple(loads)
+    return tuple(replace(load, prompt_tokens=length) for length in prompts for load in loads)
 
 
 def _numbers(text: str, option: str, *, whole: bool) -> list[float]:

@@ -66,10 +66,11 @@ def measure_serving(
 
 
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
-    needed = options.prompt_tokens + options.new_tokens
+    longest = max(options.prompts)
+    needed = longest + options.new_tokens
     found = [
         f"{name} reads at most {model.max_length} tokens, the load needs {needed}; lower prompt_tokens "
-        f"({options.prompt_tokens}) or new_tokens ({options.new_tokens})."
+        f"({longest}) or new_tokens ({options.new_tokens})."
         for name, model in models.items()
         if model.max_length is not None and model.max_length < needed
     ]
@@ -197,7 +198,7 @@ class _Run:
     def server_command(self, name: str) -> list[str]:
         """The command line of a model's server, up to its address."""
         o, checkpoint = self.options, self.models[name]
-        length = o.prompt_tokens + o.new_tokens + LENGTH_SLACK
+        length = max(o.prompts) + o.new_tokens + LENGTH_SLACK
         options: dict[str, Any] = {
             "--dtype": o.dtype,
             "--seed": o.seed,

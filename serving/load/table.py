@@ -108,8 +108,8 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         "mode": "eager (--enforce-eager)" if o.eager else "compiled (vLLM's own default)",
         "dtype": o.dtype,
         "device": f"{env['device']} ({env['cpus']} CPUs); the client runs on the same machine",
-        "lengths": f"{o.prompt_tokens} prompt tokens (vLLM's dataset random), {o.new_tokens} new tokens, greedy, the "
-        "end of a text ignored",
+        "lengths": f"{', '.join(map(str, o.prompts))} prompt tokens (vLLM's dataset random), {o.new_tokens} new "
+        "tokens, greedy, the end of a text ignored",
         "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",

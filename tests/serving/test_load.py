@@ -83,7 +83,11 @@ def test_loads_and_service_levels_are_read() -> None:
         (["--slo", "ttft:1s,ttft:2s"], "--slo limits ttft twice"),
         (["--kv-gib", "0"], "kv_gib is 0; it must be above 0"),
         (["--requests", "0"], "requests is 0"),
-        (["--prompt-tokens", "0"], "prompt_tokens is 0"),
+        (["--prompt-tokens", "0"], "--prompt-tokens holds '0'; it takes whole numbers of at least 1"),
+        (
+            ["--prompt-tokens", "24,500"],
+            "dense reads at most 512 tokens, the load needs 628; lower prompt_tokens (500)",
+        ),
         (["--precision", "1"], "precision is 1; it must be at least 0 and below 1"),
         (["--max-repeats", "2"], "max_repeats is 2; it must be at least repeats, which is 3"),
         (["--vllm-args", "'"], "cannot be divided into words"),
@@ -230,6 +234,7 @@ class FakeServers:
         self.most_up = 0
         self.started: list[list[str]] = []
         self.measured: list[tuple[str, str]] = []
+        self.asked: list[dict[str, str]] = []
         self.noise = (1.0,)
 
     def server(self, command: list[str], model: str) -> Any:
@@ -262,6 +267,7 @@ class FakeServers:
         given = dict(pairwise(command))
         name = self.names[given["--model"]]
         assert name in self.up
+        self.asked.append(given)
         rated = "--max-concurrency" not in given
         self.measured.append((name, given["--request-rate" if rated else "--max-concurrency"]))
         count = int(given["--num-prompts"])
@@ -370,6 +376,29 @@ def test_under_a_rate_models_are_compared_by_how_long_requests_take(
     text = load_tradeoff(report, {"dense": 7.0, "pruned": 8.0}, "text").charts[0]
     assert text.x_label == "mean end-to-end time (ms), 2 requests/s, less is better"
     assert text.points["pruned"][0] == pytest.approx(0.8 * text.points["dense"][0])
+
+
+def test_every_load_is_measured_with_every_length_of_prompts(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    command = ["bench", folders["pruned"], "--against", folders["dense"], "--new-tokens", "4", "--repeats", "1"]
+    command += ["--prompt-tokens", "24,96"]
+    result = run(*command, "--serving", "--concurrency", "1,4", "--precision", "0", "--json", tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    loads = [
+        "1 at once, prompts of 24",
+        "4 at once, prompts of 24",
+        "1 at once, prompts of 96",
+        "4 at once, prompts of 96",
+    ]
+    assert list(json.loads((tmp_path / "a.json").read_text())["summary"]["pruned"]) == loads
+    assert sorted({(given["--max-concurrency"], given["--random-input-len"]) for given in fake.asked}) == [
+        ("1", "24"), ("1", "96"), ("4", "24"), ("4", "96")
+    ]  # fmt: skip
+    (length,) = {dict(pairwise(started))["--max-model-len"] for started in fake.started}
+    assert int(length) >= 96 + 4, "one server for all lengths"
+    assert "24, 96 prompt tokens" in result.stdout
+    assert "belong to servers" in refused(*command, "--engine", "transformers")
 
 
 def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
