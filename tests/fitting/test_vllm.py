@@ -1,4 +1,4 @@
-"""`pyprune fit` with its default engine: the profile that it needs is measured in a real vLLM, kept and used again."""
+"""`pyprune fit` with its default engine, a real vLLM: it measures the profile that it needs, and runs what it wrote."""
 
 from __future__ import annotations
 
@@ -24,31 +24,46 @@ from tests.fitting.test_fit import arguments
 pytestmark = REAL_VLLM
 
 
-def test_a_profile_is_measured_where_there_is_none_and_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a dense model and text; profiles are kept in it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    # Two probes in place of a dozen, each timed once: what is measured is not what is tested.
-    monkeypatch.setattr(timed, "ProfileOptions", partial(ProfileOptions, probes=2, repeats=1))
-    dense = tiny_model("llama", **SIZES)
-    save_checkpoint(dense, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={})
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process fewer to start for every engine
+    save_checkpoint(tiny_model("llama", **SIZES), tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={})
     write_text(tmp_path / "text.txt", words=1200)
-    out, figures = tmp_path / "out", tmp_path / "figures.json"
-    given = arguments(tmp_path, out, "prefill@32=1000%,parameters=80%", timing=True)
-    result = run(*given, "--set", "repeats=1", "--no-recover", "--json", figures)
+    return tmp_path
+
+
+def test_a_profile_is_measured_where_there_is_none_and_used_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two probes in place of a dozen and short workloads, each timed once: what is measured is not what is tested.
+    short = partial(ProfileOptions, probes=2, repeats=1, prefill=(64,), generation=((2, 8),))
+    monkeypatch.setattr(timed, "ProfileOptions", short)
+    figures = place / "figures.json"
+    asked = "prefill@32=1000%,parameters=80%"
+    result = run(*arguments(place, place / "out", asked), "--no-recover", "--json", figures)
     assert result.exit_code == 0, result.output
     assert "There is no profile for this budget" in result.stderr.replace("\n", " ")
 
     (path,) = profile_folder().glob("*.json")
     profile = Profile.load(path.stem)
     assert (profile.engine, profile.dtype, len(profile.probes)) == ("vllm", "bfloat16", 3)
-    assert {Quantity("prefill", 32), Quantity("generation", 128, 64)} <= set(profile.quantities)
-    found = json.loads(figures.read_text())
-    assert found["winner"]["measured"]["prefill@32"] > 0
-    assert found["speed"]["engine"] == "vllm"
-    assert found["speed"]["models"]["fitted"]["parameters"] == found["winner"]["parameters"]
-    assert "Tokens/s" in (report_of(out) / "report.md").read_text()
+    limited = Quantity("prefill", 32)
+    assert set(profile.quantities) == {limited, Quantity("prefill", 64), Quantity("generation", 8, 2)}
+    assert json.loads(figures.read_text())["winner"]["predicted"][str(limited)] > 0
 
-    again = run(*arguments(tmp_path, tmp_path / "smaller", "prefill@32=1000%,parameters=70%"), "--no-recover")
+    again = run(*arguments(place, place / "smaller", "prefill@32=1000%,parameters=70%"), "--no-recover")
     assert again.exit_code == 0, again.output
     assert "Using the profile" in again.stderr.replace("\n", " ")
+
+
+def test_what_was_written_is_run_beside_the_dense_model(place: Path) -> None:
+    out, figures = place / "out", place / "figures.json"
+    given = arguments(place, out, "parameters=80%", timing=True)
+    result = run(*given, "--set", "repeats=1", "--no-recover", "--json", figures)
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures.read_text())
+    speed = found["speed"]
+    assert speed["engine"] == "vllm"
+    assert speed["models"]["fitted"]["parameters"] == found["winner"]["parameters"]
+    assert speed["models"]["fitted"]["parameters"] < speed["models"]["dense"]["parameters"]
+    assert "Tokens/s" in (report_of(out) / "report.md").read_text()
