@@ -41,8 +41,8 @@ class Attempt:
     plan: PrunePlan
     parameters: int
     perplexities: Mapping[str, float]
-    measured: Mapping[Quantity, float] = field(default_factory=dict)
-    dense: Mapping[Quantity, float] = field(default_factory=dict)
+    measured: dict[Quantity, float] = field(default_factory=dict)
+    dense: dict[Quantity, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

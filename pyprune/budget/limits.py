@@ -245,6 +245,15 @@ class Budget:
         """
         return tuple(x for x in self.limits if amounts[x.quantity] > x.bound(dense[x.quantity]) * (1 + slack))
 
+    def room(self, amounts: Mapping[Quantity, float], dense: Mapping[Quantity, float]) -> float:
+        """Share of the tightest limit that amounts leave unused, below 0 where one is exceeded.
+
+        Args:
+            amounts: of everything that is limited, in the quantities' units.
+            dense: the dense model's.
+        """
+        return min(1 - amounts[x.quantity] / x.bound(dense[x.quantity]) for x in self.limits)
+
 
 _FORM = re.compile(r"(?P<name>[^@<>=\s]+)\s*(@\s*(?P<place>[^<>=]*?))?\s*(?P<sign>[<>=]+)\s*(?P<rest>.*)")
 _VALUE = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?)\s*(?P<unit>[A-Za-z%/]*)")

@@ -40,6 +40,8 @@ class FitOptions(Config):
         reconstruct: how candidates are reconstructed.
         rounds: most searches for one budget: each further one knows what the candidates before it took when measured.
         slack: share of a limit by which a measured time may exceed it; machines are noisy.
+        spare: share of the tightest limit that a timed candidate may leave unused; where it leaves more, predictions
+            were too high, and a larger candidate is looked for. 1 = never.
         repeats: timed turns of each model.
         dtype: of the weights while working.
         device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
@@ -60,6 +62,7 @@ class FitOptions(Config):
     reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="auto"))
     rounds: int = option(3, at_least=1, at_most=20)
     slack: float = option(0.01, at_least=0, at_most=0.5)
+    spare: float = option(0.03, at_least=0, at_most=1)
     repeats: int = option(3, at_least=1, at_most=1000)
     dtype: str = "float32"
     device: str = "auto"

@@ -21,7 +21,7 @@ from pyprune.budget.attempts import Attempt, Corrected, Tries
 from pyprune.budget.choices import Search, Space, UnitScores
 from pyprune.budget.cost import Costs, ExactCosts
 from pyprune.budget.formats import weight_format
-from pyprune.budget.limits import Budget
+from pyprune.budget.limits import Budget, Limit
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.options import FitOptions
 from pyprune.budget.probes import refusals
@@ -319,8 +319,8 @@ class Fitting:
 
         Args:
             budget: limits.
-            timed: run the winner where times are limited, and search again where it breaks a limit; False trusts the
-                predictions.
+            timed: run the winner where times are limited, and search again where it breaks a limit or leaves much of
+                it unused; False trusts the predictions.
             also: quantities that are not limited but told of every candidate.
 
         Raises:
@@ -333,18 +333,35 @@ class Fitting:
             best = self._round(state)
             if profile is None:
                 return self._fitted(state, best)
+            if best.measured:  # no larger candidate is better than one that was timed
+                break
             best = state.keep(self._timed(best, budget.timed, profile))
-            broken = budget.broken(best.amounts, state.dense, self.options.slack)
-            if not broken:
-                return self._fitted(state, best)
+            if self._uses_up(state, best):
+                break
             state.learn(best)
-            names, taken = ", ".join(map(str, broken)), state.taken(best)
-            say(f"Measured, the best candidate breaks {names}: it takes {taken}. Searching again with that.")
+        kept = [x for x in state.attempts.values() if x.measured and not self._broken(state, x)]
+        if kept:
+            return self._fitted(state, min(kept, key=lambda attempt: attempt.loss))
         raise BudgetError(
             f"None of the best candidates of {state.searches} searches kept {budget} when it was timed; the last one "
             f"took {state.taken(best)}. The machine may be busy, or the profile old: measure it again, or raise rounds "
             "or slack."
         )
+
+    def _broken(self, state: _State, attempt: Attempt) -> tuple[Limit, ...]:
+        """The limits that a candidate breaks by more than the machine's noise."""
+        return state.budget.broken(attempt.amounts, state.dense | attempt.dense, self.options.slack)
+
+    def _uses_up(self, state: _State, attempt: Attempt) -> bool:
+        """Whether a timed candidate keeps the budget and leaves little of it; why to search again is said."""
+        broken = self._broken(state, attempt)
+        room = state.budget.room(attempt.amounts, state.dense)
+        if not broken and room <= self.options.spare:
+            return True
+        what = f"breaks {', '.join(map(str, broken))}" if broken else f"leaves {room:.1%} of the tightest limit unused"
+        again = "Searching again with that." if state.searches < self.options.rounds else ""
+        say(f"Measured, the best candidate {what}: it takes {state.taken(attempt)}. {again}".rstrip())
+        return False
 
     def run_winner(self, found: Fitted, written: Path, **reading: Any) -> Fitted:
         """The same with the speed of what was written, or with the reason why it cannot be run here.
@@ -369,7 +386,7 @@ class Fitting:
     def _round(self, state: _State) -> Attempt:
         """Search once, try what was found, and give the best candidate so far.
 
-        After a candidate broke a limit, only its own kind of solution is tried again: it is a little smaller, so that
+        After a candidate was timed, only its own kind of solution is tried again: its size changes a little, so that
         the kinds that lost to it would lose again, and each costs a reconstruction.
         """
         state.searches += 1
@@ -401,7 +418,8 @@ class Fitting:
 
     def _fitted(self, state: _State, winner: Attempt) -> Fitted:
         order = tuple(sorted(state.attempts.values(), key=lambda attempt: attempt.loss))
-        return Fitted(state.budget, winner, order, dict(state.dense), self.dense_perplexities, state.searches)
+        dense = state.dense | winner.dense  # of the winner's own turns, if it was timed
+        return Fitted(state.budget, winner, order, dense, self.dense_perplexities, state.searches)
 
 
 @dataclass
@@ -415,7 +433,7 @@ class _State:
         factors: measured over predicted times, the largest of the timed candidates.
         attempts: by the digest of the plan.
         searches: how often was solved.
-        variant: of the solution that broke a limit when it was timed; "" = none was.
+        variant: of the solution that was timed last; "" = none was.
     """
 
     budget: Budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from pyprune.fitting.flow import exported_as, fit, report_of
 from pyprune.fitting.report import pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
+from pyprune.plan import PrunePlan
 from pyprune.serving.engines import EngineError
 from pyprune.train import loop
 from tests._support.cli import refused, run
@@ -341,20 +343,38 @@ def profile_of_dense() -> Profile:
     return Profile(*facts, probes, tuple(timings), made="today")
 
 
-def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, rounds=6))
-    fitting.profile = profile_of_dense()
+@pytest.fixture
+def taking(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Fitting, list[Any]]]:
+    """(shares of the predictions that candidates take one after another, options) -> a fitting, plans as they come.
+
+    The more parameters stay, the better a candidate is judged.
+    """
+
+    def of(*shares: float, **changes: Any) -> tuple[Fitting, list[Any]]:
+        fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, **changes))
+        fitting.profile = profile_of_dense()
+        taken: list[Any] = []
+
+        def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
+            taken.append(plans[CANDIDATE])
+            took = {DENSE: 1.0, CANDIDATE: shares[min(len(taken), len(shares)) - 1]}
+            predicted = fitting.costs.predicted
+            return {name: {q: took[name] * predicted(q, plan) for q in quantities} for name, plan in plans.items()}
+
+        def judge(plan: PrunePlan) -> tuple[dict[str, float], int]:
+            parameters = int(fitting.costs.predicted(Quantity("parameters"), plan))
+            return {"text": 1e6 / parameters}, parameters
+
+        monkeypatch.setattr(search, "time_plans", time_plans)
+        monkeypatch.setattr(fitting.tries, "judge", judge)
+        return fitting, taken
+
+    return of
+
+
+def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(taking: Any) -> None:
+    fitting, taken = taking(1.15, rounds=6, spare=1)
     (quantity,) = fitting.profile.quantities
-    taken: list[Any] = []
-
-    def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
-        taken.append(plans[CANDIDATE])
-        shares = {DENSE: 1.0, CANDIDATE: 1.15}
-        return {name: {q: shares[name] * fitting.costs.predicted(q, plans[name]) for q in quantities} for name in plans}
-
-    monkeypatch.setattr(search, "time_plans", time_plans)
     bound = 0.9 * fitting.costs.predicted(quantity, fitting.identity)
     found = fitting.fit(Budget.parse(f"{quantity}<={bound:.9f}s"))
     assert found.searches == len(taken)
@@ -363,6 +383,37 @@ def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(
     assert found.winner.plan == taken[-1]
     most = fitting.options.solve.solutions + found.searches - 1
     assert len(found.attempts) <= most, "a further search tries one candidate, of the kind that won"
+
+
+def test_a_winner_that_is_faster_than_predicted_makes_room_for_a_larger_one(taking: Any) -> None:
+    budget = Budget.parse("prefill@64<=90%")
+    fitting, taken = taking(0.8, rounds=6, spare=1)
+    content = fitting.fit(budget)
+    assert len(taken) == 1
+
+    fitting, taken = taking(0.8, rounds=6)
+    found = fitting.fit(budget)
+    assert taken[0] == content.winner.plan
+    assert len(taken) > 1, "the first candidate left a fifth of the budget unused"
+    assert found.winner.plan == taken[-1]
+    assert found.winner.loss < content.winner.loss
+    assert found.winner.parameters > content.winner.parameters
+    assert not budget.broken(found.winner.amounts, found.dense)
+
+
+def test_a_larger_one_that_breaks_the_budget_leaves_the_one_that_keeps_it(taking: Any, capsys: Any) -> None:
+    budget = Budget.parse("prefill@64<=90%")
+    fitting, taken = taking(0.8, 1.2, rounds=2)
+    found = fitting.fit(budget)
+    assert len(taken) == 2
+    assert found.winner.plan == taken[0]
+    assert found.winner.measured
+    broken = [attempt for attempt in found.attempts if attempt.plan == taken[1]]
+    assert budget.broken(broken[0].amounts, broken[0].dense)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "of the tightest limit unused" in said
+    assert "breaks prefill@64<=90%" in said
+    assert said.count("Searching again") == 1
 
 
 def test_a_machine_that_is_always_too_slow_is_said(
