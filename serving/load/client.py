@@ -100,6 +100,18 @@ def client_environment() -> dict[str, str]:
     return {**ours, "no_proxy": direct, "NO_PROXY": direct}
 
 
+def measured_span(found: Mapping[str, Any]) -> tuple[float, float] | None:
+    """When the first request was sent and the last one answered, by the clock of ``time.perf_counter``.
+
+    Args:
+        found: what the client wrote; None where it tells no times, as older releases do.
+    """
+    starts = found.get("start_times")
+    if not starts:
+        return None
+    return min(starts), max(start + latency for start, latency in zip(starts, found["latencies"], strict=True))
+
+
 def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
     """Return one turn of the client's result.
 

@@ -19,7 +19,8 @@ from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
 from pyprune.serving.export import serve_command
 from pyprune.serving.load.capacity import Capacity, token_bytes
-from pyprune.serving.load.client import bench_command, read_turn, run_client
+from pyprune.serving.load.client import bench_command, measured_span, read_turn, run_client
+from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server
@@ -97,6 +98,7 @@ class _Run:
         self.turns: list[Turn] = []
         accelerator = accelerator_name()
         self.environment = environment_record(accelerator)
+        self.counters = find_counters()
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
         self.id = uuid.uuid4().hex[:12]
 
@@ -135,7 +137,8 @@ class _Run:
         if others:
             time.sleep(SETTLE_S)
         before, started = sum(other.cpu_seconds() for other in others), time.perf_counter()
-        found = self._measured(server, load, repeat)
+        with EnergyMeter(self.counters) as meter:
+            found = self._measured(server, load, repeat)
         seen = self.seen[name]
         seen.memory = max(seen.memory, server.peak_memory_bytes())
         return read_turn(
@@ -146,6 +149,7 @@ class _Run:
             order=len(self.turns),
             client_seconds=time.perf_counter() - started,
             idle_cpu_seconds=sum(other.cpu_seconds() for other in others) - before,
+            joules=meter.joules(*span) if (span := measured_span(found)) else None,
         )
 
     def _measured(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
@@ -216,7 +220,8 @@ class _Run:
         if busy > IDLE_SHARE:
             note = f"Waiting servers used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
         models = {name: self.served(name) for name in self.models}
-        return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment)
+        counters = tuple(counter.name for counter in self.counters)
+        return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment, counters)
 
     def _fits(self) -> bool:
         each = PROCESS_BYTES["vllm"] + self.options.kv_bytes

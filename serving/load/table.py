@@ -21,11 +21,12 @@ def load_table(report: LoadReport) -> Table:
     """
     percentiles = "/".join(f"p{p}" for p in PERCENTILES)
     goodput = ("Goodput (requests/s)",) if report.options.slo else ()
+    energy = ("J/output token",) if report.counters else ()
     columns = ("Load", "Model", "Output tokens/s", "Ratio", *(f"{name} {percentiles} (ms)" for name in TIMES.values()))
     rows = tuple(_row(report, load, name) for load in report.options.loads for name in report.models)
     is_rated = any(load.rate is not None for load in report.options.loads)
     note = "Ratio: of mean end-to-end times; how many tokens come in a second is what the rate asks for." * is_rated
-    return Table("Servers under load", (*columns, *goodput), rows, note)
+    return Table("Servers under load", (*columns, *goodput, *energy), rows, note)
 
 
 def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
@@ -33,7 +34,9 @@ def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
     goodput = report.goodput(name, load)
     kept = (plus_minus(goodput, 2) if goodput else None,) if report.options.slo else ()
     speed = plus_minus(report.tokens_per_second(name, load))
-    return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept)
+    joules = report.joules_per_token(name, load)
+    energy = (plus_minus(joules, 3) if joules else None,) if report.counters else ()
+    return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept, *energy)
 
 
 def _milliseconds(values: Sequence[float] | None) -> str | None:
@@ -113,6 +116,7 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
+        "energy": _energy(report),
         "cache": f"{o.kv_gib:g} GiB of key-value cache for each server, prefix caching off",
     }
     if o.slo:
@@ -121,6 +125,12 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
     if o.vllm_args:
         found["further options of vllm serve"] = shlex.join(o.vllm_args)
     return found
+
+
+def _energy(report: LoadReport) -> str:
+    if not report.counters:
+        return "not told: no counter can be read here (powercap, which is root's on most machines, or NVML)"
+    return f"{', '.join(report.counters)}, while requests were answered, with all that ran beside them"
 
 
 def _turns(report: LoadReport) -> int:

@@ -7,8 +7,10 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from pyprune.serving.engines import EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
 from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
+from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse_loads, parse_slo
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving
@@ -53,6 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_run, "find_counters", list)  # as on a machine that tells no energy
     for module in ("engines", "export", "load.run"):
         monkeypatch.setattr(f"pyprune.serving.{module}.vllm_installed", lambda: True)
 
@@ -401,6 +405,39 @@ def test_every_load_is_measured_with_every_length_of_prompts(
     assert "belong to servers" in refused(*command, "--engine", "transformers")
 
 
+def test_energy_is_told_where_the_machine_counts_it(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    watts, read_at = 50.0, [0.0]
+
+    def read() -> float:
+        read_at[0] = perf_counter()
+        return watts * read_at[0]
+
+    monkeypatch.setattr(load_run, "find_counters", lambda: [Counter("CPU package-0", read)])
+    monkeypatch.setattr(load_run, "EnergyMeter", partial(EnergyMeter, clock=lambda: read_at[0]))
+
+    def client(command: list[str], folder: Path) -> dict[str, Any]:
+        found, start = fake.client(command, folder), perf_counter()
+        sleep(max(found["latencies"]))
+        return {**found, "start_times": [start] * len(found["latencies"])}
+
+    monkeypatch.setattr(load_run, "run_client", client)
+    result = run(
+        "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--concurrency", "2", "--requests",
+        "4", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--json",
+        tmp_path / "a.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "J/output token" in result.stdout
+    assert "energy: CPU package-0, while requests were answered" in result.stdout.replace("\n", " ")
+    data = json.loads((tmp_path / "a.json").read_text())
+    assert data["energy counters"] == ["CPU package-0"]
+    joules = {name: data["summary"][name]["2 at once"]["joules_per_token"]["median"] for name in folders}
+    assert joules["dense"] == pytest.approx(watts * 0.19 / 16)
+    assert joules["pruned"] == pytest.approx(0.8 * joules["dense"])
+
+
 def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
     fake: FakeServers, folders: dict[str, Path]
 ) -> None:
@@ -431,7 +468,7 @@ def test_the_command_says_and_keeps_everything(
         "mode: eager (--enforce-eager)", "dtype: float32", "24 prompt tokens", "4 new tokens", "10 (1 at once)",
         "turns: 3 of each model and load", "drawn with seed 0", "TTFT at most 500 ms", "--max-num-seqs 8",
         "Wider than the 2 % that were asked for, with at most 3 turns each: pruned (1 at once), pruned (4 at once)",
-        "distrust these figures", "Believe the log",
+        "distrust these figures", "Believe the log", "energy: not told",
     ):  # fmt: skip
         assert part in text, part
     data = json.loads(out.read_text())

@@ -1,0 +1,156 @@
+"""Energy by the machine's own counters: CPU packages and memory (powercap), NVIDIA GPUs (NVML)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+POWERCAP = Path("/sys/class/powercap")
+SAMPLE_S = 0.2
+"""Seconds between two samples; powercap's counters move every millisecond, NVML's every 20 to 100."""
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One counter that grows.
+
+    Attributes:
+        name: of what it measures.
+        read: its value now, in joules.
+        wraps_at: value in joules at which it starts again from 0; None = it does not.
+    """
+
+    name: str
+    read: Callable[[], float]
+    wraps_at: float | None = None
+
+    def since(self, before: float, now: float) -> float:
+        """Joules between two values, of which the first is the earlier."""
+        return now - before if now >= before or self.wraps_at is None else now + self.wraps_at - before
+
+
+def find_counters(powercap: Path = POWERCAP) -> list[Counter]:
+    """Every counter that can be read here; powercap's are for root alone on most machines."""
+    return [*_cpu_counters(powercap), *_gpu_counters()]
+
+
+def _cpu_counters(powercap: Path) -> list[Counter]:
+    """CPU packages, and memory where it is counted beside them; what is part of a package is left out."""
+    found = []
+    for zone in sorted(powercap.glob("intel-rapl:*")):  # AMD's are called so too; intel-rapl-mmio counts the same twice
+        try:
+            name = (zone / "name").read_text().strip()
+            wraps_at = int((zone / "max_energy_range_uj").read_text()) / 1e6
+            counter = Counter(f"CPU {name}", partial(_cpu_joules, zone / "energy_uj"), wraps_at)
+            counter.read()
+        except (OSError, ValueError):
+            continue
+        if name.startswith("package") or name == "dram":
+            found.append(counter)
+    return found
+
+
+def _cpu_joules(path: Path) -> float:
+    return int(path.read_text()) / 1e6
+
+
+def _gpu_counters() -> list[Counter]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, where NVIDIA's library and its package are installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        handles = _visible_gpus(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        names = [f"GPU {pynvml.nvmlDeviceGetIndex(handle)}" for handle in handles]
+        found = [Counter(name, partial(_gpu_joules, pynvml, h)) for name, h in zip(names, handles, strict=True)]
+        for counter in found:
+            counter.read()
+    except (pynvml.NVMLError, OSError):  # no driver, or a GPU older than Volta
+        return []
+    return found
+
+
+def _gpu_joules(nvml: Any, handle: Any) -> float:
+    try:
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    except nvml.NVMLError as error:
+        raise OSError(str(error)) from error
+
+
+def _visible_gpus(nvml: Any, visible: str | None) -> list[Any]:
+    """NVML's handles of the GPUs, which CUDA_VISIBLE_DEVICES names by their index or their UUID."""
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [
+        nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+        for name in names
+    ]
+
+
+class EnergyMeter:
+    """Samples counters in a thread while it is open.
+
+    Args:
+        counters: what is added up; none = nothing is sampled.
+        clock: seconds; the default is shared by all processes of a Linux machine.
+    """
+
+    def __init__(self, counters: Sequence[Counter], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._counters, self._clock = tuple(counters), clock
+        self._last: list[float] = []
+        self._times: list[float] = []
+        self._joules: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._counters:
+            self.sample()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._counters:
+            self._thread.join()
+            self.sample()
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self.sample()
+
+    def sample(self) -> None:
+        """Read every counter once; without a sample where one cannot be read."""
+        try:
+            values = [counter.read() for counter in self._counters]
+        except (OSError, ValueError):  # energy is told beside the measurement, never instead of it
+            return
+        before = self._last or values
+        used = sum(c.since(a, b) for c, a, b in zip(self._counters, before, values, strict=True))
+        self._last = values
+        self._times.append(self._clock())
+        self._joules.append(used + (self._joules[-1] if self._joules else 0.0))
+
+    def joules(self, start: float, end: float) -> float | None:
+        """Energy between two times of the clock, interpolated between samples; None where they were not sampled."""
+        if len(self._times) < 2 or start < self._times[0] or end > self._times[-1]:
+            return None
+        return self._at(end) - self._at(start)
+
+    def _at(self, moment: float) -> float:
+        after = max(1, bisect_left(self._times, moment))
+        (t0, t1), (j0, j1) = self._times[after - 1 : after + 1], self._joules[after - 1 : after + 1]
+        return j0 + (j1 - j0) * (moment - t0) / (t1 - t0) if t1 > t0 else j1
