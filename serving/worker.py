@@ -142,6 +142,7 @@ class LlamaCppRunner(Runner):
         if several is not None:
             several.close()
         self._several = LlamaServer(self._path, slots=slots, context=-(-needed // SLOT_STEP) * SLOT_STEP)
+        self._several.generate([prompt[:WARM_TOKENS] for prompt in prompts[:slots]], 1)  # its first answers are slower
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
         """See :class:`Runner`."""
@@ -149,6 +150,7 @@ class LlamaCppRunner(Runner):
         return sum(map(len, server.generate(prompts, new_tokens)))
 
 
+WARM_TOKENS = 8
 SLOT_STEP = 256
 """llama.cpp rounds the tokens of a slot up to a multiple of this."""
 

@@ -114,6 +114,10 @@ def fit(
     from pyprune.runtime.files import check_output
 
     check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
+    if not sweep:
+        from pyprune.fitting.flow import check_outputs
+
+        check_outputs(out, model, options, resume=resume, overwrite=overwrite)
     engine, weights = _target(engine, weights, named=profile is not None)
     wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch, **source)
     shared: dict[str, Any] = {
@@ -129,7 +133,7 @@ def fit(
     if sweep:
         _sweep(model, budgets, out, shared, json_file)
     else:
-        _fit(model, budgets[0], out, {**shared, "resume": resume}, json_file, recover=not no_recover)
+        _fit(model, budgets[0], out, {**shared, "engine": engine, "resume": resume}, json_file, recover=not no_recover)
 
 
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:

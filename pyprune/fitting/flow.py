@@ -33,11 +33,12 @@ from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.fitting.timed import WINNER
 from pyprune.pipeline import prune
-from pyprune.report import Report, check_charts, write_report
+from pyprune.report import check_charts, write_report
 from pyprune.run_folder import kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
+from pyprune.runtime.records import digest
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_output, export_gguf
 from pyprune.serving.table import speed_facts
@@ -58,6 +59,7 @@ def fit(
     cache: str | Path | None = None,
     recover: bool = True,
     timed: bool = True,
+    engine: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
     **reading: Any,
@@ -76,6 +78,7 @@ def fit(
         cache: folder for scores, losses and judged candidates; None = ``out`` with ".fit" behind it.
         recover: train the winner, as the methods' defaults do.
         timed: run the winner where times are limited, and what was written in any case.
+        engine: what runs that where there is no profile: auto, vllm, transformers or llamacpp.
         resume: continue the training of the winner where an interrupted call to the same ``out`` left it.
         overwrite: replace an existing ``out``.
         reading: gguf_file, revision, trust_remote_code.
@@ -83,17 +86,14 @@ def fit(
     Raises:
         BudgetError: the budget cannot be read or kept, or needs a profile.
         OutputError: an interrupted call has left a training there, and neither ``resume`` nor ``overwrite`` is given.
-        PypruneError: whatever stops a stage; nothing is left at ``out``.
+        PypruneError: whatever stops a stage before the checkpoint is written; nothing is left at ``out``.
     """
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
     place = Path(out)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     # What cannot be written or trained is refused before the search, which takes hours.
+    check_outputs(place, model_id, options, resume=resume, overwrite=overwrite)
     check_export(place, weights, overwrite=overwrite)
-    check_output(report_of(place), overwrite=overwrite, reads=[model_id])
-    check_charts()
-    if not (resume or overwrite):
-        refuse_kept(work_folder(place))
     kept = kept_of_a_run(place)
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
@@ -101,13 +101,39 @@ def fit(
     found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": resume and kept is not None, "overwrite": overwrite}
     found = write_winner(fitting, found, place, **writing, **reading)
-    if timed:
-        found = fitting.run_winner(found, found.exported or place, **reading)
+    conditions = _conditions(options, fitting, profile)
+    if timed:  # which can be interrupted, or take the process with it: what is known by now is kept first
+        unfinished = replace(found, not_run="The run ended before it was timed.")
+        _write_report(place, unfinished, str(model_id), conditions, overwrite=overwrite)
+        found = fitting.run_winner(found, found.exported or place, engine, **reading)
     if found.speed is not None:
         annotate_checkpoint(place, speed=speed_facts(found.speed, WINNER))
-    conditions = _conditions(options, fitting, profile)
-    _write_report(report_of(place), fit_report(found, str(model_id), conditions), found.to_dict(), overwrite=overwrite)
+    _write_report(place, found, str(model_id), conditions, overwrite=timed or overwrite)
     return found
+
+
+def check_outputs(
+    out: Path, model_id: str | Path, options: FitOptions, *, resume: bool = False, overwrite: bool = False
+) -> None:
+    """Refuse what :func:`fit` could not write, before anything is measured.
+
+    Args:
+        out: the folder to create.
+        model_id: the dense model.
+        options: of the search.
+        resume: see :func:`fit`.
+        overwrite: see :func:`fit`.
+
+    Raises:
+        OutputError: the folder or that of its report exists or cannot be written, or an interrupted call left a
+            training there.
+        MissingDependencyError: the report's charts need a package that is not installed.
+    """
+    check_output(out, overwrite=overwrite, reads=[model_id, *options.data.sources])
+    check_output(report_of(out), overwrite=overwrite, reads=[model_id])
+    check_charts()
+    if not (resume or overwrite):
+        refuse_kept(work_folder(out))
 
 
 def sweep(
@@ -198,10 +224,10 @@ def report_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.report")
 
 
-def _write_report(folder: Path, report: Report, figures: Mapping[str, Any], *, overwrite: bool) -> None:
-    with atomic_folder(folder, overwrite=overwrite) as work:
-        write_report(report, work)
-        write_report_manifest(work, figures)
+def _write_report(out: Path, found: Fitted, model: str, conditions: Mapping[str, str], *, overwrite: bool) -> None:
+    with atomic_folder(report_of(out), overwrite=overwrite) as work:
+        write_report(fit_report(found, model, conditions), work)
+        write_report_manifest(work, found.to_dict())
 
 
 def write_winner(
@@ -218,7 +244,8 @@ def write_winner(
 
     Its record says what was asked and found; where memory is limited, by the weights that were written.
     """
-    plan = fitting.cache / "winner.json"
+    # By its name a call that is resumed knows the plan that it began with, and refuses another.
+    plan = fitting.cache / f"winner-{digest(found.winner.plan.to_dict())[:12]}.json"
     write_text(plan, found.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
     result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)

@@ -36,7 +36,7 @@ from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
-from pyprune.errors import BudgetError, ConfigError, MissingDependencyError, UnsupportedModelError
+from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.fitting.timed import time_plans, time_winner
 from pyprune.plan import PrunePlan
@@ -330,16 +330,22 @@ class Fitting:
         state = _State(budget, {q: self.costs.predicted(q, self.identity) for q in quantities})
         profile = self.profile if timed and budget.timed else None
         for _ in range(self.options.rounds):
-            best = self._round(state)
-            if profile is None:
-                return self._fitted(state, best)
-            if best.measured:  # no larger candidate is better than one that was timed
+            try:
+                best = self._round(state)
+                if profile is None:
+                    return self._fitted(state, best)
+                if best.measured:  # no larger candidate is better than one that was timed
+                    break
+                best = state.keep(self._timed(best, budget.timed, profile))
+            except (BudgetError, EngineError) as error:
+                if not self._kept(state):
+                    raise
+                warn(f"The search for a larger candidate ended: {error}")
                 break
-            best = state.keep(self._timed(best, budget.timed, profile))
             if self._uses_up(state, best):
                 break
             state.learn(best)
-        kept = [x for x in state.attempts.values() if x.measured and not self._broken(state, x)]
+        kept = self._kept(state)
         if kept:
             return self._fitted(state, min(kept, key=lambda attempt: attempt.loss))
         raise BudgetError(
@@ -347,6 +353,10 @@ class Fitting:
             f"took {state.taken(best)}. The machine may be busy, or the profile old: measure it again, or raise rounds "
             "or slack."
         )
+
+    def _kept(self, state: _State) -> list[Attempt]:
+        """The candidates that kept the budget when they were timed."""
+        return [x for x in state.attempts.values() if x.measured and not self._broken(state, x)]
 
     def _broken(self, state: _State, attempt: Attempt) -> tuple[Limit, ...]:
         """The limits that a candidate breaks by more than the machine's noise."""
@@ -363,12 +373,13 @@ class Fitting:
         say(f"Measured, the best candidate {what}: it takes {state.taken(attempt)}. {again}".rstrip())
         return False
 
-    def run_winner(self, found: Fitted, written: Path, **reading: Any) -> Fitted:
+    def run_winner(self, found: Fitted, written: Path, engine: str = "auto", **reading: Any) -> Fitted:
         """The same with the speed of what was written, or with the reason why it cannot be run here.
 
         Args:
             found: for a budget.
             written: checkpoint folder or GGUF file.
+            engine: what runs it where there is no profile.
             reading: how the dense model is read.
         """
         say("Timing what was written beside the dense model.")
@@ -376,9 +387,9 @@ class Fitting:
             with parked(self.model, self.model.device):
                 speed = time_winner(
                     self.model_id, self.model.config, written, self.weights, self.profile,
-                    repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
+                    engine=engine, repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
                 )  # fmt: skip
-        except (ConfigError, EngineError, MissingDependencyError, UnsupportedModelError) as error:
+        except (PypruneError, OSError) as error:
             warn(f"{written} was not timed. {error}")  # it is written and keeps its budget all the same
             return replace(found, not_run=str(error))
         return replace(found, speed=speed)

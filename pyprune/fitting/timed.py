@@ -18,10 +18,11 @@ from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
 from pyprune.budget.turns import EngineGroup
 from pyprune.data.stream import position_limit
-from pyprune.errors import BudgetError
+from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime.progress import say, warn
+from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import choose_engine
 from pyprune.serving.measure import measure
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, SpeedReport, Workload
@@ -80,6 +81,7 @@ def time_winner(
     weights: str,
     profile: Profile | None,
     *,
+    engine: str = "auto",
     repeats: int,
     tokenizer: Any,
     **reading: Any,
@@ -93,18 +95,21 @@ def time_winner(
         winner: checkpoint folder or GGUF file.
         weights: format of the budget: llama.cpp runs GGUF files, vLLM quantised folders.
         profile: whose engine and dtype run both, where there is one.
+        engine: what runs them without one, where the weights are of a dtype.
         repeats: timed turns of each.
         tokenizer: of the dense model.
-        reading: how ``source`` is read; if not as any folder, the dense model is run with random weights.
+        reading: how ``source`` is read; where engines do not read it by themselves, the dense model is run with random
+            weights.
 
     Raises:
         EngineError, MissingDependencyError, UnsupportedModelError, ConfigError: it cannot be run here.
     """
     known = weight_format(weights)
-    usual = {"gguf": "llamacpp", "plain": "auto"}.get(known.layout, "vllm")
-    engine, _ = choose_engine(profile.engine if profile is not None else usual)
-    runs_files = engine == "llamacpp"
-    quantise = (weights if known.layout == "gguf" else default_dtype(engine)) if runs_files else None
+    usual = {"gguf": "llamacpp", "plain": engine}.get(known.layout, "vllm")
+    runner, _ = choose_engine(profile.engine if profile is not None else usual)
+    runs_files = runner == "llamacpp"
+    file_format = profile.dtype if profile is not None else default_dtype(runner)
+    quantise = (weights if known.layout == "gguf" else file_format) if runs_files else None
     dtype = weights if known.layout == "plain" and not runs_files else Workload.dtype
     limit = position_limit(config) or math.inf
     work = Workload(
@@ -113,18 +118,28 @@ def time_winner(
     )
     with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder:
         dense: str | Path = source
-        if any(reading.values()):
+        if any(reading.values()) or not _is_served(source):
+            say("The dense model is timed with random weights: engines do not read it as it was read here.")
             plan = family_for(config).plan(config)
-            dense, _ = write_served(config, plan, Path(folder) / DENSE, engine, quantise or dtype, tokenizer)
+            dense, _ = write_served(config, plan, Path(folder) / DENSE, runner, quantise or dtype, tokenizer)
         return measure(
             {DENSE: dense, WINNER: winner},
-            engine=engine,
+            engine=runner,
             dtype=dtype,
             quantise=quantise,
             repeats=repeats,
             prompt_tokens=work.prompt_tokens,
             new_tokens=work.new_tokens,
         )
+
+
+def _is_served(source: str) -> bool:
+    """Whether engines read a model by themselves: they want safetensors or a GGUF file."""
+    try:
+        read_checkpoint(source)
+    except CheckpointError:
+        return False
+    return True
 
 
 def profile_of(

@@ -28,7 +28,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.fit import _target
 from pyprune.config.data import DataConfig
 from pyprune.config.train import TrainConfig
-from pyprune.errors import BudgetError, MissingDependencyError
+from pyprune.errors import BudgetError, CheckpointError, MissingDependencyError
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import search, timed
 from pyprune.fitting.flow import exported_as, fit, report_of
@@ -157,17 +157,31 @@ def test_the_report_holds_every_candidate_and_what_was_limited(place: Path, tmp_
     assert "out.report" in refused(*given, "--no-recover").replace("\n", ""), "an earlier report is not replaced"
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MissingDependencyError("vllm", "vllm", "Timing"), "Timing needs the package"),
+        (CheckpointError("No such file."), "No such file."),
+        (OSError(28, "No space left on device"), "No space left"),
+    ],
+)
 def test_what_cannot_be_timed_here_is_written_all_the_same(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
-    def none_here(*_: object) -> None:
-        raise MissingDependencyError("vllm", "vllm", "Timing")
+    reports: list[str] = []
+
+    def none_here(engine: str) -> None:
+        reports.extend([engine, (report_of(tmp_path / "out") / "report.md").read_text()])
+        raise error
 
     monkeypatch.setattr(timed, "choose_engine", none_here)
-    result = run(*arguments(place, tmp_path / "out", "parameters=70%", timing=True), "--no-recover")
+    given = arguments(place, tmp_path / "out", "parameters=70%", timing=True)
+    result = run(*given, "--no-recover", "--engine", "transformers")
     assert result.exit_code == 0, result.output
-    assert "was not timed. Timing needs the package" in result.stderr.replace("\n", " ")
-    assert "Timing needs the package" in (report_of(tmp_path / "out") / "report.md").read_text()
+    assert reports[0] == "transformers"
+    assert "ended before it was timed" in reports[1], "what is known is written before engines run"
+    assert f"was not timed. {error}" in result.stderr.replace("\n", " ")
+    assert says in (report_of(tmp_path / "out") / "report.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
 
 
@@ -414,6 +428,23 @@ def test_a_larger_one_that_breaks_the_budget_leaves_the_one_that_keeps_it(taking
     assert "of the tightest limit unused" in said
     assert "breaks prefill@64<=90%" in said
     assert said.count("Searching again") == 1
+
+
+def test_a_further_search_that_fails_leaves_the_one_that_keeps_the_budget(
+    taking: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    fitting, taken = taking(0.8, rounds=3)
+    solutions = fitting.solutions
+
+    def once(budget: Budget, factors: Any) -> Any:
+        if taken:
+            raise BudgetError("nothing larger can be run")
+        return solutions(budget, factors)
+
+    monkeypatch.setattr(fitting, "solutions", once)
+    found = fitting.fit(Budget.parse("prefill@64<=90%"))
+    assert found.winner.plan == taken[0]
+    assert "nothing larger can be run" in capsys.readouterr().err
 
 
 def test_a_machine_that_is_always_too_slow_is_said(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pyprune.serving.load import energy
 from pyprune.serving.load.client import measured_span
 from pyprune.serving.load.energy import Counter, EnergyMeter, find_counters
 
@@ -80,16 +82,19 @@ def test_a_counter_that_goes_away_ends_the_sampling(tmp_path: Path) -> None:
     assert found.joules(0, 2) is None
 
 
-def test_a_meter_samples_while_it_is_open() -> None:
-    reads: list[int] = []
+def test_a_meter_samples_while_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "SAMPLE_S", 0.001)
+    sampled = threading.Event()
+    reads: list[float] = []
 
     def read() -> float:
-        reads.append(1)
-        return float(len(reads))
+        reads.append(float(len(reads)))
+        if len(reads) == 5:
+            sampled.set()
+        return reads[-1]
 
     with EnergyMeter([Counter("one", read)]):
-        first = len(reads)
-    assert (first, len(reads) >= 2) == (1, True)
+        assert sampled.wait(60), "by a thread of its own"
     with EnergyMeter([]) as none:
         pass
     assert none.joules(0, 1) is None
