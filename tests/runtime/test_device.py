@@ -1,13 +1,13 @@
 """Which dtype is computed in."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pytest
 import torch
 
 from pyprune.runtime import device
-from pyprune.runtime.device import working_dtype
+from pyprune.runtime.device import parked, working_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +55,33 @@ def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", measured)
     assert working_dtype(dtype, torch.device(place)) == chosen
+
+
+class Moved(torch.nn.Module):
+    """Keeps where it was moved to; this machine may have one place only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def to(self, place: object) -> Self:
+        self.places.append(str(place))
+        return self
+
+
+def test_a_model_leaves_its_accelerator_for_a_while_and_comes_back_after_an_error() -> None:
+    model = Moved()
+    seen: list[str] = []
+
+    def fail() -> None:
+        with parked(model, torch.device("cuda", 0)):
+            seen.extend(model.places)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == ["cpu"]
+    assert model.places == ["cpu", "cuda:0"]
+    with parked(model, torch.device("cpu")):
+        pass
+    assert model.places == ["cpu", "cuda:0"], "it is there already"
