@@ -198,9 +198,8 @@ def test_cancelled_requests_stop_and_the_others_are_answered(served: Served) -> 
     [prompt] = prompts([40])
     served.answers_right(prompt, served.ask(prompt, 8).choices[0].token_ids)
     until(lambda: server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0)
-    # Whatever is not stopped comes to its full length. A busy machine sees late that nobody listens: with other work
-    # beside it one got to 87 % of all tokens, so that how many are saved is no test.
-    assert server.metric("vllm:generation_tokens_total") - generated < len(streams) * long
+    # So many are asked for that a busy machine, which sees late that nobody listens, cannot finish half of them.
+    assert server.metric("vllm:generation_tokens_total") - generated < len(streams) * long / 2
 
 
 PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
