@@ -111,10 +111,11 @@ def fit(
              "tensor_parallel": tensor_parallel}  # fmt: skip
     options = _options(given, set_ or ())
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
-    from pyprune.runtime.files import check_output
+    if sweep:
+        from pyprune.runtime.files import check_output
 
-    check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
-    if not sweep:
+        check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
+    else:
         from pyprune.fitting.flow import check_outputs
 
         check_outputs(out, model, options, resume=resume, overwrite=overwrite)

@@ -97,7 +97,7 @@ def fit(
     kept = kept_of_a_run(place)
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
-    fitting = _opened(model_id, [wanted], place, options, profile, cache, overwrite=overwrite, **settings)
+    fitting = _opened(model_id, [wanted], place, options, profile, cache, **settings)
     found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": resume and kept is not None, "overwrite": overwrite}
     found = write_winner(fitting, found, place, **writing, **reading)
@@ -174,7 +174,8 @@ def sweep(
         raise BudgetError("A sweep needs at least one budget, such as parameters=100M.")
     place = Path(out)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
-    fitting = _opened(model_id, wanted, place, options, profile, cache, overwrite=overwrite, **settings)
+    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
+    fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
     every = [quantity for budget in wanted for quantity in budget.quantities]
     points = tuple(fitting.fit(budget, timed=timed, also=[*ALWAYS_SHOWN, *every]) for budget in wanted)
     conditions = _conditions(options, fitting, profile)
@@ -193,15 +194,12 @@ def _opened(
     options: FitOptions,
     profile: Profile | None,
     cache: str | Path | None,
-    *,
-    overwrite: bool,
     **settings: Any,
 ) -> Fitting:
-    """Refuse what cannot be done or written, then load the model."""
+    """Refuse what cannot be done, then load the model."""
     for budget in budgets:
         check_needs_profile(budget, profile)
         check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])
-    check_output(out, overwrite=overwrite, reads=[model_id, *options.data.sources])
     kept = Path(cache) if cache is not None else cache_of(out)
     fitting = Fitting.of(model_id, cache=kept, options=options, profile=profile, **settings)
     for budget in budgets:

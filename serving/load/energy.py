@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,8 +70,7 @@ def _gpu_counters() -> list[Counter]:
     try:
         pynvml.nvmlInit()
         handles = _visible_gpus(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        names = [f"GPU {pynvml.nvmlDeviceGetIndex(handle)}" for handle in handles]
-        found = [Counter(name, partial(_gpu_joules, pynvml, h)) for name, h in zip(names, handles, strict=True)]
+        found = [Counter(f"GPU {pynvml.nvmlDeviceGetIndex(h)}", partial(_gpu_joules, pynvml, h)) for h in handles]
         for counter in found:
             counter.read()
     except (pynvml.NVMLError, OSError):  # no driver, or a GPU older than Volta
@@ -146,11 +144,9 @@ class EnergyMeter:
 
     def joules(self, start: float, end: float) -> float | None:
         """Energy between two times of the clock, interpolated between samples; None where they were not sampled."""
+        import numpy as np
+
         if len(self._times) < 2 or start < self._times[0] or end > self._times[-1]:
             return None
-        return self._at(end) - self._at(start)
-
-    def _at(self, moment: float) -> float:
-        after = max(1, bisect_left(self._times, moment))
-        (t0, t1), (j0, j1) = self._times[after - 1 : after + 1], self._joules[after - 1 : after + 1]
-        return j0 + (j1 - j0) * (moment - t0) / (t1 - t0) if t1 > t0 else j1
+        before, after = np.interp([start, end], self._times, self._joules)
+        return float(after - before)
