@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
 from bench._quality import evaluation_texts, served_perplexities
-from pyprune.budget.attempts import mean_loss
+from pyprune.budget.attempts import mean_loss, reconstructed
 from pyprune.budget.options import FitOptions
 from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
@@ -53,8 +53,6 @@ from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from pyprune.budget.choices import Choice
     from pyprune.budget.limits import Budget
     from pyprune.budget.probes import Model
@@ -72,10 +70,10 @@ TOKENS = 8192
 """Of each test text."""
 MEASURED = ("plan_digest", "parameters", "computed_in", "perplexity")
 """Entries of a row that are the same for the same plan; rows without ``computed_in`` are of bfloat16."""
-KEPT_MODELS = 8
-"""Most reconstructed models that are held, 540 MB each."""
 WINDOW = FitOptions().window
 """Tokens of the windows that the search measures on. Rows of another length are kept and not shown."""
+SEARCH = {"try_samples": FitOptions().try_samples, "spare": FitOptions().spare}
+"""What decides between candidates. Rows of fitted models of another search are kept and not shown."""
 
 
 class Bench:
@@ -118,7 +116,8 @@ class Bench:
 
     def _key(self, budget: Budget, arm: str, seed: int) -> str:
         where = self.profile.name if self.profile is not None and budget.timed else ""
-        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW])[:16]
+        search = [SEARCH] if arm == "fitted" else []
+        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW, *search])[:16]
 
     def _fit(self, seed: int) -> None:
         fittings: dict[bool, Fitting] = {}
@@ -154,6 +153,7 @@ class Bench:
             "seconds": round(seconds, 1),
             "solutions": self.options.solutions,
             "window": WINDOW,
+            **({"search": SEARCH} if arm == "fitted" else {}),
             **measured,
             "environment": self.environment,
         }
@@ -165,11 +165,12 @@ class Bench:
     def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
         """Parameters and perplexities of a reconstructed plan; those of the same plan for another budget, if there."""
         name = digest(plan.to_dict())
-        alike = (r for r in _rows(self.records) if (r.get("plan_digest"), r["seed"]) == (name, seed))
+        alike = (r for r in _alike(self.records) if (r["plan_digest"], r["seed"]) == (name, seed))
         known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if known is not None:
             return {entry: known.get(entry, "bfloat16") for entry in MEASURED}
-        model = fitting.tries.model(plan)
+        reconstruct = replace(fitting.options.reconstruct, dtype=working_dtype("auto", fitting.model.device))
+        model = reconstructed(fitting.model, plan, fitting.text["data"], reconstruct)
         limits = dict.fromkeys(self.texts, TOKENS)
         computed_in = working_dtype("auto", model.device)
         found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16", computed_in=computed_in)
@@ -194,10 +195,7 @@ class Bench:
         options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve, seed=seed)
         profile = self.profile if timed else None
         weights = profile.dtype if profile is not None else "bfloat16"
-        found = Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
-        # The winner is among the last candidates that were reconstructed; it need not be made a second time.
-        found.tries.model = _remembered(found.tries.model, KEPT_MODELS)  # type: ignore[method-assign]
-        return found
+        return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
 
     def _time(self, profile: Profile) -> None:
         """Time the plans of every budget of seconds in turns with the dense model."""
@@ -256,22 +254,13 @@ class Bench:
         say(f"{quantity}: {self.records.of('row')[key]['arm']} {share:.1%} of dense")
 
 
-def _remembered(make: Callable[[PrunePlan], PreTrainedModel], count: int) -> Callable[[PrunePlan], PreTrainedModel]:
-    """The same, without making any of the last ``count`` models again."""
-    made: dict[str, PreTrainedModel] = {}
-
-    def model(plan: PrunePlan) -> PreTrainedModel:
-        name = digest(plan.to_dict())
-        made[name] = made.pop(name, None) or make(plan)
-        while len(made) > count:
-            del made[next(iter(made))]
-        return made[name]
-
-    return model
-
-
 def _rows(records: RecordFile) -> list[dict[str, Any]]:
-    """What searches on windows of the present length found."""
+    """What searches found that measure and decide as the present one does."""
+    return [row for row in _alike(records) if row["arm"] != "fitted" or row.get("search") == SEARCH]
+
+
+def _alike(records: RecordFile) -> list[dict[str, Any]]:
+    """Rows of the same text for scores, losses and reconstruction."""
     return [row for row in records.of("row").values() if row.get("window") == WINDOW]
 
 

@@ -76,6 +76,22 @@ def mean_loss(perplexities: Mapping[str, float]) -> float:
     return sum(map(math.log, perplexities.values())) / len(perplexities)
 
 
+def reconstructed(dense: PreTrainedModel, plan: PrunePlan, text: Batch, options: ReconstructConfig) -> PreTrainedModel:
+    """A copy of a model, cut by a plan and reconstructed.
+
+    Args:
+        dense: stays as it is.
+        plan: of it.
+        text: to reconstruct on.
+        options: of the reconstruction.
+    """
+    model = copy.deepcopy(dense)
+    if not plan.is_identity:
+        reconstruct_(model, plan, text, options=options)
+    compact_(model, plan)
+    return model
+
+
 class Tries:
     """Reconstructs plans and judges them; what was judged once is kept.
 
@@ -126,11 +142,7 @@ class Tries:
 
     def model(self, plan: PrunePlan) -> PreTrainedModel:
         """The dense model cut by a plan and reconstructed; a new one."""
-        model = copy.deepcopy(self.dense)
-        if not plan.is_identity:
-            reconstruct_(model, plan, self._text, options=self._options)
-        compact_(model, plan)
-        return model
+        return reconstructed(self.dense, plan, self._text, self._options)
 
     def perplexities(self, model: PreTrainedModel) -> dict[str, float]:
         """Perplexity of a model on the judged windows, by kind of text."""

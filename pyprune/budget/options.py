@@ -38,6 +38,9 @@ class FitOptions(Config):
         value: which of the measured losses is added up.
         solve: the search.
         reconstruct: how candidates are reconstructed.
+        try_samples: sequences of ``data`` on which candidates are reconstructed to be compared, which is most of what a
+            search takes; what is written is reconstructed on all of them. A quarter put candidates in the same order
+            as all did, at a third of the time (docs/budgets.md).
         rounds: most searches for one budget: each further one knows what the candidates before it took when measured.
         slack: share of a limit by which a measured time may exceed it; machines are noisy.
         spare: share of the tightest limit that a timed candidate may leave unused; where it leaves more, predictions
@@ -60,6 +63,7 @@ class FitOptions(Config):
     value: Value = "kl"
     solve: SolveOptions = field(default_factory=SolveOptions)
     reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="auto"))
+    try_samples: int = option(40, at_least=1, at_most=100_000)
     rounds: int = option(3, at_least=1, at_most=20)
     slack: float = option(0.01, at_least=0, at_most=0.5)
     spare: float = option(0.03, at_least=0, at_most=1)

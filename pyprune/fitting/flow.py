@@ -209,10 +209,12 @@ def _opened(
 
 def _conditions(options: FitOptions, fitting: Fitting, profile: Profile | None) -> dict[str, str]:
     """What a report says of how it was made."""
-    judged = fitting.text["judged"].ids
+    judged, data = fitting.text["judged"].ids, fitting.text["data"].ids
+    some = min(options.try_samples, len(data))
     return {
         "weights": fitting.weights,
         "times predicted by": profile.name if profile else "none; no limit is on times",
+        "reconstructed on": f"{some} of {len(data)} x {data.shape[1]} tokens to be compared, on all to be written",
         "judged on": f"{judged.shape[0]} x {judged.shape[1]} tokens of {options.data.source}",
     }
 

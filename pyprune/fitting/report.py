@@ -44,8 +44,8 @@ def attempts_table(found: Fitted) -> Table:
         "Candidates",
         ("candidate", "search", "mean", *kinds, *map(heading, quantities)),
         tuple(rows),
-        note="Perplexity of the reconstructed candidates before any training, on windows that nothing was fitted to; "
-        "mean = geometric mean over the kinds of text.",
+        note="Perplexity of the candidates, reconstructed as the conditions say and not trained, on windows that "
+        "nothing was fitted to; mean = geometric mean over the kinds of text.",
         highlight=1 + found.attempts.index(found.winner),
     )
 
@@ -86,8 +86,8 @@ def sweep_table(points: Sequence[Fitted]) -> Table:
         "Quality against cost",
         ("budget", "plan", "on the front", "perplexity", *map(heading, quantities)),
         tuple(rows),
-        note="Perplexity after reconstruction and before any training, mean over the kinds of text. Times that a "
-        "budget limits were measured, the others are predicted.",
+        note="Perplexity after a reconstruction as the conditions say and before any training, mean over the kinds of "
+        "text. Times that a budget limits were measured, the others are predicted.",
     )
 
 

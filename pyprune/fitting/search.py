@@ -271,10 +271,10 @@ class Fitting:
 
     @cached_property
     def tries(self) -> Tries:
-        """What reconstructs and judges candidates."""
+        """What reconstructs candidates on some of the text, and judges them."""
         return Tries(
             self.model,
-            self.text["data"],
+            _some(self.text["data"], self.options.try_samples),
             self.text["judged"],
             self.options.reconstruct,
             path=self.cache / "attempts.jsonl",

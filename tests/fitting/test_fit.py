@@ -28,6 +28,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.fit import _target
 from pyprune.config.data import DataConfig
 from pyprune.config.train import TrainConfig
+from pyprune.cut.reconstruct import reconstruct_
 from pyprune.errors import BudgetError, CheckpointError, MissingDependencyError
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import search, timed
@@ -102,6 +103,24 @@ def test_a_budget_becomes_a_checkpoint_that_keeps_it(place: Path, tmp_path: Path
     cache = found["winner"]["measured"]["memory@64"] - stored
     assert cache == 2 * 64 * sum(len(layer.kv_heads) for layer in record.plan.layers) * record.plan.dense.head_dim * 2
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_candidates_are_compared_on_some_of_the_text_and_the_winner_is_written_on_all(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        report = reconstruct_(*given, **options)
+        tokens.append(report.tokens)
+        return report
+
+    monkeypatch.setattr("pyprune.budget.attempts.reconstruct_", counted)
+    out, cache = tmp_path / "out", ["--cache", tmp_path / "cache", "--set", "try_samples=6", "--no-recover"]
+    assert (result := run(*arguments(place, out, "parameters=70%"), *cache)).exit_code == 0, result.output
+    assert tokens == [6 * 16] * 3
+    assert read_pruning_json(out).provenance["report"]["reconstruction"]["tokens"] == 24 * 16
+    assert "6 of 24 x 16 tokens to be compared" in (report_of(out) / "report.md").read_text()
 
 
 @pytest.mark.parametrize("weights", ["q8_0", "w8a8-int8"])
