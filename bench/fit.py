@@ -169,8 +169,7 @@ class Bench:
         known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if known is not None:
             return {entry: known.get(entry, "bfloat16") for entry in MEASURED}
-        reconstruct = replace(fitting.options.reconstruct, dtype=working_dtype("auto", fitting.model.device))
-        model = reconstructed(fitting.model, plan, fitting.text["data"], reconstruct)
+        model = reconstructed(fitting.model, plan, fitting.text["data"], fitting.options.reconstruct)
         limits = dict.fromkeys(self.texts, TOKENS)
         computed_in = working_dtype("auto", model.device)
         found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16", computed_in=computed_in)
