@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ CASES |= {
     "olmo2-compensated": Case("olmo2", skipping_and_narrower, "PrunedOlmo2ForCausalLM", compensated=True),
 }
 LAYERED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).vllm_layer}
+LLAMA_LAYER = LAYERED["llama"].vllm_layer
 CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
+COMPILED = ["opt-per-layer", *(f"{name}-per-layer" for name, x in LAYERED.items() if x.vllm_layer != LLAMA_LAYER)]
+"""One of each layer class that test_features.py does not compile in a server."""
 OPT_350M = "opt-350m-layout"
 DAMAGED = [(name, kind) for name in ("mistral-per-layer", "opt-per-layer") for kind in DAMAGE]
 """vLLM's LLaMA-like models and its OPT are two classes of ours; each must look at the files by itself."""
@@ -99,7 +103,7 @@ def _write_opt_350m(out: Path) -> None:
     save_checkpoint(model.eval(), tiny_tokenizer(), out, plan=None, provenance={})
 
 
-def _run_vllm(models: list[Path], damaged: list[Path], built: dict[str, Any]) -> dict[str, Any]:
+def _run_vllm(models: Sequence[Path], damaged: Sequence[Path] = (), **more: Any) -> dict[str, Any]:
     """What vLLM makes of the prompts, and how it refuses: one engine after the other, in another process than this.
 
     Engine and worker live in that process too, and model classes are imported there: starting processes is what costs
@@ -108,11 +112,10 @@ def _run_vllm(models: list[Path], damaged: list[Path], built: dict[str, Any]) ->
     job = {
         "models": [str(folder) for folder in models],
         "damaged": [str(folder) for folder in damaged],
-        "built": built,
         "prompts": prompts(),
         "new_tokens": NEW_TOKENS,
         "top": TOP,
-        "reload": True,
+        **more,
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("vllm_child.py"))],
@@ -143,13 +146,24 @@ def served(root: Path) -> dict[str, Any]:
         DAMAGE[kind](Path(shutil.copytree(root / name, root / f"{name}-{kind}")))
     models = [root / name for name in (*CASES, OPT_350M)]
     built = {name: {"model": str(root / case), **ranks} for name, (case, ranks, _) in NOT_BUILT.items()}
-    return _run_vllm(models, [root / f"{name}-{kind}" for name, kind in DAMAGED], built)
+    return _run_vllm(models, [root / f"{name}-{kind}" for name, kind in DAMAGED], built=built, reload=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(root: Path, served: dict[str, Any]) -> dict[str, Any]:
+    """Some of the same exports, run as plain `vllm serve` does: compiled."""
+    return _run_vllm([root / name for name in COMPILED], compiled=True)
 
 
 @pytest.mark.parametrize("name", [*CASES, OPT_350M])
 def test_served_log_probabilities_are_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
     answers: list[Answer] = served[str(root / name)]
     compare(root / name, prompts(), answers[: len(prompts())])
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_log_probabilities_are_transformers(name: str, root: Path, compiled: dict[str, Any]) -> None:
+    compare(root / name, prompts(), compiled[str(root / name)])
 
 
 @pytest.mark.parametrize("name", [*CASES, OPT_350M])
