@@ -1,9 +1,9 @@
 """Greedy generation by real vLLM, log probabilities as JSON on stdout: a program that test_vllm.py and others run.
 
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
-and perhaps "dtype" (default: float32), "compiled": true (default: eager), "reload": true (every model answers once more,
-after its weights were wiped and vLLM was asked to load them again) and "built": {name: {"model": folder, "tensor":
-ranks, "stages": ranks, "partition": layers per rank, "draft": bool}}, of which the model class alone is built
+and perhaps "dtype" (default: float32), "compiled": true (default: eager), "reload": true (every model answers once
+more, after its weights were wiped and vLLM was asked to load them again) and "built": {name: {"model": folder,
+"tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool}}, of which the model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
 """
