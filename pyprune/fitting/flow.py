@@ -44,7 +44,7 @@ from pyprune.serving.gguf.write import check_gguf_output, export_gguf
 from pyprune.serving.table import speed_facts
 
 ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
-"""What a sweep tells of every point; the rest is what any of its budgets limits."""
+"""What a sweep tells of every point, beside what any of its budgets limits and what a profile says of times."""
 
 
 def fit(
@@ -158,7 +158,7 @@ def sweep(
         out: the folder to create: plan-1.json and so on in the order of the budgets, report.md and report.html.
         options: of the search.
         weights: see :func:`fit`.
-        profile: see :func:`fit`.
+        profile: see :func:`fit`; with one, every point is told with its times (:func:`shown_times`).
         allow_mismatch: see :func:`fit`.
         cache: see :func:`fit`.
         timed: run the winners whose times are limited.
@@ -176,8 +176,9 @@ def sweep(
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
-    every = [quantity for budget in wanted for quantity in budget.quantities]
-    points = tuple(fitting.fit(budget, timed=timed, also=[*ALWAYS_SHOWN, *every]) for budget in wanted)
+    limited = [quantity for budget in wanted for quantity in budget.quantities]
+    shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
+    points = tuple(fitting.fit(budget, timed=timed, also=shown) for budget in wanted)
     conditions = _conditions(options, fitting, profile)
     with atomic_folder(place, overwrite=overwrite) as work:
         for number, point in enumerate(points, start=1):
@@ -185,6 +186,13 @@ def sweep(
         write_report(sweep_report(points, str(model_id), conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
+
+
+def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
+    """The longest prompt and the largest batch that a profile knows; sweeps tell them where no time is limited too."""
+    known = profile.quantities if profile is not None else ()
+    kinds = ([q for q in known if q.kind == kind] for kind in ("prefill", "generation"))
+    return tuple(max(some, key=lambda q: (q.batch, q.tokens, -q.prompt)) for some in kinds if some)
 
 
 def _opened(

@@ -441,7 +441,7 @@ class _State:
         budget: as it was asked.
         dense: what the dense model takes of what is limited: predicted, then measured.
         asked: the budget of the next search; without relative limits once the dense model was timed.
-        factors: measured over predicted times, the largest of the timed candidates.
+        factors: by what predicted times are multiplied, learnt from the timed candidates.
         attempts: by the digest of the plan.
         searches: how often was solved.
         variant: of the solution that was timed last; "" = none was.
@@ -472,12 +472,27 @@ class _State:
         return ", ".join(x.written(attempt.amounts[x.quantity], self.dense[x.quantity]) for x in limits)
 
     def learn(self, attempt: Attempt) -> None:
-        """Correct the predictions by a timed candidate; a larger correction of an earlier one stays."""
-        for quantity, seconds in attempt.measured.items():
-            found = seconds / attempt.solution.predicted[quantity]
-            self.factors[quantity] = max(found, self.factors.get(quantity, found))
+        """Correct the predictions by all candidates that were timed, of which this is the last one."""
         self.variant = attempt.solution.variant
         self.asked = self.budget.absolute(self.dense)
+        self.factors |= {quantity: self._factor(quantity) for quantity in attempt.measured}
+
+    def _factor(self, quantity: Quantity) -> float:
+        """What predictions are multiplied by.
+
+        Between a candidate that exceeds the limit and one that keeps it, what is measured is taken to grow evenly with
+        what is predicted. Where all are on one side, the largest ratio of the two holds.
+        """
+        bound, dense = self.asked.bounds(self.dense)[quantity], self.dense[quantity]
+        timed = [attempt for attempt in self.attempts.values() if quantity in attempt.measured]
+        # Each beside the dense model of its own turns: the machine may have become slower or faster since.
+        taken = [(a.solution.predicted[quantity], a.measured[quantity] * dense / a.dense[quantity]) for a in timed]
+        kept = max((pair for pair in taken if pair[1] <= bound), default=(0.0, 0.0))
+        beyond = min((pair for pair in taken if pair[1] > bound), default=kept)
+        if 0 < kept[0] < beyond[0]:
+            share = (bound - kept[1]) / (beyond[1] - kept[1])
+            return bound / (kept[0] + share * (beyond[0] - kept[0]))
+        return max(measured / predicted for predicted, measured in taken)
 
 
 def _some(samples: TokenSamples, count: int) -> Batch:

@@ -60,7 +60,7 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
         "Bytes",
         "Until healthy (s)",
         "Compiling (s)",
-        "Peak memory (MB)",
+        "Peak host memory (MB)",
         "KV bytes/token",
         f"Sequences in {gib}",
         "Server says",
@@ -80,7 +80,8 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
     lengths = ", ".join(f"{context:,}" for context in contexts)
     note = (
         f"Sequences: of {lengths} tokens that {gib} of key-value cache hold at once, computed from the KV heads of "
-        "every layer, beside what the server's log says. Peak memory: of all processes of a server."
+        "every layer, beside what the server's log says. Peak host memory: of all processes of a server; on a GPU vLLM "
+        "reserves the same share whatever the model is."
     )
     return Table("Servers", columns, rows, note=note if contexts else "")
 

@@ -32,8 +32,8 @@ from pyprune.cut.reconstruct import reconstruct_
 from pyprune.errors import BudgetError, CheckpointError, MissingDependencyError
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import search, timed
-from pyprune.fitting.flow import exported_as, fit, report_of
-from pyprune.fitting.report import pareto
+from pyprune.fitting.flow import exported_as, fit, report_of, shown_times
+from pyprune.fitting.report import heading, pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
 from pyprune.plan import PrunePlan
@@ -42,7 +42,7 @@ from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
-from tests.budget._profiles import MACHINE, PLANTED, VERSIONS
+from tests.budget._profiles import MACHINE, PLANTED, VERSIONS, fake_profile
 from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
 
 SMALL = (
@@ -434,6 +434,15 @@ def test_a_winner_that_is_faster_than_predicted_makes_room_for_a_larger_one(taki
     assert not budget.broken(found.winner.amounts, found.dense)
 
 
+def test_between_one_that_breaks_the_budget_and_one_that_leaves_much_of_it_is_searched(taking: Any) -> None:
+    fitting, taken = taking(1.15, 0.9, 1.0)
+    found = fitting.fit(Budget.parse("prefill@64<=90%"))
+    assert found.searches == len(taken) == 3
+    assert found.winner.plan == taken[2]
+    first, second, third = (fitting.costs.predicted(Quantity("parameters"), plan) for plan in taken)
+    assert second < third < first, "the first one broke the budget, the second one left a fifth of it"
+
+
 def test_a_larger_one_that_breaks_the_budget_leaves_the_one_that_keeps_it(taking: Any, capsys: Any) -> None:
     budget = Budget.parse("prefill@64<=90%")
     fitting, taken = taking(0.8, 1.2, rounds=2)
@@ -526,6 +535,27 @@ def test_a_sweep_writes_plans_and_a_report(place: Path, tmp_path: Path) -> None:
     replaced = run(*arguments(place, out, "parameters=80%"), "--sweep", "--overwrite")
     assert replaced.exit_code == 0, replaced.output
     assert not (out / "plan-2.json").exists()
+
+
+def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(place: Path, tmp_path: Path) -> None:
+    profile, prefill = profile_of_dense(), Quantity("prefill", 64)
+    saved, out = profile.save(tmp_path / "profile.json"), tmp_path / "sweep"
+    given = arguments(place, out, "parameters=80%", "parameters=60%")
+    result = run(*given, "--sweep", "--profile", saved, "--allow-mismatch", "--cache", tmp_path / "cache")
+    assert result.exit_code == 0, result.output
+    points = json.loads((out / "metrics.json").read_text())["points"]
+    seconds = [point["winner"]["predicted"]["prefill@64"] for point in points]
+    assert seconds[1] < seconds[0] < points[0]["dense"]["prefill@64"]
+    assert heading(prefill) in (out / "report.md").read_text()
+    assert f"Perplexity against {prefill}" in (out / "report.html").read_text()
+
+
+def test_a_sweep_tells_one_time_of_each_kind() -> None:
+    lengths = [Quantity("prefill", 512), Quantity("prefill", 2048)]
+    batches = [Quantity("generation", 128, 64), Quantity("generation", 64, 4, 1024), Quantity("generation", 128)]
+    assert shown_times(fake_profile(quantities=[*lengths, *batches])) == (lengths[1], batches[0])
+    assert shown_times(fake_profile(quantities=lengths)) == (lengths[1],)
+    assert shown_times(None) == ()
 
 
 def test_the_front_holds_what_nothing_beats(place: Path) -> None:

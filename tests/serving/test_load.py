@@ -464,7 +464,7 @@ def test_the_command_says_and_keeps_everything(
     text = result.stdout
     for part in (
         "TTFT p50/p90/p99 (ms)", "TPOT p50/p90/p99 (ms)", "ITL p50/p90/p99 (ms)", "End to end p50/p90/p99 (ms)",
-        "Goodput (requests/s)", "1.50 ± 0.00", "Until healthy (s)", "Peak memory (MB)", "Sequences in 1 GiB",
+        "Goodput (requests/s)", "1.50 ± 0.00", "Until healthy (s)", "Peak host memory (MB)", "Sequences in 1 GiB",
         "mode: eager (--enforce-eager)", "dtype: float32", "24 prompt tokens", "4 new tokens", "10 (1 at once)",
         "turns: 3 of each model and load", "drawn with seed 0", "TTFT at most 500 ms", "--max-num-seqs 8",
         "Wider than the 2 % that were asked for, with at most 3 turns each: pruned (1 at once), pruned (4 at once)",
