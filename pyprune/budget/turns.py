@@ -77,22 +77,37 @@ class EngineGroup:
         seconds, _ = self.engines[name].generate(self._prompts(quantity, repeat), _new_tokens(quantity))
         return Timing(name, quantity, group, start, seconds)
 
-    def round(self, names: Sequence[str], repeats: int, group: int) -> Iterator[Timing]:
+    def round(
+        self,
+        names: Sequence[str],
+        repeats: int,
+        group: int,
+        *,
+        enough: Callable[[Sequence[Timing]], bool] = lambda _: False,
+    ) -> Iterator[Timing]:
         """Every workload and repeat of the models, the first of ``names`` also at the end of each workload.
 
         Workloads that take the first model less than :data:`QUICK_S` have :data:`QUICK_TURNS` times as many repeats:
         what else runs on a machine disturbs a short turn more.
+
+        Args:
+            names: of loaded engines.
+            repeats: turns of each.
+            group: number that the turns carry.
+            enough: (turns of a workload so far, as many of each model and a last one of the first) -> whether the
+                workload needs no more of them.
         """
         for quantity in self.quantities:
-            first = self.turn(names[0], quantity, 0, group)
-            yield first
-            for repeat in range(repeats * (QUICK_TURNS if first.seconds < QUICK_S else 1)):
-                if repeat:
-                    yield self.turn(names[0], quantity, repeat, group)
-                for name in names[1:]:
-                    yield self.turn(name, quantity, repeat, group)
-            if len(names) > 1:
-                yield self.turn(names[0], quantity, repeat + 1, group)
+            seen = [self.turn(names[0], quantity, 0, group)]
+            yield seen[0]
+            total = repeats * (QUICK_TURNS if seen[0].seconds < QUICK_S else 1)
+            for repeat in range(total):
+                after = names[:1] if len(names) > 1 or repeat + 1 < total else ()
+                for name, number in (*((n, repeat) for n in names[1:]), *((n, repeat + 1) for n in after)):
+                    seen.append(self.turn(name, quantity, number, group))
+                    yield seen[-1]
+                if enough(seen):
+                    break
 
     def in_groups(
         self,

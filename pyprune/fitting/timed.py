@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyprune.budget.formats import weight_format
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import dense_config, write_served
-from pyprune.budget.profile import DENSE, Profile, profile_name, stored_as
+from pyprune.budget.profile import DENSE, Profile, Timing, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
 from pyprune.budget.turns import EngineGroup
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 WINNER = "fitted"
 """The written model's name in tables of speed."""
+LONG_S = 10.0
+"""Seconds of a turn that is itself the mean of many steps, so that two that agree are enough."""
+AGREE = 0.01
+"""Share by which they may differ."""
 
 
 def time_plans(
@@ -44,14 +49,15 @@ def time_plans(
 ) -> dict[str, dict[Quantity, float]]:
     """Median seconds of every plan and workload, turn by turn in engines that stay loaded side by side.
 
-    How long a model takes depends on its shapes alone, so that random weights are run.
+    How long a model takes depends on its shapes alone, so that random weights are run. Long turns are not repeated
+    where two of them agree (:func:`agree`).
 
     Args:
         profile: whose engine and dtype run them.
         config: of the dense model.
         plans: name -> plan, the dense model first.
         quantities: workloads.
-        repeats: timed turns of each, after a warm-up.
+        repeats: most timed turns of each, after a warm-up.
         tokenizer: of the model; a GGUF file needs one.
 
     Raises:
@@ -67,11 +73,28 @@ def time_plans(
         vocab_size = next(iter(plans.values())).dense.vocab_size
         with EngineGroup(engine, profile.dtype, quantities, vocab_size) as group:
             group.load(models)
-            turns = list(group.round(list(models), repeats, 0))
+            turns = list(group.round(list(models), repeats, 0, enough=agree))
     return {
         name: {q: median(t.seconds for t in turns if t.probe == name and t.quantity == q) for q in quantities}
         for name in models
     }
+
+
+def agree(turns: Sequence[Timing]) -> bool:
+    """Whether turns of a workload are enough.
+
+    Long ones are, two or more of each model, whose shares of the first model's turns around them differ by no more than
+    :data:`AGREE`.
+    """
+    seconds: dict[str, list[float]] = {}
+    for turn in turns:
+        seconds.setdefault(turn.probe, []).append(turn.seconds)
+    first, *others = seconds.values()
+    if first[0] < LONG_S or len(first) < 3:
+        return False
+    around = [sum(pair) / 2 for pair in pairwise(first)]
+    shares = [[own / beside for own, beside in zip(some, around, strict=True)] for some in others]
+    return all(max(some) <= (1 + AGREE) * min(some) for some in shares)
 
 
 def time_winner(

@@ -475,6 +475,46 @@ def test_a_further_search_that_fails_leaves_the_one_that_keeps_the_budget(
     assert "nothing larger can be run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("scale", "shares", "turns"),
+    [
+        (20, [0.8, 0.802, 0.8], 2),
+        (20, [0.8, 0.84, 0.8], 3),
+        (3, [0.8, 0.8, 0.8], 3),
+    ],
+    ids=["long-and-alike", "long-and-not-alike", "short"],
+)
+def test_long_turns_that_agree_are_not_repeated(
+    place: Path, monkeypatch: pytest.MonkeyPatch, scale: float, shares: list[float], turns: int
+) -> None:
+    taken: dict[str, list[float]] = {}
+
+    class Scripted:
+        device = None
+
+        def __init__(self, _: str, options: dict[str, Any]) -> None:
+            self.name = Path(options["model"]).name
+            taken[self.name] = []
+
+        def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
+            turn = len(taken[self.name]) - 1  # the first is the warm-up
+            taken[self.name].append(scale * (1.0 if self.name == DENSE else shares[turn]))
+            return taken[self.name][-1], len(prompts) * new_tokens
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("pyprune.budget.turns.Engine", Scripted)
+    profile, quantity = profile_of_dense(), Quantity("prefill", 64)
+    config = AutoModelForCausalLM.from_pretrained(place / "dense").config
+    whole = PrunePlan.identity("llama", profile.dense)
+    plans = {DENSE: whole, CANDIDATE: whole.drop_layers([1])}
+    found = timed.time_plans(profile, config, plans, [quantity], 3, tiny_tokenizer())
+    assert len(taken[CANDIDATE]) == 1 + turns
+    assert len(taken[DENSE]) == 1 + turns + 1
+    assert found[CANDIDATE][quantity] == pytest.approx(scale * sorted(shares[:turns])[turns // 2], rel=2e-3)
+
+
 def test_a_machine_that_is_always_too_slow_is_said(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
