@@ -73,7 +73,7 @@ MEASURED = ("plan_digest", "parameters", "computed_in", "perplexity")
 WINDOW = FitOptions().window
 """Tokens of the windows that the search measures on. Rows of another length are kept and not shown."""
 SEARCH = {"try_samples": FitOptions().try_samples, "spare": FitOptions().spare}
-"""What decides between candidates. Rows of fitted models of another search are kept and not shown."""
+"""What decides between candidates. Rows that another search fitted are shown where there is none of this one."""
 
 
 class Bench:
@@ -254,8 +254,16 @@ class Bench:
 
 
 def _rows(records: RecordFile) -> list[dict[str, Any]]:
-    """What searches found that measure and decide as the present one does."""
-    return [row for row in _alike(records) if row["arm"] != "fitted" or row.get("search") == SEARCH]
+    """What there is to show; what an earlier search fitted, which is said, where the present one has no row."""
+    rows = [row for row in _alike(records) if row["arm"] != "fitted" or row.get("search") == SEARCH]
+    there = {(row["budget"], row["seed"]) for row in rows if row["arm"] == "fitted"}
+    earlier = [row for row in _alike(records) if row["arm"] == "fitted" and row.get("search") != SEARCH]
+    rows += [
+        {**row, "plan": f"{row['plan']} (of an earlier search)"}
+        for row in earlier
+        if (row["budget"], row["seed"]) not in there
+    ]
+    return rows
 
 
 def _alike(records: RecordFile) -> list[dict[str, Any]]:

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 
-from bench.fit import ARMS, Bench, _best_layers, _first_that_keeps, _plans, _spread_layers, _stored, _widths, table
+from bench.fit import (
+    ARMS,
+    SEARCH,
+    WINDOW,
+    Bench,
+    _best_layers,
+    _first_that_keeps,
+    _plans,
+    _rows,
+    _spread_layers,
+    _stored,
+    _widths,
+    table,
+)
 from pyprune.budget import turns
 from pyprune.budget.choices import ChoiceOptions
 from pyprune.budget.limits import Budget
@@ -72,6 +85,19 @@ def test_the_table_is_in_the_order_of_the_arms(tmp_path: Path) -> None:
     assert [next(arm for arm in ARMS if f"| {arm} |" in line) for line in lines if "memory" in line] == list(ARMS)
     assert "Mean perplexity of fitted below that of one width: 0 of 1." in lines, "fitted is the worst of these"
     assert table([]) == "No row is recorded yet."
+
+
+def test_rows_of_an_earlier_search_are_shown_where_there_is_no_other() -> None:
+    records = RecordFile(None)
+    row = {"kind": "row", "arm": "fitted", "seed": 0, "plan": "x", "window": WINDOW}
+    records.add({**row, "key": "a", "budget": "memory<=80%"})
+    records.add({**row, "key": "b", "budget": "memory<=80%", "search": SEARCH})
+    records.add({**row, "key": "c", "budget": "memory<=70%"})
+    records.add({**row, "key": "d", "budget": "memory<=60%", "window": WINDOW // 2})
+    assert [(found["key"], found["plan"]) for found in _rows(records)] == [
+        ("b", "x"),
+        ("c", "x (of an earlier search)"),
+    ]
 
 
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:
