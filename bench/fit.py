@@ -255,15 +255,13 @@ class Bench:
 
 def _rows(records: RecordFile) -> list[dict[str, Any]]:
     """What there is to show; what an earlier search fitted, which is said, where the present one has no row."""
-    rows = [row for row in _alike(records) if row["arm"] != "fitted" or row.get("search") == SEARCH]
-    there = {(row["budget"], row["seed"]) for row in rows if row["arm"] == "fitted"}
-    earlier = [row for row in _alike(records) if row["arm"] == "fitted" and row.get("search") != SEARCH]
-    rows += [
-        {**row, "plan": f"{row['plan']} (of an earlier search)"}
-        for row in earlier
-        if (row["budget"], row["seed"]) not in there
-    ]
-    return rows
+    now: list[dict[str, Any]] = []
+    earlier: list[dict[str, Any]] = []
+    for row in _alike(records):
+        (now if row["arm"] != "fitted" or row.get("search") == SEARCH else earlier).append(row)
+    there = {(row["budget"], row["seed"]) for row in now if row["arm"] == "fitted"}
+    missing = [row for row in earlier if (row["budget"], row["seed"]) not in there]
+    return now + [{**row, "plan": f"{row['plan']} (of an earlier search)"} for row in missing]
 
 
 def _alike(records: RecordFile) -> list[dict[str, Any]]:

@@ -232,13 +232,9 @@ def relative_seconds(timings: Iterable[Timing], quantity: Quantity) -> tuple[dic
     """
     own = [t for t in timings if t.quantity == quantity]
     dense = [t for t in own if t.probe == DENSE]
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for timing in own:
-        beside = [t for t in dense if t.group == timing.group]
-        if beside:
-            ratios[timing.probe].append(timing.seconds / _dense_at(beside, timing.start))
     if not dense:
         return {}, {}
+    ratios = ratios_to_dense(own)
     usual = median(t.seconds for t in dense)
     middle = {name: median(found) for name, found in ratios.items()}
     spread = {name: median(abs(r - middle[name]) for r in found) / middle[name] for name, found in ratios.items()}
@@ -246,6 +242,21 @@ def relative_seconds(timings: Iterable[Timing], quantity: Quantity) -> tuple[dic
     # Interpolated at its own turns, the dense model is 1 by construction; its spread is that of its seconds.
     spread[DENSE] = median(abs(t.seconds - usual) for t in dense) / usual
     return seconds, spread
+
+
+def ratios_to_dense(timings: Iterable[Timing]) -> dict[str, list[float]]:
+    """Probe -> its turns over what the dense model would have taken at that moment, see :func:`relative_seconds`.
+
+    Args:
+        timings: of one workload; groups of engines without a turn of the dense model say nothing.
+    """
+    own = list(timings)
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for timing in own:
+        beside = [t for t in own if t.probe == DENSE and t.group == timing.group]
+        if beside:
+            ratios[timing.probe].append(timing.seconds / _dense_at(beside, timing.start))
+    return dict(ratios)
 
 
 def _dense_at(turns: Sequence[Timing], moment: float) -> float:

@@ -102,8 +102,10 @@ class EngineGroup:
             yield seen[0]
             total = repeats * (QUICK_TURNS if seen[0].seconds < QUICK_S else 1)
             for repeat in range(total):
-                after = names[:1] if len(names) > 1 or repeat + 1 < total else ()
-                for name, number in (*((n, repeat) for n in names[1:]), *((n, repeat + 1) for n in after)):
+                order = [(name, repeat) for name in names[1:]]
+                if order or repeat + 1 < total:
+                    order.append((names[0], repeat + 1))
+                for name, number in order:
                     seen.append(self.turn(name, quantity, number, group))
                     yield seen[-1]
                 if enough(seen):

@@ -6,13 +6,12 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.formats import weight_format
-from pyprune.budget.measured import MeasuredCosts
+from pyprune.budget.measured import MeasuredCosts, ratios_to_dense
 from pyprune.budget.probes import dense_config, write_served
 from pyprune.budget.profile import DENSE, Profile, Timing, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
@@ -81,20 +80,14 @@ def time_plans(
 
 
 def agree(turns: Sequence[Timing]) -> bool:
-    """Whether turns of a workload are enough.
+    """Whether turns of a workload, the dense model's first, are enough.
 
-    Long ones are, two or more of each model, whose shares of the first model's turns around them differ by no more than
+    Long ones are, two or more of each model, whose shares of the dense model's time differ by no more than
     :data:`AGREE`.
     """
-    seconds: dict[str, list[float]] = {}
-    for turn in turns:
-        seconds.setdefault(turn.probe, []).append(turn.seconds)
-    first, *others = seconds.values()
-    if first[0] < LONG_S or len(first) < 3:
+    if turns[0].seconds < LONG_S or sum(turn.probe == DENSE for turn in turns) < 3:
         return False
-    around = [sum(pair) / 2 for pair in pairwise(first)]
-    shares = [[own / beside for own, beside in zip(some, around, strict=True)] for some in others]
-    return all(max(some) <= (1 + AGREE) * min(some) for some in shares)
+    return all(max(shares) <= (1 + AGREE) * min(shares) for shares in ratios_to_dense(turns).values())
 
 
 def time_winner(
