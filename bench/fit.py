@@ -153,6 +153,7 @@ class Bench:
             "seconds": round(seconds, 1),
             "solutions": self.options.solutions,
             "window": WINDOW,
+            **({"engine": self.profile.engine} if self.profile is not None and budget.timed else {}),
             **({"search": SEARCH} if arm == "fitted" else {}),
             **measured,
             "environment": self.environment,
@@ -259,14 +260,21 @@ def _rows(records: RecordFile) -> list[dict[str, Any]]:
     earlier: list[dict[str, Any]] = []
     for row in _alike(records):
         (now if row["arm"] != "fitted" or row.get("search") == SEARCH else earlier).append(row)
-    there = {(row["budget"], row["seed"]) for row in now if row["arm"] == "fitted"}
-    missing = [row for row in earlier if (row["budget"], row["seed"]) not in there]
+    there = {_limit(row) for row in now if row["arm"] == "fitted"}
+    missing = [row for row in earlier if _limit(row) not in there]
     return now + [{**row, "plan": f"{row['plan']} (of an earlier search)"} for row in missing]
 
 
 def _alike(records: RecordFile) -> list[dict[str, Any]]:
-    """Rows of the same text for scores, losses and reconstruction."""
-    return [row for row in records.of("row").values() if row.get("window") == WINDOW]
+    """Rows of the same text for scores, losses and reconstruction, with the engine that timed them."""
+    times = records.of("time")
+    rows = [row for key, row in records.of("row").items() if row.get("window") == WINDOW]
+    return [{"engine": times[row["key"]]["engine"], **row} if row["key"] in times else row for row in rows]
+
+
+def _limit(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    """The engine, budget and seed of a row: what its arms are compared within."""
+    return row.get("engine", "counted"), row["budget"], row["seed"]
 
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
@@ -361,15 +369,17 @@ def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | 
         return "No row is recorded yet."
     texts = tuple(dict.fromkeys(text for row in rows for text in row["perplexity"]))
     order = {arm: i for i, arm in enumerate(ARMS)}
-    listed = sorted(rows, key=lambda r: (r["budget"].partition("=")[0], -_number(r), r["seed"], order[r["arm"]]))
+    listed = sorted(
+        rows, key=lambda r: (_limit(r)[0], r["budget"].partition("=")[0], -_number(r), r["seed"], order[r["arm"]])
+    )
     cells: list[tuple[Cell, ...]] = []
     for row in listed:
         measured = _measured_share(row, times or {})
         shares = (f"{row['share']:.1%}", None if measured is None else f"{measured:.1%}")
         own = (row["perplexity"].get(text) for text in texts)
         mean = round(math.exp(mean_loss(row["perplexity"])), 2)
-        cells.append((row["budget"], row["seed"], row["arm"], *shares, row["plan"], mean, *own))
-    columns = ("budget", "seed", "plan by", "predicted", "measured", "what stays", "mean", *texts)
+        cells.append((*_limit(row), row["arm"], *shares, row["plan"], mean, *own))
+    columns = ("engine", "budget", "seed", "plan by", "predicted", "measured", "what stays", "mean", *texts)
     lines = markdown_table(Table("", columns, tuple(cells))), *_kept(listed, times or {}), *_comparison(rows)
     return "\n\n".join(lines)
 
@@ -381,14 +391,16 @@ def _measured_share(row: dict[str, Any], times: Mapping[str, dict[str, Any]]) ->
 
 
 def _kept(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]]) -> list[str]:
-    """How many budgets the fitted models keep when they are measured, and how close they come to them."""
-    shares = [(_measured_share(row, times), _number(row) / 100) for row in rows if row["arm"] == "fitted"]
-    beside = [measured / asked - 1 for measured, asked in shares if measured is not None and asked]
-    if not beside:
-        return []
+    """Of each engine, how many budgets the fitted models keep when measured, and how close they come to them."""
+    beside: dict[str, list[float]] = {}
+    for row in rows:
+        measured, asked = _measured_share(row, times), _number(row) / 100
+        if row["arm"] == "fitted" and measured is not None and asked:
+            beside.setdefault(_limit(row)[0], []).append(measured / asked - 1)
     return [
-        f"Measured, fitted models keep {sum(x <= 0 for x in beside)} of {len(beside)} budgets, "
-        f"{sum(x <= 0.03 for x in beside)} within 3 % above; from {min(beside):+.1%} to {max(beside):+.1%} beside them."
+        f"Measured ({engine}), fitted models keep {sum(x <= 0 for x in own)} of {len(own)} budgets, "
+        f"{sum(x <= 0.03 for x in own)} within 3 % above; from {min(own):+.1%} to {max(own):+.1%} beside them."
+        for engine, own in beside.items()
     ]
 
 
@@ -400,10 +412,10 @@ def _number(row: dict[str, Any]) -> float:
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each other arm, in how many budgets and seeds the fitted model is the better one."""
-    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         perplexity = row["perplexity"]
-        found.setdefault((row["budget"], row["seed"], len(perplexity)), {})[row["arm"]] = mean_loss(perplexity)
+        found.setdefault((*_limit(row), len(perplexity)), {})[row["arm"]] = mean_loss(perplexity)
     lines = []
     for arm in ARMS[1:]:
         pairs = [(losses["fitted"], losses[arm]) for losses in found.values() if {"fitted", arm} <= set(losses)]
@@ -418,7 +430,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--budget", action="append", metavar="LIMIT",
-        help=f"repeatable; default: {', '.join(BUDGETS)}, with --profile also {', '.join(TIMED_BUDGETS)}",
+        help=f"repeatable; default: {', '.join(BUDGETS)}, with --profile also {', '.join(TIMED_BUDGETS)}".replace(
+            "%", "%%"
+        ),
     )  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="FILE", help="what this machine takes; for budgets of seconds")
     parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B")

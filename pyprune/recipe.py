@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
-from pyprune.methods.registry import check_name, method_preset, read_config
+from pyprune.methods.registry import check_name, get_method, method_preset, read_config
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
 
@@ -161,7 +161,41 @@ def build_config(
         start = merge(start, as_prune_options(recovers))
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
-    return read_config(merge(merge(start, data), chosen))
+    config = read_config(merge(merge(start, data), chosen))
+    _refuse_idle(chosen, config)
+    return config
+
+
+def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
+    """Refuse options that were given by name, and that no stage of the run reads: they would do nothing."""
+    stages = (*config.stages.before, *config.stages.after)
+    own = config.options.of_regularising if config.options is not None else ()
+    readers = {
+        "regularise": [f"{config.method}.{name}" for name in own],
+        "recover": ["recover"],
+        "finetune": ["finetune"],
+    }
+    names = dotted_names(chosen)
+    found = []
+    for stage, options in readers.items():
+        given = [name for name in names if any(f"{name}.".startswith(f"{option}.") for option in options)]
+        if given and stage not in stages:
+            found.append(
+                f"{' and '.join(given)} would do nothing: this run has no stage {stage!r} (stages.before is "
+                f"{list(config.stages.before)}, stages.after {list(config.stages.after)}). "
+                f"{_with_stage(stage, config.method)}"
+            )
+    if found:
+        raise ConfigError(found)
+
+
+def _with_stage(stage: str, method: str) -> str:
+    """What to do for a run that has a stage."""
+    if stage != "regularise":
+        return f"Add it with --set stages.after=[{stage}]."
+    every = {name: build().stages for name, build in get_method(method).presets.items()}
+    presets = [name for name, stages in every.items() if stage in (*stages.before, *stages.after)]
+    return f"Presets of {method} with it: {', '.join(presets)}. What trains after the cut is set by recover.train."
 
 
 def _refuse_other_method(preset: str, method: str, asked: Any) -> None:

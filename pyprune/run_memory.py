@@ -97,7 +97,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
     if not (always or _matters(model, trainings, capacity)):
-        return config
+        # As it is decided where it matters, or a run that goes on elsewhere would have other options.
+        return _settled(config, lean=config.dtype == "bfloat16")
     decided, found = memory_of(source, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
@@ -233,7 +234,12 @@ def _decided(config: Run, look: _Look, capacity: int) -> Run:
     if not lean and all(t.may_be_lean for t in whole):
         full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
         lean = any(look.at(t, config.dtype).total > capacity for t in full)
-    for training in auto:
+    return _settled(config, lean=lean)
+
+
+def _settled(config: Run, *, lean: bool) -> Run:
+    """Auto becomes lean or full in every training of all weights."""
+    for training in [t for t in config.trainings() if t.all_weights and t.train.memory == "auto"]:
         train = replace(training.train, memory="lean" if lean else "full")
         config = config.with_training(training.action, train)
     config = _with_dtype_of_lean(config)

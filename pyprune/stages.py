@@ -32,6 +32,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, compare, snapshot
 from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
+from pyprune.runtime import processes
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.processes import dividing, from_first
 from pyprune.runtime.progress import warn
@@ -236,7 +237,9 @@ class StageRun:
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         started = time.monotonic()
         request = PlanRequest.of(self.model, config)
-        decision = get_method(config.method).decide(self.model, self.text.before.ids, request, self._run("decide"))
+        # Every process decides, and the first one's counts: states of the others would be in its way.
+        run = self._run("decide") if processes.first() else RunOptions(stored=self.stored)
+        decision = get_method(config.method).decide(self.model, self.text.before.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
     def train_before_the_cut(self) -> None:

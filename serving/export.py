@@ -127,10 +127,7 @@ def export(
             model = source
         reasons = stock_reasons(model.config, plan)
         if target == "stock" and is_pruned(model.config):
-            raise ConfigError(
-                f"No stock architecture holds this model ({'; '.join(reasons) or 'it has per-layer sizes'}). "
-                "Export it with target 'pruned' and serve it through the pyprune plugin."
-            )
+            raise ConfigError(_not_stock(model.config, reasons))
         if target == "pruned" and not is_pruned(model.config):
             model = as_pruned(model)
         rounding = choose_quantisation(model, quantise) if quantise is not None else None
@@ -149,6 +146,20 @@ def export(
         parameters=count_parameters(model),
         bytes=written.bytes,
         weights=rounding.summary if rounding is not None else "",
+    )
+
+
+def _not_stock(config: Any, reasons: Sequence[str]) -> str:
+    """Why a model of a pruned architecture is not written as a stock one, and what to do."""
+    if not reasons and len(set(layer_widths(config.to_dict()))) == 1:
+        return (
+            "This checkpoint is stored in pyprune's own architecture although a stock one holds its sizes: it was "
+            "exported with target 'pruned'. Export the checkpoint that it was made from."
+        )
+    why = "; ".join(reasons) or "it has per-layer sizes"
+    return (
+        f"No stock architecture holds this model ({why}). Export it with target 'pruned' and serve it through the "
+        "pyprune plugin."
     )
 
 

@@ -46,7 +46,7 @@ def measure(
     engine: str = "auto",
     batch_size: int = 64,
     new_tokens: int = 128,
-    prompt_tokens: int = 2048,
+    prompt_tokens: int | None = None,
     repeats: int = 3,
     precision: float = 0.0,
     max_repeats: int | None = None,
@@ -67,7 +67,7 @@ def measure(
         engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
         batch_size: prompts in a generation request.
         new_tokens: tokens generated for each.
-        prompt_tokens: length of the prompt-processing prompt, in tokens.
+        prompt_tokens: length of the prompt-processing prompt, in tokens; None = 2,048, or as many as all models read.
         repeats: timed turns of each model and column; with ``precision`` the least number.
         precision: take turns of a column until the 95 % interval of every model's ratio to the first one is no wider
             than this share of it (0.02 = 2 %); 0 = exactly ``repeats`` turns.
@@ -86,23 +86,68 @@ def measure(
         MissingDependencyError: the engine that was named is not installed.
         EngineError: an engine failed; its last log lines are in the message.
     """
-    workload = Workload(batch_size, new_tokens, prompt_tokens, repeats, dtype, seed, precision, max_repeats)
-    workload.validate()
-    if not models:
-        raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
+    workload = workload_of(
+        models,
+        engine=engine,
+        quantise=quantise,
+        prompt_tokens=prompt_tokens,
+        batch_size=batch_size,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        dtype=dtype,
+        seed=seed,
+        precision=precision,
+        max_repeats=max_repeats,
+    )
     chosen, note = choose_engine(engine)
     if note:
         say(note, "yellow")
-    _check_format(chosen, dtype, quantise)
+    if prompt_tokens is None and workload.prompt_tokens != Workload.prompt_tokens:
+        say(f"The prompt has {workload.prompt_tokens} tokens: the models read no more with the one that is generated.")
     with ExitStack() as files:
         given = {
             name: _open(chosen, source, (gguf_files or {}).get(name), quantise or GGUF_FORMAT, files)
             for name, source in models.items()
         }
-        _check_lengths(given, workload)
         run = _Run(chosen, workload, given, jsonl)
         run.take()
         return run.report(note)
+
+
+def workload_of(
+    models: Mapping[str, str | Path],
+    *,
+    engine: str = "auto",
+    quantise: str | None = None,
+    prompt_tokens: int | None = None,
+    **options: Any,
+) -> Workload:
+    """What is timed, once it is known that these models can be: their sizes are read, and nothing else is done.
+
+    Args:
+        models: as in :func:`measure`, like ``engine``, ``quantise`` and ``prompt_tokens``.
+        options: the other fields of :class:`Workload`.
+
+    Raises:
+        ConfigError, CheckpointError, MissingDependencyError: as :func:`measure`.
+    """
+    workload = Workload(**options) if prompt_tokens is None else Workload(prompt_tokens=prompt_tokens, **options)
+    workload.validate()
+    if not models:
+        raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
+    chosen, _ = choose_engine(engine)
+    _check_format(chosen, workload.dtype, quantise)
+    limits = {name: _max_length(chosen, source) for name, source in models.items()}
+    shortest = min((limit for limit in limits.values() if limit is not None), default=workload.max_length)
+    if prompt_tokens is None and 1 < shortest <= workload.prompt_tokens:
+        workload = replace(workload, prompt_tokens=shortest - 1)  # one token is generated
+    _check_lengths(limits, workload)
+    return workload
+
+
+def _max_length(engine: EngineName, source: str | Path) -> int | None:
+    is_file = engine == "llamacpp" and is_gguf(source)
+    return (read_gguf(Path(source)) if is_file else read_checkpoint(source, verify=False)).max_length
 
 
 @dataclass(frozen=True)
@@ -132,12 +177,12 @@ def _open(engine: EngineName, source: str | Path, written: str | None, quantise:
     return _Given(found.folder, replace(read_gguf(Path(file)), parameters=found.parameters))
 
 
-def _check_lengths(given: Mapping[str, _Given], workload: Workload) -> None:
+def _check_lengths(limits: Mapping[str, int | None], workload: Workload) -> None:
     found = [
         f"{name} reads at most {limit} tokens, the workload needs {workload.max_length}; lower prompt_tokens "
         f"({workload.prompt_tokens}) or new_tokens ({workload.new_tokens})."
-        for name, model in given.items()
-        if (limit := model.checkpoint.max_length) is not None and limit < workload.max_length
+        for name, limit in limits.items()
+        if limit is not None and limit < workload.max_length
     ]
     if found:
         raise ConfigError(found)

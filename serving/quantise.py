@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pyprune.checkpoint.shards import Entry, TensorFiles
+    from pyprune.plan import PrunePlan
 
 MAX_SHARD_BYTES = 5 * 10**9
 CLIPS = tuple(1 - step / 40 for step in range(13))
@@ -245,8 +247,7 @@ def choose_quantisation(model: PreTrainedModel, name: str) -> Quantisation:
     """
     if name not in SCHEMES:
         raise ConfigError(did_you_mean(name, SCHEMES, "quantisation"))
-    if find_spec("compressed_tensors") is None:
-        raise MissingDependencyError("compressed-tensors", "vllm", "Writing quantised weights")
+    check_quantising_installed()
     layers, ignored = _linear_layers(model)
     problems = list(_problems(model, layers, name))
     if problems:
@@ -257,6 +258,29 @@ def choose_quantisation(model: PreTrainedModel, name: str) -> Quantisation:
     groups = SCHEMES[name].groups
     group = next((g for g in groups if all(width % g == 0 for _, width in layers.values())), None)
     return Quantisation(name, group, layers, ignored)
+
+
+def check_quantising_installed() -> None:
+    """Raise :class:`MissingDependencyError` without the package that rounds weights."""
+    if find_spec("compressed_tensors") is None:
+        raise MissingDependencyError("compressed-tensors", "vllm", "Writing quantised weights")
+
+
+def why_not_quantised(plan: PrunePlan, name: str) -> str:
+    """Why a scheme does not take the widths of a plan; empty where it does. :func:`choose_quantisation` has the rule.
+
+    Args:
+        plan: what stays of a dense model.
+        name: a key of :data:`SCHEMES`.
+    """
+    scheme, head_dim = SCHEMES[name], plan.dense.head_dim
+    for index, layer in enumerate(plan.layers):
+        both = {"attention": len(layer.query_heads) * head_dim, "FFN": len(layer.ffn), "hidden": len(plan.hidden)}
+        widths = [(what, size, lcm(scheme.reads, scheme.writes)) for what, size in both.items()]
+        for what, size, multiple in (*widths, ("key and value", len(layer.kv_heads) * head_dim, scheme.writes)):
+            if size % multiple:
+                return f"Layer {index} has {size} {what} channels; {name} needs a multiple of {multiple}."
+    return ""
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:

@@ -180,8 +180,43 @@ def test_settings_that_are_no_options(setting: str, phrase: str) -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("elder.train.steps=20", "Presets of elder with it: elder-anneal, elder-paper"),
+        ("elder.schedule=anneal", "this run has no stage 'regularise'"),
+        ("finetune.steps=3", "this run has no stage 'finetune'"),
+    ],
+)
+def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(settings=[setting])
+    assert says in str(caught.value)
+    assert f"{setting.partition('=')[0]} would do nothing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["elder.gates.penalty_weight=0.01"],
+        ["elder.train.dtype=float32", "elder.train.checkpoint_interval=5"],
+        ["recover.train.steps=3"],
+        ["finetune.steps=3", "stages.after=[finetune]"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_options_that_a_stage_or_the_gates_read_are_taken(settings: list[str]) -> None:
+    assert build_config(settings=settings)
+
+
+def test_dress_penalises_in_its_paper_preset_alone() -> None:
+    assert build_config(preset="dress-paper", settings=["dress.penalty_weight=5e-3"]).options.penalty_weight == 5e-3
+    with pytest.raises(ConfigError, match=r"dress\.penalty_weight would do nothing"):
+        build_config(options={"method": "dress"}, settings=["dress.penalty_weight=5e-3"])
+
+
 def test_a_smaller_batch_needs_no_second_option() -> None:
-    config = build_config(settings=["elder.train.batch_size=2"])
+    config = build_config(preset="elder-anneal", settings=["elder.train.batch_size=2"])
     assert (config.options.train.batch_size, config.options.train.micro_batch_size) == (2, 8)
     assert config.options.train.sequences_per_pass == 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from pyprune.budget.formats import WeightFormat, weight_format
@@ -248,6 +248,12 @@ class Costs:
         if self.measured is None:
             raise no_profile(str(quantity))
         return self.measured
+
+
+def common_multiple(plan: PrunePlan) -> int:
+    """The largest number of which all widths of a plan's linear layers are multiples."""
+    heads = (len(each) * plan.dense.head_dim for layer in plan.layers for each in (layer.query_heads, layer.kv_heads))
+    return gcd(len(plan.hidden), *heads, *(len(layer.ffn) for layer in plan.layers))
 
 
 def no_profile(what: str) -> BudgetError:

@@ -16,6 +16,8 @@ from pyprune.config.cut import ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
 
+MULTIPLES = ("ffn_multiple", "kv_heads_multiple", "query_heads_multiple")
+
 
 @dataclass(frozen=True)
 class FitOptions(Config):
@@ -78,6 +80,17 @@ class FitOptions(Config):
         _require(
             self.data.layout == "stream",
             "data.layout is 'instructions', which is for recovery; set 'stream'.",
+            found,
+        )
+        usual = ChoiceOptions()
+        changed = [name for name in MULTIPLES if getattr(self.choices, name) != getattr(usual, name)]
+        if changed and not self.keep_multiples:
+            names = " and ".join(f"choices.{name}" for name in changed)
+            found.append(f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true.")
+        _require(
+            self.tensor_parallel == 1 or not self.keep_multiples,
+            f"tensor_parallel is {self.tensor_parallel} and keep_multiples is on, which would keep widths that so many "
+            "devices cannot share. Leave out keep_multiples.",
             found,
         )
         return found

@@ -255,6 +255,11 @@ class Profile:
             f"{text} Measure again with `pyprune profile MODEL`, or give --allow-mismatch to use it in spite of that."
         )
 
+    @property
+    def used_device(self) -> str:
+        """What engines may see to run as the profile's did: cpu, or auto where an accelerator did the work."""
+        return "cpu" if self.machine["device"] == self.machine["cpu"] else "auto"
+
     def probe(self, name: str) -> Probe:
         """The probe of this name."""
         return next(probe for probe in self.probes if probe.name == name)

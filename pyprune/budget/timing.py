@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,12 +18,13 @@ from pyprune.budget.probes import Model, dense_config, probe_plans, write_served
 from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.sizes import MULTIPLES
-from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
+from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, visible, written_bytes
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
 from pyprune.serving.engines import EngineName, choose_engine
 from pyprune.serving.gguf.write import FORMATS
@@ -122,7 +122,7 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
         reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
-        ConfigError: invalid options, or a workload beyond the model's context.
+        ConfigError: invalid options, a device that is not there, or a workload beyond the model's context.
         CheckpointError, UnsupportedModelError: the model cannot be read, or its family is not known.
         MissingDependencyError: the engine is not installed.
         EngineError: an engine failed; its last log lines are in the message.
@@ -130,6 +130,7 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
     """
     o = options or ProfileOptions()
     o.validate()
+    resolve_device(o.device)
     engine, note = choose_engine(o.engine)
     if note:
         say(note, "yellow")
@@ -141,7 +142,7 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
     known = {name: value for name, value in reading.items() if value is not None}
     tokenizer = load_tokenizer(str(source), **known) if engine == "llamacpp" else None
     run = _Run(o, engine, dtype, config, tokenizer=tokenizer)
-    with _visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
+    with visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
         run.products = time_products(config, dtype)
         run.take(Path(work))
     return run.profile([note] if note else [])
@@ -173,22 +174,6 @@ def _check_lengths(config: PretrainedConfig, quantities: Sequence[Quantity]) -> 
             f"The model reads at most {limit} tokens, the workloads need {longest}; name shorter ones with --prefill "
             "and --generation."
         )
-
-
-@contextmanager
-def _visible(device: str) -> Iterator[None]:
-    """Hide the accelerators from the engines' processes where the CPU was asked for."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    if device == "cpu":
-        os.environ[name] = ""
-    try:
-        yield
-    finally:
-        if device == "cpu":
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
 
 
 @dataclass

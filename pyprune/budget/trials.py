@@ -190,7 +190,7 @@ class _Store:
     """
 
     def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
-        self.records = RecordFile(path, program="pyprune fit", option="--block-losses")
+        self.records = RecordFile(path, program="pyprune fit", option="--cache")
         self.name = digest(identity)
         self.added = 0
         others = [r["identity"] for key, r in self.records.of("identity").items() if key != self.name]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyprune.budget.probes import Model
 from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
-from pyprune.runtime.progress import say, track
+from pyprune.runtime.progress import say, time_left, track
 from pyprune.serving.engines import Engine, EngineName
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, fills_gpu, sequence_bytes
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
 
+Enough = Callable[[Sequence[Timing]], bool]
 WARM_TOKENS = 8
 """New tokens of a warm-up generation: enough for every kernel to have run once with these shapes."""
 QUICK_S = 2.0
@@ -83,7 +87,7 @@ class EngineGroup:
         repeats: int,
         group: int,
         *,
-        enough: Callable[[Sequence[Timing]], bool] = lambda _: False,
+        enough: Enough = lambda _: False,
     ) -> Iterator[Timing]:
         """Every workload and repeat of the models, the first of ``names`` also at the end of each workload.
 
@@ -119,6 +123,7 @@ class EngineGroup:
         *,
         room: int,
         repeats: int,
+        enough: Enough = lambda _: False,
     ) -> Iterator[tuple[list[str], list[Timing]]]:
         """Time models beside the dense one, as many at once as there is room for.
 
@@ -130,27 +135,33 @@ class EngineGroup:
             write: writes one of these when its turn comes; None = it is left out.
             room: engines that may be loaded at once.
             repeats: see :meth:`round`.
+            enough: see there; asked where the models are loaded side by side.
 
         Yields:
             (names of the models of a group, all turns of the group, the dense model's among them).
         """
         if room > 1:
             self.load({DENSE: dense})
-        step = max(1, room - 1)
-        for number, start in enumerate(range(0, len(names), step)):
+        starts = range(0, len(names), step := max(1, room - 1))
+        began = time.perf_counter()
+        for number, start in enumerate(starts):
             written = {name: write(name) for name in names[start : start + step]}
             models = {name: model for name, model in written.items() if model is not None}
             if models:
-                say(f"Timing {', '.join(models)}.")
-                yield list(models), list(self._beside(dense, models, repeats, number, resident=room > 1))
+                left = time_left(began, number, len(starts))
+                where = f"beside the dense model with {self.engine} ({number + 1} of {len(starts)}{left})"
+                say(f"Timing {', '.join(models)} {where}.")
+                beside = partial(self._beside, dense, models, repeats, number)
+                yield list(models), list(beside(enough if room > 1 else None))
 
     def _beside(
-        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, *, resident: bool
+        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, enough: Enough | None
     ) -> Iterator[Timing]:
-        """Time models around the dense one: all loaded at once, or one after another."""
-        if resident:
+        """Time models around the dense one: all loaded at once, or one after another where nothing is ``enough``."""
+        if enough is not None:
             self.load(models)
-            yield from track(self.round([DENSE, *models], repeats, group), f"timing with {self.engine}")
+            turns = self.round([DENSE, *models], repeats, group, enough=enough)
+            yield from track(turns, f"timing with {self.engine}")
             self.close(list(models))
             return
         for name, model in ((DENSE, dense), *models.items()):
@@ -228,3 +239,24 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
 def longest_sequence(quantity: Quantity) -> int:
     """Tokens of the longest sequence that a workload makes."""
     return quantity.tokens + (1 if quantity.kind == "prefill" else quantity.prompt or SHORT_PROMPT_TOKENS)
+
+
+@contextmanager
+def visible(device: str) -> Iterator[None]:
+    """In the block, engines that start see this device alone: no accelerator, or one of those that this process sees.
+
+    Args:
+        device: cpu, or cuda:N; auto and cuda change nothing.
+    """
+    name, (kind, _, index) = "CUDA_VISIBLE_DEVICES", device.partition(":")
+    before = os.environ.get(name)
+    if kind == "cpu":
+        os.environ[name] = ""
+    elif index:
+        os.environ[name] = before.split(",")[int(index)] if before else index
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before

@@ -91,7 +91,9 @@ def _check_json_file(options: Mapping[str, Any]) -> None:
 
 def _kept(options: Mapping[str, Any]) -> str:
     """Say what an interrupted command left behind (outputs appear whole or not at all)."""
-    out = options.get("out")
+    out, samples = options.get("out"), options.get("jsonl")
+    if out is None and samples is not None and os.path.isfile(samples):
+        return f"What was measured until then is in {samples}."
     if out is None:
         return "Nothing was changed."
     if os.path.isfile(out):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyprune.report import Report
 
 DENSE = "dense"
-PROMPT_TOKENS, SERVED_PROMPT_TOKENS = 2048, 512
+PROMPT_TOKENS, SERVED_PROMPT_TOKENS = "2048, or as many as the models read", 512
 """Default length of prompts: of the one that is timed alone, and of those that servers get."""
 BATCH_SIZE = 64
 KV_GIB = 1.0
@@ -192,7 +192,7 @@ def bench(
     }
     alone = {"engine": engine, "batch_size": batch_size, "quantise": quantise}
     prepare = _servers if serving else _engine
-    measure = prepare({**common, "prompts": prompts}, load, alone, jsonl)
+    check, measure = prepare({**common, "prompts": prompts}, load, alone, jsonl)
     if jsonl is not None:
         check_lines(jsonl)
     if report is not None:
@@ -203,6 +203,7 @@ def bench(
     annotated = named(pruned) if annotate else {}
     for folder in annotated.values():
         check_annotatable(folder)
+    check(models)  # what cannot be timed is an error now, not after the perplexities
     perplexity = None
     with ExitStack() as written:
         files: dict[str, str] = {}
@@ -235,6 +236,8 @@ class _Found:
     facts: Callable[[str], dict[str, Any]]
 
 
+Check = Callable[[Mapping[str, str]], object]
+"""(models) -> nothing, or an error: they cannot be measured so."""
 Measure = Callable[[Mapping[str, str], Mapping[str, str], Mapping[str, float] | None], _Found]
 """(models, GGUF files of some of them, perplexities) -> what was measured."""
 
@@ -254,27 +257,25 @@ def named(pruned: Sequence[str]) -> dict[str, str]:
 
 def _engine(
     common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
-) -> Measure:
-    """Check the options of the engine alone; return what measures with them."""
+) -> tuple[Check, Measure]:
+    """Check the options of the engine alone; return what checks models and what measures them with these."""
     from pyprune.serving.engines import choose_engine
-    from pyprune.serving.measure import measure
-    from pyprune.serving.speed import Workload
+    from pyprune.serving.measure import measure, workload_of
     from pyprune.serving.table import conditions, speed_facts, speed_table
     from pyprune.serving.tradeoff import speed_tradeoff
 
     given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value not in (None, False)]
     if given:
         raise ConfigError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to servers; add --serving.")
-    choose_engine(alone["engine"])  # a missing engine is an error now, not after the perplexities
-    options = {**common, **alone, "jsonl": jsonl}
-    prompt, *others = options.pop("prompts") or (PROMPT_TOKENS,)
+    choose_engine(alone["engine"])
+    options = {**common, **alone}
+    prompt, *others = options.pop("prompts") or (None,)
     if others:
         raise ConfigError("--prompt-tokens names several lengths, which belong to servers; give one, or add --serving.")
     options["prompt_tokens"] = prompt
-    Workload(**{field.name: options[field.name] for field in fields(Workload)}).validate()
 
     def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
-        report = measure(models, **options, gguf_files=files)
+        report = measure(models, **options, jsonl=jsonl, gguf_files=files)
         return _Found(
             report.to_dict(),
             (speed_table(report, perplexity=perplexity), conditions(report)),
@@ -282,16 +283,16 @@ def _engine(
             partial(speed_facts, report),
         )
 
-    return found
+    return partial(workload_of, **options), found
 
 
 def _servers(
     common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
-) -> Measure:
-    """Check the options of servers under load; return what measures with them."""
+) -> tuple[Check, Measure]:
+    """Check the options of servers under load; return what checks models and what measures them with these."""
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo, with_prompts
-    from pyprune.serving.load.run import measure_serving
+    from pyprune.serving.load.run import check_servers, measure_serving
     from pyprune.serving.load.table import load_table, load_text, server_table
     from pyprune.serving.tradeoff import load_tradeoff
 
@@ -325,7 +326,7 @@ def _servers(
             },
         )
 
-    return found
+    return partial(check_servers, options=options), found
 
 
 def _refuse_with_serving(alone: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from pyprune.cli.base import Debug, GgufFile, JsonFile, Overwrite, RemoteCode, Resume, Revision, guarded, output
 from pyprune.cli.profile import Mismatch
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import say
 
 if TYPE_CHECKING:
@@ -157,7 +157,10 @@ def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str 
     """Engine and format of the weights, where one of them says what the other is; a named profile says both."""
     from pyprune.budget.formats import weight_format
     from pyprune.budget.timing import default_dtype
+    from pyprune.serving.engines import ENGINES
 
+    if engine not in ENGINES:
+        raise ConfigError(did_you_mean(engine, ENGINES, "inference engine"))
     if weights is None:
         return engine, None if named or engine == "auto" else default_dtype(engine)
     if weight_format(weights).layout == "gguf":
@@ -184,6 +187,11 @@ def _profile(
 
     if named is not None:
         found = Profile.load(named)
+        if engine not in ("auto", found.engine):
+            raise ConfigError(
+                f"--engine is {engine}, and the profile {found.name} is of {found.engine}, which would run the model. "
+                "Leave out one of them."
+            )
         if not allow:
             found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
         return found
@@ -219,10 +227,16 @@ def _fit(
 
 
 def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None) -> None:
+    from pyprune.fitting.flow import cache_of
     from pyprune.fitting.flow import sweep as find
     from pyprune.fitting.report import sweep_table
 
     points = find(model, budgets, out=out, **shared)
     data = {"points": [point.to_dict() for point in points]}
     output(data, json_file, sweep_table(points), f"Wrote {out}: report.html, report.md and a plan for each budget.")
-    say(f"To write one of them: pyprune prune {model} --plan {out}/plan-1.json --out pruned/", "dim")
+    kept = shared["cache"] or cache_of(out)
+    say(
+        "To write one of them: the same command without --sweep, with its budget alone, another --out, and "
+        f"--cache {kept}, where its candidates are known.",
+        "dim",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,6 +11,8 @@ from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PretrainedConfig
 
     from pyprune.budget.measured import MeasuredCosts
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pyprune.plan import PrunePlan
     from pyprune.report import Cell, Table
 
+T = TypeVar("T")
 LARGEST = 10_000_000
 Mismatch = Annotated[
     bool,
@@ -50,7 +53,7 @@ def profile(
         str | None,
         typer.Option(
             metavar="N,N",
-            help="Prompt lengths in tokens. Default: 512,2048, or those that MODEL reads.",
+            help="Prompt lengths in tokens, or none. Default: 512,2048, or those that MODEL reads.",
             show_default=False,
         ),
     ] = None,
@@ -58,8 +61,8 @@ def profile(
         str | None,
         typer.Option(
             metavar="BxN,BxN+P",
-            help="Sequences at a time x new tokens of each, + the tokens of each prompt where they are long. Default: "
-            "64x128,1x128,4x64+1024, or those that MODEL reads.",
+            help="Sequences at a time x new tokens of each, + the tokens of each prompt where they are long; "
+            "or none. Default: 64x128,1x128,4x64+1024, or those that MODEL reads.",
             show_default=False,
         ),
     ] = None,
@@ -91,8 +94,8 @@ def profile(
         dtype=dtype,
         device=device,
         repeats=repeats,
-        prefill=None if prefill is None else tuple(_lengths(prefill)),
-        generation=None if generation is None else tuple(_batches(generation)),
+        prefill=None if prefill is None else _workloads(prefill, _count),
+        generation=None if generation is None else _workloads(generation, _with_prompt),
         probes=probes,
         seed=seed,
         resident=resident,
@@ -138,7 +141,7 @@ def predict(
     from pyprune.budget.measured import MeasuredCosts
     from pyprune.budget.profile import Profile
 
-    batch, tokens = _batch(context) if "x" in context else (1, *_lengths(context))[:2]
+    batch, tokens = _batch(context) if "x" in context else (1, _count(context, context))
     known = Profile.load(profile)
     plan = plan_of(target, known)
     known.check(plan, allow=allow_mismatch)
@@ -148,18 +151,14 @@ def predict(
     output(data, json_file, _prediction_table(plan, rows))
 
 
-def _lengths(text: str) -> list[int]:
-    """The lengths in "512,2048"."""
-    return [_count(part, text) for part in comma_separated(text)]
+def _workloads(text: str, read: Callable[[str, str], T]) -> tuple[T, ...]:
+    """Each part of "512,2048" as it is read; nothing for "none"."""
+    return () if text.strip() == "none" else tuple(read(part, text) for part in comma_separated(text) or [text])
 
 
-def _batches(text: str) -> list[tuple[int, ...]]:
-    """The (sequences, tokens) in "64x128,1x128", and the prompts' length in "4x64+1024"."""
-    return [_with_prompt(part) for part in comma_separated(text)]
-
-
-def _with_prompt(text: str) -> tuple[int, ...]:
-    batch, sign, prompt = text.partition("+")
+def _with_prompt(part: str, text: str) -> tuple[int, ...]:
+    """The (sequences, tokens) in "64x128", and the prompts' length in "4x64+1024"."""
+    batch, sign, prompt = part.partition("+")
     return (*_batch(batch), *([_count(prompt, text)] if sign else []))
 
 
@@ -273,7 +272,7 @@ def _predictions(
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
     """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
-    from pyprune.budget.cost import Costs, ExactCosts
+    from pyprune.budget.cost import Costs, ExactCosts, common_multiple
     from pyprune.budget.quantities import Quantity
     from pyprune.plan import PrunePlan
 
@@ -286,7 +285,8 @@ def _predictions(
         else:
             tokens = quantity.batch * quantity.tokens
             rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
-    costs = {name: Costs(ExactCosts.of(config, name), measured) for name in formats}
+    multiple = common_multiple(plan)
+    costs = {name: Costs(ExactCosts.of(config, name, multiple=multiple), measured) for name in formats}
     counted = Quantity("parameters")
     first = next(iter(costs.values()))
     rows.append(("parameters", {"dense": first.predicted(counted, dense), "plan": first.predicted(counted, plan)}))

@@ -77,7 +77,7 @@ def prune(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. elder.train.steps=20. Repeatable."
+            "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. recover.train.steps=20. Repeatable."
         ),
     ] = None,
     recovery: Annotated[

@@ -34,7 +34,8 @@ def export(
     target: Annotated[
         str,
         typer.Option(
-            help="auto (a stock architecture whenever the sizes allow), stock (refuse otherwise), or pruned "
+            help="auto (as it is stored: what was cut by pyprune is stock where the sizes allow), stock (refuse "
+            "otherwise), or pruned "
             "(pyprune's own, with sizes per layer)."
         ),
     ] = "auto",

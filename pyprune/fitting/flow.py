@@ -40,7 +40,8 @@ from pyprune.runtime.files import atomic_folder, check_output, work_folder, writ
 from pyprune.runtime.progress import warn
 from pyprune.runtime.records import digest
 from pyprune.serving.export import export
-from pyprune.serving.gguf.write import check_gguf_output, export_gguf
+from pyprune.serving.gguf.write import check_gguf_installed, check_gguf_output, export_gguf
+from pyprune.serving.quantise import check_quantising_installed
 from pyprune.serving.table import speed_facts
 
 ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
@@ -167,6 +168,7 @@ def sweep(
 
     Raises:
         BudgetError: a budget that cannot be read or kept (before anything is written).
+        MissingDependencyError: the report's charts need a package that is not installed.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
     wanted = [b if isinstance(b, Budget) else Budget.parse(b) for b in budgets]
@@ -175,6 +177,7 @@ def sweep(
     place = Path(out)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
+    check_charts()
     fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
@@ -289,8 +292,11 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
     if place is None:
         return
     if weight_format(weights).layout != "gguf":
+        check_quantising_installed()
         check_output(place, overwrite=overwrite, reads=[out])
-    elif out.parent.is_dir():  # else the checkpoint makes it
+        return
+    check_gguf_installed()
+    if out.parent.is_dir():  # else the checkpoint makes it
         check_gguf_output(place, out, overwrite=overwrite)
 
 

@@ -44,7 +44,10 @@ from pyprune.runtime.device import parked
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
+from pyprune.serving.gguf.tokenizer import read_vocabulary
+from pyprune.serving.quantise import why_not_quantised
 from pyprune.serving.speed import SpeedReport
+from pyprune.serving.widths import why_not_split
 from pyprune.stages import PruneResult
 
 CANDIDATE = "candidate"
@@ -151,6 +154,7 @@ class Fitting:
             BudgetError: the profile is of other sizes.
             CheckpointError: the model cannot be loaded.
             UnsupportedModelError: pyprune does not know its family, or what is to run it has no place for it.
+            ConfigError: devices that cannot share its layers, see :meth:`check_shared`.
         """
         options.validate()
         check_sources(options.data.sources)
@@ -164,7 +168,21 @@ class Fitting:
         reason = found.why_not(found.identity)
         if reason:
             raise UnsupportedModelError(f"{reason} Choose another format of the weights, or another engine.")
+        found.check_shared()
+        if weight_format(weights).layout == "gguf":
+            read_vocabulary(tokenizer, found.identity.dense.vocab_size)
         return found
+
+    def check_shared(self) -> None:
+        """Refuse devices that cannot share a layer that stays as it is: every layer may.
+
+        Raises:
+            ConfigError: the dense widths are no multiples of ``tensor_parallel``.
+        """
+        ranks = self.options.tensor_parallel
+        reason = why_not_split([layer.widths for layer in self.identity.layers], ranks)
+        if reason:
+            raise ConfigError(f"tensor_parallel is {ranks}, and layers may stay as they are: {reason}")
 
     @cached_property
     def identity(self) -> PrunePlan:
@@ -175,16 +193,21 @@ class Fitting:
     def costs(self) -> Costs:
         """Counts parameters and bytes, and predicts times where there is a profile."""
         measured = MeasuredCosts(self.profile) if self.profile is not None else None
-        multiple = 0 if self.options.keep_multiples else math.gcd(self.rules.ffn_multiple, self.identity.dense.head_dim)
+        o = self.options
+        ffn_multiple = o.choices.ffn_multiple if o.keep_multiples else self.rules.ffn_multiple
+        multiple = math.gcd(ffn_multiple, self.identity.dense.head_dim)
         return Costs(ExactCosts.of(self.model.config, self.weights, multiple=multiple), measured)
 
     @cached_property
     def why_not(self) -> Callable[[PrunePlan], str]:
-        """(plan) -> why what is to run it has no place for it: the profile's engine, llama.cpp for GGUF formats."""
+        """(plan) -> why it cannot run: in the profile's engine, in llama.cpp for GGUF formats, or quantised."""
         engines = [self.profile.engine] if self.profile is not None else []
-        if weight_format(self.weights).layout == "gguf":
+        layout = weight_format(self.weights).layout
+        if layout == "gguf":
             engines.append("llamacpp")
         rules = [refusals(self.model.config, engine) for engine in dict.fromkeys(engines)]
+        if layout in ("channel", "packed"):
+            rules.append(lambda plan: why_not_quantised(plan, self.weights))
         return lambda plan: next(filter(None, (rule(plan) for rule in rules)), "")
 
     @cached_property
@@ -410,7 +433,6 @@ class Fitting:
 
     def _timed(self, attempt: Attempt, quantities: Sequence[Quantity], profile: Profile) -> Attempt:
         """Run a candidate beside the dense model."""
-        say(f"Timing the best candidate beside the dense model with {profile.engine}.")
         plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
         with parked(self.model, self.model.device):
             seconds = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)

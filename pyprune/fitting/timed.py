@@ -7,16 +7,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.formats import weight_format
-from pyprune.budget.measured import MeasuredCosts, ratios_to_dense
+from pyprune.budget.measured import MeasuredCosts, ratios_to_dense, relative_seconds
 from pyprune.budget.probes import dense_config, write_served
 from pyprune.budget.profile import DENSE, Profile, Timing, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
-from pyprune.budget.turns import EngineGroup
+from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, visible, written_bytes
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import family_for
@@ -46,15 +45,16 @@ def time_plans(
     repeats: int,
     tokenizer: Any,
 ) -> dict[str, dict[Quantity, float]]:
-    """Median seconds of every plan and workload, turn by turn in engines that stay loaded side by side.
+    """Seconds of every plan and workload, turn by turn in engines that stay loaded side by side.
 
-    How long a model takes depends on its shapes alone, so that random weights are run. Long turns are not repeated
-    where two of them agree (:func:`agree`).
+    Where the memory holds one engine, they are loaded one after another. Each turn counts by its ratio to the dense
+    model's of that moment, so that a machine that slows down does not matter. How long a model takes depends on its
+    shapes alone, so that random weights are run. Long turns are not repeated where two of them agree (:func:`agree`).
 
     Args:
         profile: whose engine and dtype run them.
         config: of the dense model.
-        plans: name -> plan, the dense model first.
+        plans: name -> plan; :data:`DENSE` is among them.
         quantities: workloads.
         repeats: most timed turns of each, after a warm-up.
         tokenizer: of the model; a GGUF file needs one.
@@ -64,19 +64,19 @@ def time_plans(
         UnsupportedModelError: the engine cannot hold a plan.
     """
     engine, _ = choose_engine(profile.engine)
-    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as work:
+    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder, visible(profile.used_device):
+        work = Path(folder)
         models = {
-            name: write_served(config, plan, Path(work) / name, engine, profile.dtype, tokenizer)
+            name: write_served(config, plan, work / name, engine, profile.dtype, tokenizer)
             for name, plan in plans.items()
         }
-        vocab_size = next(iter(plans.values())).dense.vocab_size
-        with EngineGroup(engine, profile.dtype, quantities, vocab_size) as group:
-            group.load(models)
-            turns = list(group.round(list(models), repeats, 0, enough=agree))
-    return {
-        name: {q: median(t.seconds for t in turns if t.probe == name and t.quantity == q) for q in quantities}
-        for name in models
-    }
+        dense = models.pop(DENSE)
+        room = room_for(engine, written_bytes(work / DENSE), cache_bytes(dense[1], quantities, profile.dtype))
+        with EngineGroup(engine, profile.dtype, quantities, plans[DENSE].dense.vocab_size) as engines:
+            groups = engines.in_groups(dense, list(models), models.get, room=room, repeats=repeats, enough=agree)
+            turns = [turn for _, found in groups for turn in found]
+    seconds = {quantity: relative_seconds(turns, quantity)[0] for quantity in quantities}
+    return {name: {quantity: seconds[quantity][name] for quantity in quantities} for name in plans}
 
 
 def agree(turns: Sequence[Timing]) -> bool:
@@ -132,7 +132,8 @@ def time_winner(
         prompt_tokens=int(min(Workload.prompt_tokens, limit - 1)),
         new_tokens=int(min(Workload.new_tokens, max(1, limit - SHORT_PROMPT_TOKENS))),
     )
-    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder:
+    device = profile.used_device if profile is not None else "auto"
+    with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder, visible(device):
         dense: str | Path = source
         if any(reading.values()) or not _is_served(source):
             say("The dense model is timed with random weights: engines do not read it as it was read here.")
@@ -172,10 +173,12 @@ def profile_of(
 
     Raises:
         ConfigError: a dtype that the engine does not run.
+        BudgetError: a workload that is longer than what the model reads.
         PypruneError: what stops a measurement.
     """
     chosen, _ = choose_engine(engine)
     config = dense_config(model, **reading)
+    _check_read(config, quantities)
     known = _stored(config, chosen, dtype or default_dtype(chosen))
     if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
@@ -191,6 +194,17 @@ def profile_of(
     found = take_profile(model, options, **reading)
     say(f"Kept as {found.save(stored_as(found.name))}.")
     return found
+
+
+def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> None:
+    limit = position_limit(config) or math.inf
+    for quantity in quantities:
+        needed = longest_sequence(quantity)
+        if needed <= limit:
+            continue
+        most = quantity.tokens - (needed - int(limit))
+        nearest = f" Limit {replace(quantity, tokens=most)} instead, for a speed-up speedup@{most}." if most > 0 else ""
+        raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 
 
 def _stored(config: PretrainedConfig, engine: str, dtype: str) -> Profile | None:

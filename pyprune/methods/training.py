@@ -32,7 +32,7 @@ def reconstructed(config: PruneConfig) -> PruneConfig:
 def published_training(steps: int, validation_interval: int) -> TrainConfig:
     """The papers' training constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
     return TrainConfig(
-        optimizer="adamw",
+        optimizer="fused_adamw",
         learning_rate=2e-5,
         weight_decay=0.0,
         steps=steps,

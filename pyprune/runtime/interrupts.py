@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: when they may come, and what they mean."""
+"""Ctrl-C, SIGTERM and SIGHUP: when they may come, and what they mean."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interruption:
@@ -27,26 +29,26 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """SIGTERM (docker stop, Slurm, Kubernetes) raises KeyboardInterrupt in the block, as Ctrl-C does.
+    """SIGTERM (docker stop, Slurm, Kubernetes) and SIGHUP (a closed terminal) are as Ctrl-C: KeyboardInterrupt.
 
     What it raises may become another error on its way (an import that was stopped halfway), so ask ``came`` too. In the
     main thread only, where Python delivers signals; a signal that the process ignores stays ignored.
     """
     interruption = Interruption()
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    numbers = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]
     with _handled(dict.fromkeys(numbers, interruption)):
         yield interruption
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended, and SIGTERM where Python handles it.
+    """Hold Ctrl-C back until the block has ended, and SIGTERM and SIGHUP where Python handles them.
 
     In the main thread only, where Python delivers signals.
     """
     received: list[tuple[int, Any]] = []
     # What Python does not handle (ignored, the system's default, or another library's) stays as it is.
-    handlers = {n: h for n in (signal.SIGINT, signal.SIGTERM) if callable(h := signal.getsignal(n))}
+    handlers = {n: h for n in ENDING if callable(h := signal.getsignal(n))}
     with _handled(dict.fromkeys(handlers, lambda number, frame: received.append((number, frame)))):
         yield
     if received:

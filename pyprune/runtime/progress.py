@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TypeVar
@@ -39,6 +40,20 @@ def printable(text: str) -> str:
 def say(text: str, style: str = "") -> None:
     """Print a line on stderr: in a style on a terminal, plain in a log, brackets left as they are."""
     console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def time_left(began: float, done: int, total: int) -> str:
+    """What is left of equal parts, in words for the end of a line: ", about 12 min left"; nothing before the first.
+
+    Args:
+        began: :func:`time.perf_counter` at the start of the first part.
+        done: parts that are finished.
+        total: all parts.
+    """
+    if not done:
+        return ""
+    minutes = (time.perf_counter() - began) / done * (total - done) / 60
+    return f", about {minutes:.0f} min left" if minutes >= 1 else ", under a minute left"
 
 
 def warn(text: str) -> None:

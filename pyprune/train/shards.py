@@ -45,10 +45,7 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
     for entry, facts in cast(dict[str, Any], stored).items():
         name, _, owner = entry.partition("@")
         if owner and not owner.endswith(f"/{processes.count()}"):
-            raise CheckpointError(
-                f"{folder.parent} holds moments in 8 bits of {owner.partition('/')[2]} processes, which only as many "
-                f"can continue; these are {processes.count()}. Start as many, or train with memory 'full'."
-            )
+            raise of_other_processes(folder.parent, int(owner.partition("/")[2]))
         if not owner or own_name(name) == entry:
             group, _, key = name.partition("/")
             size, dtype = facts.size, facts.properties.dtype
@@ -63,6 +60,15 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
         group, _, key = entry.partition("@")[0].partition("/")
         found.setdefault(group, {})[key] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
+
+
+def of_other_processes(folder: Path, count: int) -> CheckpointError:
+    """The refusal of a state of so many processes: blocks of moments end elsewhere in the parts of others."""
+    of = "one process" if count == 1 else f"{count} processes"
+    return CheckpointError(
+        f"{folder} holds moments in 8 bits of {of}, which only as many can continue; these are {processes.count()}. "
+        "Start as many, or train with memory 'full'."
+    )
 
 
 def is_blocks(entry: str) -> bool:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from pyprune.errors import shown
 from pyprune.runtime import processes
-from pyprune.train.shards import SHARDS, Empty, Tensors, own_name, quietly, read_shards
+from pyprune.train.shards import (
+    SHARDS,
+    Empty,
+    Tensors,
+    is_blocks,
+    of_other_processes,
+    own_name,
+    quietly,
+    read_shards,
+)
 from pyprune.train.state import TrainState, load_state, read_whole, save_state
 
 
@@ -64,6 +73,8 @@ def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Ten
         if (folder / SHARDS).is_dir():
             return read_shards(folder / SHARDS, empty)
         whole = read_whole(folder)
+        if any(is_blocks(f"{group}/{key}") for group, entries in whole.items() for key in entries):
+            raise of_other_processes(folder, 1)
         return {group: {key: part(group, key, t) for key, t in entries.items()} for group, entries in whole.items()}
 
     return load_state(path, read)

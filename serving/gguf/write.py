@@ -73,7 +73,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
 
     if quantise not in FORMATS:
         raise ConfigError(did_you_mean(quantise, FORMATS, "GGUF format"))
-    _check_installed()
+    check_gguf_installed()
     target = Path(out).absolute()
     check_gguf_output(target, source, overwrite=overwrite)
     model = open_model(read_checkpoint(source).folder)
@@ -91,7 +91,8 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
     )
 
 
-def _check_installed() -> None:
+def check_gguf_installed() -> None:
+    """Raise :class:`MissingDependencyError` without the package that writes GGUF files."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:

@@ -60,8 +60,13 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
     return [sys.executable, "-m", "pyprune.serving.launch", "bench", "serve", *words]
 
 
-def run_client(command: Sequence[str], folder: Path) -> dict[str, Any]:
+def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
     """Run the client and return what it wrote.
+
+    Args:
+        command: of :func:`bench_command`.
+        folder: where it writes its result.
+        patience: seconds after which it is ended.
 
     Raises:
         EngineError: it failed, wrote nothing that can be read, or took too long; with the end of its log.
@@ -75,10 +80,10 @@ def run_client(command: Sequence[str], folder: Path) -> dict[str, Any]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=client_environment(),
-                timeout=COMMAND_TIMEOUT_S,
+                timeout=patience,
             )
         except subprocess.TimeoutExpired:
-            raise engine_error(f"`vllm bench serve` took more than {COMMAND_TIMEOUT_S:.0f} s", path) from None
+            raise engine_error(f"`vllm bench serve` took more than {patience:.0f} s", path) from None
         if done.returncode:
             raise engine_error(f"`vllm bench serve` ended with status {done.returncode}", path)
         try:
@@ -90,6 +95,11 @@ def run_client(command: Sequence[str], folder: Path) -> dict[str, Any]:
             why = next((str(text) for text in found.get("errors", ()) if text), "no reason was given")
             raise engine_error(f"{failed} of {found.get('num_prompts')} requests failed: {why.strip()[-500:]}", path)
         return dict(found)
+
+
+def patience_with(load: Load, options: LoadOptions) -> float:
+    """Seconds that a turn may take: an hour, and as long as its requests take to be sent at their rate."""
+    return COMMAND_TIMEOUT_S + (options.requests_of(load) / load.rate if load.rate else 0.0)
 
 
 def client_environment() -> dict[str, str]:

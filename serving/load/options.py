@@ -95,6 +95,9 @@ class LoadOptions:
         found = invalid_options(counts, self.dtype)
         if not 0 < self.kv_gib < math.inf:
             found.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
+        most = max((load.concurrency or 0 for load in self.loads), default=0)
+        if self.requests is not None and 1 <= self.requests < most:
+            found.append(f"requests is {self.requests}; {most} at once need at least as many.")
         if not self.loads:
             found.append("No load was given; name at least one concurrency or request rate.")
         found += precision_problems(self.repeats, self.precision, self.max_repeats)

@@ -13,13 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pyprune.errors import ConfigError, MissingDependencyError
+from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
 from pyprune.serving.export import serve_command
 from pyprune.serving.load.capacity import Capacity, token_bytes
-from pyprune.serving.load.client import bench_command, measured_span, read_turn, run_client
+from pyprune.serving.load.client import bench_command, measured_span, patience_with, read_turn, run_client
 from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
@@ -54,16 +55,24 @@ def measure_serving(
         EngineError: a server or the client failed; its last log lines are in the message.
     """
     options = options or LoadOptions()
+    check_servers(models, options)
+    run = _Run({name: read_checkpoint(source) for name, source in models.items()}, options, jsonl)
+    run.take()
+    return run.report()
+
+
+def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> None:
+    """Refuse what :func:`measure_serving` cannot measure: sizes are read, and nothing else is done.
+
+    Raises:
+        ConfigError, CheckpointError, MissingDependencyError: as there.
+    """
     options.validate()
     if not models:
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
-    found = {name: read_checkpoint(source) for name, source in models.items()}
-    _check_lengths(found, options)
-    run = _Run(found, options, jsonl)
-    run.take()
-    return run.report()
+    _check_lengths({name: read_checkpoint(source, verify=False) for name, source in models.items()}, options)
 
 
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
@@ -156,7 +165,7 @@ class _Run:
         with TemporaryDirectory(prefix="pyprune-bench-") as folder:
             command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
             try:
-                return run_client(command, Path(folder))
+                return run_client(command, Path(folder), patience_with(load, self.options))
             except EngineError:
                 server.check()  # a server that has ended says more than the client
                 raise
@@ -241,8 +250,11 @@ class _Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self._servers.values():
-            server.close()
+        with interrupts_deferred():
+            for server in self._servers.values():
+                server.ask_to_end()
+            for server in self._servers.values():
+                server.close()
 
     def server(self, name: str) -> tuple[Server, list[Server]]:
         """The server of a model, started if it is not up, and the others that are."""

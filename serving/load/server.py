@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.serving.engines import (
     LOAD_TIMEOUT_S,
     end_group,
@@ -57,7 +58,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=engine_environment(),
+            env=server_environment(),
             start_new_session=True,
         )
         try:
@@ -103,11 +104,16 @@ class Server:
                 return None
         return text if answer.status == 200 else None
 
-    def close(self) -> None:
-        """End the server and its processes; safe to call twice."""
+    def ask_to_end(self) -> None:
+        """Let the server end while others do; :meth:`close` waits for it."""
         self._process.terminate()
-        end_group(self._process, STOP_S)
-        self._log.close()
+
+    def close(self) -> None:
+        """End the server and its processes; safe to call twice. A second Ctrl-C waits, or they would be left behind."""
+        with interrupts_deferred():
+            self.ask_to_end()
+            end_group(self._process, STOP_S)
+            self._log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +136,12 @@ class Server:
             if time.perf_counter() - started > LOAD_TIMEOUT_S:
                 raise engine_error(f"The server of {self.model} was not healthy in {LOAD_TIMEOUT_S:.0f} s", self._path)
             time.sleep(POLL_S)
+
+
+def server_environment() -> dict[str, str]:
+    """The environment of a measured server: it answers without a key, and its log says what is read from it."""
+    ours = {name: value for name, value in engine_environment().items() if name != "VLLM_API_KEY"}
+    return {**ours, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1"}
 
 
 def free_port() -> int:

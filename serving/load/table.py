@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pyprune.report import Cell, Table
 from pyprune.serving.load.options import Load, LoadOptions
@@ -154,7 +155,7 @@ def load_text(report: LoadReport) -> str:
 
 def load_notes(report: LoadReport) -> list[str]:
     """Return how sure the ratios are, where that was asked, and what to distrust; one sentence or more each."""
-    notes = [_precision(report), report.note or "", *_doubts(report)]
+    notes = [_precision(report), report.note or "", *_waiting(report), *_doubts(report)]
     return [note for note in notes if note]
 
 
@@ -167,6 +168,21 @@ def _precision(report: LoadReport) -> str:
         if name != report.baseline
     }
     return precision_sentence(found, o.precision, o.most_repeats) if o.precision else ""
+
+
+def _waiting(report: LoadReport) -> list[str]:
+    """Loads of which not all requests fit the cache at once, so that some wait in the server."""
+    found = []
+    for name, model in report.models.items():
+        for load in report.options.loads:
+            tokens = report.options.prompt_of(load) + report.options.new_tokens
+            fit = None if model.capacity is None else replace(model.capacity, context=tokens).sequences
+            if fit is not None and fit < (load.concurrency or 0):
+                found.append(
+                    f"{name}, {load}: the cache holds {fit:.1f} of these requests, the others wait in the server. TTFT "
+                    "and the ratio contain that; raise --kv-gib to measure the model alone."
+                )
+    return found
 
 
 def _doubts(report: LoadReport) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
+from pyprune.errors import ConfigError
+from pyprune.recipe import build_config
 
 
 def run(*arguments: str | Path) -> Result:
@@ -32,11 +36,30 @@ def tiny_elder(checkpoint: Path, text: Path, *more: str | Path) -> list[str | Pa
 def tiny_prune(method: str, checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
     """The same for any of the papers' methods that train."""
     training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
-    sections = (f"{method}.train", "recover.train", "finetune")
-    sets = {f"{section}.{name}": value for section in sections for name, value in training.items()}
+    stages = _stages(method, [str(word) for word in more])
+    sections = {"regularise": f"{method}.train", "recover": "recover.train", "finetune": "finetune"}
+    trained = [section for stage, section in sections.items() if stage in stages]
+    sets = {f"{section}.{name}": value for section in trained for name, value in training.items()}
     if method != "dress":
         gates = {"first_round_steps": 2, "round_steps": 1, "batch_size": 2}
         sets |= {f"{method}.gates.{name}": value for name, value in gates.items()}
     settings = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
     base = ["prune", checkpoint, "--method", method, "--ratio", "0.5", "--calibration", text]
     return [*base, "--samples", "4", "--sequence-length", "16", *settings, *more]
+
+
+def _stages(method: str, more: Sequence[str]) -> set[str]:
+    """Stages of the run that these arguments give: options of others are refused."""
+    given = {name: value for name, value in pairwise(more) if name in ("--preset", "--config", "--recovery")}
+    stages = [value for name, value in pairwise(more) if name == "--set" and value.startswith("stages")]
+    try:
+        found = build_config(
+            preset=given.get("--preset"),
+            recovery=given.get("--recovery"),
+            recipe=given.get("--config"),
+            options={"method": method},
+            settings=stages,
+        ).stages
+    except ConfigError:  # which is what a test is about
+        return set()
+    return {*found.before, *found.after}

@@ -103,14 +103,31 @@ def test_rows_of_an_earlier_search_are_shown_where_there_is_no_other() -> None:
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     row = {"arm": "fitted", "seed": 0, "share": 0.79, "plan": "x", "perplexity": {"prose": 20.0}}
     rows = [
-        {**row, "key": "a", "budget": "prefill@2048<=80%"},
+        {**row, "key": "a", "budget": "prefill@2048<=80%", "engine": "llamacpp"},
         {**row, "key": "b", "budget": "memory@2048<=80%", "measured_share": 0.78},
     ]
     found = table(rows, {"a": {"measured_share": 0.812}})
     memory, prefill = found.splitlines()[2:4]
     assert "| 79.0% | 78.0% |" in memory
     assert "| 79.0% | 81.2% |" in prefill
-    assert "keep 1 of 2 budgets, 2 within 3 % above; from -2.5% to +1.5% beside them." in found
+    kept = "fitted models keep {} of 1 budgets, 1 within 3 % above; from {} to {} beside them."
+    assert f"Measured (counted), {kept.format(1, '-2.5%', '-2.5%')}" in found
+    assert f"Measured (llamacpp), {kept.format(0, '+1.5%', '+1.5%')}" in found
+
+
+def test_plans_are_compared_with_those_of_their_engine() -> None:
+    records = RecordFile(None)
+    row = {"kind": "row", "budget": "prefill@2048<=80%", "seed": 0, "share": 0.8, "plan": "x", "window": WINDOW}
+    rows = [("vllm", "fitted", 9.0), ("vllm", "one width", 8.0), ("llamacpp", "one width", 7.0)]
+    for engine, arm, perplexity in rows:
+        key = f"{engine} {arm}"
+        own = {"engine": engine} if arm == "fitted" else {}  # older rows have it in the record of their time
+        records.add({**row, **own, "key": key, "arm": arm, "search": SEARCH, "perplexity": {"prose": perplexity}})
+        records.add({"kind": "time", "key": key, "engine": engine, "measured_share": 0.8})
+    found = table(_rows(records), records.of("time"))
+    assert "Mean perplexity of fitted below that of one width: 0 of 1." in found
+    engines = [line.split(" | ")[0] for line in found.splitlines() if "prefill" in line]
+    assert engines == ["| llamacpp", "| vllm", "| vllm"]
 
 
 def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:

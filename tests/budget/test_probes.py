@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from pyprune.budget import timing, turns
-from pyprune.budget.cost import ExactCosts
+from pyprune.budget.cost import ExactCosts, common_multiple
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import (
     dense_config,
@@ -40,6 +41,8 @@ from pyprune.serving.gguf.layout import open_model
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.served import SIZES
+from tests.budget._profiles import fake_profile
 
 SMOLLM2 = PrunePlan.identity("llama", Sizes(30, 576, 9, 3, 64, 1536, 49152))
 QUICK = {
@@ -201,13 +204,17 @@ class _Broken(turns.EngineGroup):
 
 
 def test_engines_that_do_not_fit_side_by_side_are_loaded_one_by_one(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timing, "room_for", lambda *sizes: 1)
     monkeypatch.setattr(timing, "EngineGroup", _counting(loaded := []))
     options = ProfileOptions(**{**QUICK, "repeats": 1, "generation": (), "resident": None}, probes=2)  # type: ignore[arg-type]
     profile = take_profile(source, options)
     assert loaded == [[DENSE], ["half of the layers"], [DENSE], ["half of the FFN"]]
+    said = capsys.readouterr().err
+    beside = "beside the dense model with transformers"
+    assert f"Timing half of the layers {beside} (1 of 2)." in said
+    assert f"Timing half of the FFN {beside} (2 of 2, under a minute left)." in said
     assert set(MeasuredCosts(profile).fits) == {Quantity("prefill", 8), Quantity("prefill", 16)}
 
 
@@ -241,6 +248,7 @@ def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
         ({"prefill": (), "generation": ()}, "Neither prefill nor generation"),
         ({"prefill": (0,)}, "prefill@0 is no workload"),
         ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "cuda:99"}, "This machine has . CUDA devices"),
         ({"prefill": (600,)}, "reads at most 512 tokens, the workloads need 601"),
         ({"dtype": "bfloat61"}, "Did you mean 'bfloat16'"),
         ({"dtype": "q8_0"}, "What q8_0 weights take in transformers is not measured"),
@@ -290,6 +298,28 @@ def test_default_workloads_are_those_that_the_model_reads() -> None:
     assert Quantity("prefill", 2048) in asked, "what was asked for is refused, not left out"
 
 
+@pytest.mark.parametrize(
+    ("device", "before", "seen"),
+    [("cpu", "2,3", ""), ("cuda:1", "2,3", "3"), ("cuda:1", None, "1"), ("cuda", "2,3", "2,3"), ("auto", None, None)],
+)
+def test_engines_see_the_device_that_was_asked_for(
+    device: str, before: str | None, seen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_VISIBLE_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with turns.visible(device):
+        assert os.environ.get(name) == seen
+    assert os.environ.get(name) == before
+
+
+def test_a_profile_of_the_cpu_is_used_on_the_cpu(taken: Profile) -> None:
+    """Also on a machine with a GPU, where engines would run otherwise."""
+    assert taken.used_device == "cpu"
+    assert replace(taken, machine={**taken.machine, "device": "a GPU"}).used_device == "auto"
+
+
 def test_long_prompts_are_as_many_and_as_long_as_asked() -> None:
     group = turns.EngineGroup("transformers", "float32", [], vocab_size=500)
     prompts = group._prompts(Quantity("generation", 3, 4, 20), 0)
@@ -326,6 +356,35 @@ def test_commands_measure_by_name_and_predict(
     assert rows["weights in q4_0 + memory@2048 (MB)"]["plan"] == pytest.approx(wanted)
 
 
+def test_one_kind_of_workload_can_be_left_out(source: Path, monkeypatch: pytest.MonkeyPatch, taken: Profile) -> None:
+    asked: list[ProfileOptions] = []
+    monkeypatch.setattr(timing, "take_profile", lambda model, options: asked.append(options) or taken)
+    for given in (("--prefill", "8", "--generation", "none"), ("--prefill", "none", "--generation", "2x3,2x3+8")):
+        assert run("profile", source, *given).exit_code == 0
+    assert [[str(quantity) for quantity in options.quantities] for options in asked] == [
+        ["prefill@8"],
+        ["generation@2x3", "generation@2x3+8"],
+    ]
+
+
+def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None:
+    """An FFN of 96 of 128 channels is no multiple of 64: scales are of groups of 32 there."""
+    config = tiny_model(**SIZES, intermediate_size=128).config
+    config.save_pretrained(tmp_path / "dense")
+    whole = family_for(config).plan(config)
+    plan = whole.with_layer(0, ffn=range(96))
+    grouped = ExactCosts.of(config, "w4a16", multiple=common_multiple(plan))
+    assert (grouped.weights.group, ExactCosts.of(config, "w4a16").weights.group) == (32, 128)
+    profile = replace(fake_profile(), dense=whole.dense, config=json.loads(config.to_json_string()))
+    profile.save(tmp_path / "p.json")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    given = ["--profile", tmp_path / "p.json", "--weights", "w4a16", "--allow-mismatch", "--json", "-"]
+    said = run("predict", tmp_path / "plan.json", *given)
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)["predicted"]["weights in w4a16 (MB)"]["plan"]
+    assert found == pytest.approx(grouped.predicted(Quantity("memory", 0), plan) / 1e6)
+
+
 def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp_path: Path, taken: Profile) -> None:
     path = taken.save(tmp_path / "p.json")
     config = dense_config(source)
@@ -352,6 +411,8 @@ def test_predict_refuses_what_the_profile_is_not_of(source: Path, tmp_path: Path
     ("arguments", "message"),
     [
         (("--prefill", "many"), "'many' in 'many' is not a whole number"),
+        (("--prefill", ""), "'' in '' is not a whole number"),
+        (("--prefill", "none", "--generation", "none"), "Neither prefill nor generation"),
         (("--generation", "64"), "'64' is not of the form BxN"),
         (("--generation", "0x8"), "'0' in '0x8'"),
         (("--repeats", "0"), "repeats is 0"),
@@ -367,6 +428,7 @@ def test_bad_options_of_the_command(source: Path, arguments: tuple[str, ...], me
     [
         (("--weights", "q9"), "Unknown format of the weights 'q9'"),
         (("--context", "1x"), "'' in '1x'"),
+        (("--context", ""), "'' in '' is not a whole number"),
         (("--profile", "gone.json"), "There is no profile 'gone.json'"),
     ],
 )

@@ -52,7 +52,7 @@ def test_every_option_is_explained(command: str) -> None:
         ("recover", ["that PRUNED was cut from", "Default: the preset's", "recover.adapters=none", "--resume"]),
         ("eval", ["ppl-2048", "ppl-128", "lm-eval tasks"]),
         ("robustness", ["Default: 10", "ppl-128 or ppl-2048", "default: taylor,smoothgrad,moreau", "is continued"]),
-        ("export", ["float32, bfloat16 or float16", "auto (a stock architecture"]),
+        ("export", ["float32, bfloat16 or float16", "auto (as it is stored"]),
         ("bench", ["auto (vLLM if installed", "default: 64", "default: 128", "default: 2048"]),
     ],
 )

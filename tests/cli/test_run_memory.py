@@ -52,6 +52,18 @@ def test_a_dry_run_says_what_the_training_would_hold(checkpoint: Path, text: Pat
     assert "gradients" not in result.stdout
 
 
+def test_auto_means_the_same_where_nothing_is_looked_at(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on with more processes, or on another machine, has the options that it began with."""
+    config = build_config(options={"method": "elder"})
+    source = Source(checkpoint, {})
+    found = []
+    for size in (2**50, 2**28):
+        device_of(size, monkeypatch)
+        found.append(within_memory(source, config))
+    assert found[0] == found[1] != config
+    assert found[0].recover.train.memory == "full"
+
+
 def test_auto_takes_lean_where_full_does_not_fit(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

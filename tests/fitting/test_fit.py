@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from pyprune.fitting.flow import exported_as, fit, report_of, shown_times
 from pyprune.fitting.report import heading, pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
-from pyprune.plan import PrunePlan
+from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.engines import EngineError
+from pyprune.serving.quantise import why_not_quantised
 from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -236,7 +238,9 @@ def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: 
     assert _target("vllm", None, named=True) == ("vllm", None)
     message = refused(*arguments(place, tmp_path / "out", "memory=80%"), "--engine", "vllm", "--weights", "q8_0")
     assert "--engine vllm does not run" in message
-    timed = refused(*arguments(place, tmp_path / "out", "speedup=1.1"), "--engine", "transformers", "--weights", "fp8")
+    timed = refused(
+        *arguments(place, tmp_path / "out", "speedup@64=1.1"), "--engine", "transformers", "--weights", "fp8"
+    )
     assert "fp8 weights take in transformers is not measured" in timed
 
 
@@ -246,6 +250,77 @@ def test_times_of_another_format_than_the_profile_ran_are_refused(place: Path, t
     with pytest.raises(BudgetError, match="limited for w8a8-int8 weights"):
         fit(place / "dense", "prefill@64=90%", out=tmp_path / "out", **shared)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("weights", "package"), [("q8_0", "gguf"), ("w8a8-int8", "compressed-tensors")])
+def test_a_format_that_cannot_be_written_is_refused_before_the_search(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr("pyprune.serving.quantise.find_spec", lambda _: None)
+    out = tmp_path / "out"
+    said = refused(*arguments(place, out, "parameters=70%"), "--weights", weights, "--cache", tmp_path / "cache")
+    assert package in said
+    assert not (tmp_path / "cache").exists(), "nothing was scored"
+
+
+def test_a_vocabulary_that_a_gguf_file_has_no_place_for_is_refused_before_the_search(
+    place: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    said = refused(*arguments(place, tmp_path / "out", "parameters=70%"), "--weights", "q8_0")
+    assert "tokenizer" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_charts_of_a_sweep_are_missed_before_the_search(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise MissingDependencyError("matplotlib", "report", "Drawing charts")
+
+    monkeypatch.setattr("pyprune.fitting.flow.check_charts", missing)
+    given = [*arguments(place, tmp_path / "out", "parameters=70%"), "--sweep", "--cache", tmp_path / "cache"]
+    assert "matplotlib" in refused(*given)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_widths_that_a_scheme_does_not_take_are_not_chosen() -> None:
+    phi = PrunePlan.identity("phi", Sizes(2, 2560, 32, 32, 80, 10240, 51200))
+    assert why_not_quantised(phi, "w4a16") == ""
+    odd = phi.with_layer(1, query_heads=range(23), kv_heads=range(23))
+    assert "Layer 1 has 1840 attention channels; w4a16 needs a multiple of 32" in why_not_quantised(odd, "w4a16")
+    assert why_not_quantised(odd, "w8a8-int8") == ""
+
+
+def test_an_engine_is_known_and_is_the_profiles(place: Path, tmp_path: Path) -> None:
+    given = arguments(place, tmp_path / "out", "parameters=70%")
+    assert "Did you mean 'llamacpp'" in refused(*given, "--engine", "llama.cpp")
+    saved = profile_of_dense().save(tmp_path / "p.json")
+    said = " ".join(refused(*given, "--engine", "vllm", "--profile", saved).split())
+    assert "--engine is vllm, and the profile" in said
+    assert "is of transformers" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["choices.ffn_multiple=16"], "choices.ffn_multiple would do nothing"),
+        (["keep_multiples=true", "tensor_parallel=2"], "tensor_parallel is 2 and keep_multiples is on"),
+        (["tensor_parallel=3"], "tensor_parallel is 3, and layers may stay as they are"),
+    ],
+)
+def test_options_of_widths_that_would_do_nothing_are_refused(
+    place: Path, tmp_path: Path, settings: list[str], says: str
+) -> None:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    assert says in " ".join(refused(*arguments(place, tmp_path / "out", "parameters=70%"), *sets).split())
+
+
+def test_a_speed_up_on_more_tokens_than_the_model_reads_names_the_most(place: Path, tmp_path: Path) -> None:
+    said = " ".join(refused(*arguments(place, tmp_path / "out", "speedup>=1.2")).split())
+    assert "prefill@2048 makes sequences of 2049 tokens, and the model reads 512" in said
+    assert "speedup@511" in said
 
 
 def test_every_width_can_be_shared_by_the_wanted_devices(place: Path, tmp_path: Path) -> None:
@@ -487,32 +562,55 @@ def test_a_further_search_that_fails_leaves_the_one_that_keeps_the_budget(
 def test_long_turns_that_agree_are_not_repeated(
     place: Path, monkeypatch: pytest.MonkeyPatch, scale: float, shares: list[float], turns: int
 ) -> None:
-    taken: dict[str, list[float]] = {}
+    found, taken = timed_turns(place, monkeypatch, [scale] * 4, [scale * share for share in shares])
+    quantity = Quantity("prefill", 64)
+    assert taken == {DENSE: turns + 1, CANDIDATE: turns}
+    assert found[CANDIDATE][quantity] == pytest.approx(scale * sorted(shares[:turns])[turns // 2], rel=2e-3)
+
+
+def test_engines_that_do_not_fit_side_by_side_are_timed_one_after_another(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed, "room_for", lambda *_: 1)
+    found, taken = timed_turns(place, monkeypatch, [1, 1, 1], [0.8, 0.8, 0.8])
+    quantity = Quantity("prefill", 64)
+    assert found[CANDIDATE][quantity] / found[DENSE][quantity] == pytest.approx(0.8)
+    assert taken == {DENSE: 3, CANDIDATE: 3}, "none lies between two others"
+
+
+def test_a_machine_that_slows_down_slows_both(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = timed_turns(place, monkeypatch, [1, 1, 2, 2], [0.8, 0.8, 1.6])
+    quantity = Quantity("prefill", 64)
+    assert found[CANDIDATE][quantity] / found[DENSE][quantity] == pytest.approx(0.8, rel=1e-6)
+
+
+def timed_turns(
+    place: Path, monkeypatch: pytest.MonkeyPatch, dense: Sequence[float], candidate: Sequence[float]
+) -> tuple[dict[str, dict[Quantity, float]], dict[str, int]]:
+    """What is found of turns that take these seconds, and how many turns of each there were after the warm-up."""
+    script = {DENSE: dense, CANDIDATE: candidate}
+    taken = dict.fromkeys(script, -1)  # the first is the warm-up
 
     class Scripted:
         device = None
 
         def __init__(self, _: str, options: dict[str, Any]) -> None:
             self.name = Path(options["model"]).name
-            taken[self.name] = []
 
         def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[float, int]:
-            turn = len(taken[self.name]) - 1  # the first is the warm-up
-            taken[self.name].append(scale * (1.0 if self.name == DENSE else shares[turn]))
-            return taken[self.name][-1], len(prompts) * new_tokens
+            taken[self.name] += 1
+            return script[self.name][max(0, taken[self.name] - 1)], len(prompts) * new_tokens
 
         def close(self) -> None:
             pass
 
     monkeypatch.setattr("pyprune.budget.turns.Engine", Scripted)
-    profile, quantity = profile_of_dense(), Quantity("prefill", 64)
+    monkeypatch.setattr("pyprune.budget.turns.QUICK_S", 0.0)
+    profile = profile_of_dense()
     config = AutoModelForCausalLM.from_pretrained(place / "dense").config
     whole = PrunePlan.identity("llama", profile.dense)
     plans = {DENSE: whole, CANDIDATE: whole.drop_layers([1])}
-    found = timed.time_plans(profile, config, plans, [quantity], 3, tiny_tokenizer())
-    assert len(taken[CANDIDATE]) == 1 + turns
-    assert len(taken[DENSE]) == 1 + turns + 1
-    assert found[CANDIDATE][quantity] == pytest.approx(scale * sorted(shares[:turns])[turns // 2], rel=2e-3)
+    return timed.time_plans(profile, config, plans, [Quantity("prefill", 64)], 3, tiny_tokenizer()), taken
 
 
 def test_a_machine_that_is_always_too_slow_is_said(

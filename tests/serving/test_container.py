@@ -115,6 +115,9 @@ def test_the_health_check_fails_with_the_server(health: int, monkeypatch: pytest
     command = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
     assert "127.0.0.1:8000/" in command[-1]
     here = [*command[:-1], command[-1].replace(":8000/", f":{health}/")]
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # for downloads
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
     assert subprocess.run(here, check=False).returncode == 0
     monkeypatch.setattr(Health, "status", 503)  # what vLLM answers once its engine has died
     assert subprocess.run(here, capture_output=True, check=False).returncode != 0

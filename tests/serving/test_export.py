@@ -96,6 +96,8 @@ def test_stock_model_as_the_pruned_architecture(tmp_path: Path, name: str) -> No
     ids = tiny_batch()
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="a stock one holds its sizes: it was exported with target 'pruned'"):
+        export(tmp_path / "out", tmp_path / "back", target="stock")
 
 
 def test_existing_output_is_kept(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cli.base import INTERRUPTED_CODE
 from pyprune.errors import ConfigError
 from pyprune.serving.checkpoints import read_checkpoint
-from pyprune.serving.engines import EngineError
+from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
 from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
@@ -27,7 +29,8 @@ from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse_loads, parse_slo
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving
-from pyprune.serving.load.server import Server
+from pyprune.serving.load.server import Server, server_environment
+from pyprune.serving.load.table import load_text
 from pyprune.serving.tradeoff import load_tradeoff
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -87,6 +90,7 @@ def test_loads_and_service_levels_are_read() -> None:
         (["--slo", "ttft:1s,ttft:2s"], "--slo limits ttft twice"),
         (["--kv-gib", "0"], "kv_gib is 0; it must be above 0"),
         (["--requests", "0"], "requests is 0"),
+        (["--requests", "8"], "requests is 8; 16 at once need at least as many"),
         (["--prompt-tokens", "0"], "--prompt-tokens holds '0'; it takes whole numbers of at least 1"),
         (
             ["--prompt-tokens", "24,500"],
@@ -103,6 +107,23 @@ def test_loads_and_service_levels_are_read() -> None:
 def test_options_of_servers_are_checked(folders: dict[str, Path], options: Sequence[str], said: str) -> None:
     message = refused("bench", folders["pruned"], "--against", folders["dense"], "--serving", *options)
     assert said in " ".join(message.split())
+
+
+@pytest.mark.parametrize("engine", [("--serving",), ("--engine", "transformers"), ("--engine", "llamacpp")])
+def test_what_cannot_be_timed_is_refused_before_perplexities(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: tuple[str, ...]
+) -> None:
+    if "llamacpp" in engine:
+        pytest.importorskip("xllamacpp")
+    asked: list[str] = []
+    for name in ("loaded_perplexity", "_as_gguf_files"):
+        monkeypatch.setattr(f"pyprune.cli.bench.{name}", lambda *given, **_: asked.append(str(given)))
+    (tmp_path / "text.txt").write_text("words")
+    given = ["bench", folders["pruned"], "--against", folders["dense"], *engine, "--ppl", tmp_path / "text.txt"]
+    assert "dense reads at most 512 tokens" in " ".join(refused(*given, "--prompt-tokens", "600").split())
+    absent = ["bench", tmp_path / "absent", *given[2:]]
+    assert "absent" in refused(*absent)
+    assert asked == []
 
 
 def test_options_of_servers_need_servers(folders: dict[str, Path]) -> None:
@@ -221,6 +242,32 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
         os.kill(process.pid, 0)
 
 
+INTERRUPTING = """
+import os, signal, time
+def ended(*_):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+    os._exit(0)
+signal.signal(signal.SIGTERM, ended)
+"""
+
+
+def test_a_second_interrupt_waits_until_a_server_has_ended() -> None:
+    server = Server([sys.executable, "-c", INTERRUPTING + FAKE_SERVER, LOG, METRICS], "model")
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    assert server.exit_status() == 0
+
+
+def test_servers_are_measured_without_the_operators_key_and_quiet_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    found = server_environment()
+    assert "VLLM_API_KEY" not in found
+    assert (found["VLLM_LOGGING_LEVEL"], found["VLLM_CPU_OMP_THREADS_BIND"]) == ("INFO", "nobind")
+
+
 def test_a_server_that_ends_shows_the_end_of_its_log() -> None:
     with pytest.raises(EngineError, match=r"The server of model ended with status 4.*\n.*no memory"):
         Server([sys.executable, "-c", "import sys; print('no memory'); sys.exit(4)"], "model")
@@ -240,6 +287,8 @@ class FakeServers:
         self.measured: list[tuple[str, str]] = []
         self.asked: list[dict[str, str]] = []
         self.noise = (1.0,)
+        self.ended: list[str] = []
+        self.patience: set[float] = set()
 
     def server(self, command: list[str], model: str) -> Any:
         fake, name = self, self.names[model]
@@ -258,17 +307,22 @@ class FakeServers:
             def peak_memory_bytes(self) -> int:
                 return 500_000_000
 
+            def ask_to_end(self) -> None:
+                fake.ended.append(f"{name} is asked")
+
             def close(self) -> None:
                 fake.up.remove(name)
+                fake.ended.append(f"{name} has ended")
 
         self.started.append(command)
         self.up.append(name)
         self.most_up = max(self.most_up, len(self.up))
         return Up()
 
-    def client(self, command: list[str], folder: Path) -> dict[str, Any]:
+    def client(self, command: list[str], folder: Path, patience: float) -> dict[str, Any]:
         """Four tokens a request; the pruned model takes 0.8 of the dense one's time."""
         given = dict(pairwise(command))
+        self.patience.add(patience)
         name = self.names[given["--model"]]
         assert name in self.up
         self.asked.append(given)
@@ -311,6 +365,7 @@ def test_servers_are_up_side_by_side_and_measured_in_a_drawn_order(fake: FakeSer
     report = measured(folders)
     assert report.resident
     assert (fake.most_up, fake.up) == (2, [])
+    assert [word.partition(" ")[2] for word in fake.ended] == ["is asked"] * 2 + ["has ended"] * 2, "all end at once"
     pairs = [fake.measured[i : i + 2] for i in range(0, len(fake.measured), 2)]
     assert [pair[0][1] for pair in pairs] == ["1", "4"] * 6, "every load in every round"
     assert all({name for name, _ in pair} == {"dense", "pruned"} for pair in pairs)
@@ -357,6 +412,39 @@ def test_figures_are_those_of_the_requests(fake: FakeServers, folders: dict[str,
     assert dense is not None
     assert dense.sequences == 2**30 // (128 * token_bytes(read_checkpoint(folders["dense"]).config, "bfloat16")) / 2
     assert dense.confirmed is False
+
+
+def test_an_interrupted_bench_says_where_its_turns_are(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def client(*given: Any) -> dict[str, Any]:
+        if len(fake.measured) == 3:
+            raise KeyboardInterrupt
+        return fake.client(*given)
+
+    monkeypatch.setattr(load_run, "run_client", client)
+    turns = tmp_path / "turns.jsonl"
+    result = run("bench", folders["pruned"], "--against", folders["dense"], "--serving", "--jsonl", turns,
+                 "--prompt-tokens", "24", "--new-tokens", "4")  # fmt: skip
+    assert result.exit_code == INTERRUPTED_CODE
+    assert f"What was measured until then is in {turns}." in result.stderr.replace("\n", "")
+    assert len(turns.read_text().splitlines()) == 3
+    assert fake.up == []
+
+
+def test_requests_that_wait_for_the_cache_are_said(fake: FakeServers, folders: dict[str, Path]) -> None:
+    block = 128 * token_bytes(read_checkpoint(folders["dense"]).config, "bfloat16")
+    small = replace(SMALL, repeats=1, kv_gib=3.5 * block / 2**30)
+    text = load_text(measured(folders, small))
+    assert "dense, 4 at once: the cache holds 3.0 of these requests, the others wait in the server." in text
+    assert "1 at once: the cache" not in text
+    assert "wait in the server" not in load_text(measured(folders, replace(SMALL, repeats=1)))
+
+
+def test_a_turn_may_take_as_long_as_its_requests_take_to_be_sent(fake: FakeServers, folders: dict[str, Path]) -> None:
+    measured(folders, replace(SMALL, repeats=1, loads=(Load(rate=0.5),), requests=2000))
+    measured(folders, replace(SMALL, repeats=1))
+    assert fake.patience == {COMMAND_TIMEOUT_S + 4000, COMMAND_TIMEOUT_S}
 
 
 def test_under_a_rate_models_are_compared_by_how_long_requests_take(
@@ -417,8 +505,8 @@ def test_energy_is_told_where_the_machine_counts_it(
     monkeypatch.setattr(load_run, "find_counters", lambda: [Counter("CPU package-0", read)])
     monkeypatch.setattr(load_run, "EnergyMeter", partial(EnergyMeter, clock=lambda: read_at[0]))
 
-    def client(command: list[str], folder: Path) -> dict[str, Any]:
-        found, start = fake.client(command, folder), perf_counter()
+    def client(command: list[str], folder: Path, patience: float) -> dict[str, Any]:
+        found, start = fake.client(command, folder, patience), perf_counter()
         sleep(max(found["latencies"]))
         return {**found, "start_times": [start] * len(found["latencies"])}
 
@@ -493,15 +581,15 @@ def test_quality_against_the_speed_of_servers(
     (tmp_path / "text.txt").write_text("words")
     result = run(
         "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--concurrency", "1,4", "--requests",
-        "3", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--ppl",
+        "4", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--ppl",
         tmp_path / "text.txt", "--report", tmp_path / "report",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "mode: compiled (vLLM's own default)" in result.stdout
     assert "interval" not in result.stdout
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
-    assert "| pruned | 9.50 | 7.50 | yes | 7.50 | yes |" in text, "perplexity, and tokens/s under each load"
-    assert "| dense | 7.25 | 6.00 | yes | 6.00 | yes |" in text
+    assert "| pruned | 9.50 | 10.00 | yes | 10.00 | yes |" in text, "perplexity, and tokens/s under each load"
+    assert "| dense | 7.25 | 8.00 | yes | 8.00 | yes |" in text
     for part in ("## Servers under load", "## Servers\n", "output tokens/s, 4 at once", "- mode: compiled"):
         assert part in text, part
     assert (tmp_path / "report" / "report.html").read_text(encoding="utf-8").count("<figure>") == 2

@@ -19,7 +19,7 @@ from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import Engine, EngineError, choose_engine
-from pyprune.serving.measure import _fits, measure
+from pyprune.serving.measure import _fits, measure, workload_of
 from pyprune.serving.precision import ratio_interval
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.table import conditions, speed_table
@@ -52,6 +52,13 @@ def test_every_sample_is_kept_and_turns_alternate(measured: tuple[SpeedReport, P
     assert {s.tokens for s in report.samples if s.column == "generation"} == {3 * 4}
     assert {s.tokens for s in report.samples if s.column == "prompt"} == {20}
     assert report.engine == "transformers"
+
+
+def test_the_usual_prompt_is_as_long_as_the_models_read(checkpoint: Path) -> None:
+    assert workload_of({"dense": checkpoint}, engine="transformers").prompt_tokens == 511, "one token is generated"
+    assert workload_of({"dense": checkpoint}, engine="transformers", prompt_tokens=20).prompt_tokens == 20
+    with pytest.raises(ConfigError, match="dense reads at most 512 tokens, the workload needs 513"):
+        workload_of({"dense": checkpoint}, engine="transformers", prompt_tokens=512)
 
 
 def test_samples_are_appended_with_their_conditions(measured: tuple[SpeedReport, Path]) -> None:
@@ -211,7 +218,7 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_workload_longer_than_the_model(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="at most 512 tokens"):
-        measure({"tiny": checkpoint}, engine="transformers")
+        measure({"tiny": checkpoint}, engine="transformers", prompt_tokens=2048)
 
 
 def test_engine_failure_shows_the_end_of_its_log(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Rounding makes small differences large: a value between two steps of int8 that is computed a little differently falls on
 the other one. So what is compared is the root mean square over all tokens of the prompts, and the measure of it is what
-the rounding itself does.
+the rounding itself does. One of them is on a server as well.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pyprune.serving.quantise import SCHEMES
 from tests._support.models import TINY, one_of_each
 from tests._support.quantised import in_32s, round_inputs_, with_weights_of, write_pair
 from tests._support.served import REAL_VLLM, opt_per_layer, per_layer, prompts, uniform
+from tests._support.server import Server
 
 pytestmark = REAL_VLLM
 
@@ -99,6 +100,23 @@ def _run_vllm(folders: dict[str, Path], dtype: str) -> dict[str, Tensor]:
         name: torch.cat([torch.tensor(answer["prompt"]) for answer in replies[str(folder)]])
         for name, folder in folders.items()
     }
+
+
+def test_int8_with_sizes_per_layer_on_a_compiled_server(root: Path, served: dict[str, Tensor]) -> None:
+    """`pyprune serve` as it is without options, where another process computes other roundings in another order."""
+    name = "llama-head-dim-int8"
+    folder = root / name / "quantised"
+    command = [str(Path(sys.executable).parent / "pyprune"), "serve", str(folder)]
+    options = ("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256")
+    with Server(command, folder, root / "log", options=options) as server:
+        server.wait_until_healthy()
+        answers = [server.complete(prompt) for prompt in prompts()]
+        assert "Warming up model for the compilation" in server.text()
+    found = torch.cat([torch.tensor(answer["prompt"]) for answer in answers])
+    expected, unrounded = (_log_probabilities(_reference(root / name, CASES[name], inputs=i)) for i in (True, False))
+    effect = _distance(unrounded, expected)
+    assert _distance(found, expected) <= EFFECT["w8a8-int8"] * effect
+    assert _distance(found, served[name]) <= EFFECT["w8a8-int8"] * effect
 
 
 def _reference(folder: Path, case: Served, *, inputs: bool) -> PreTrainedModel:

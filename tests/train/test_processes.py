@@ -16,13 +16,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyprune.config.train import TrainConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import CheckpointError, ConfigError
 from pyprune.recipe import build_recovery
 from pyprune.rework import Dense, _check_alike, _say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.sharded import check_shares
+from pyprune.train.shards import is_blocks
+from pyprune.train.shared_state import load_shared
+from pyprune.train.state import TrainState, save_state
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
@@ -225,6 +228,15 @@ def test_8_bits_go_on_in_as_many_processes_bit_for_bit(two: Path, tmp_path: Path
     assert largest_difference(read(out, "lean-resumed")["weights"], read(two, "lean")["weights"]) == 0
 
 
+def test_8_bits_of_one_process_are_not_divided(tmp_path: Path) -> None:
+    """What the moments' blocks end at is no row."""
+    state = TrainState(4, {}, {"optimizer": {"0/exp_avg_codes": torch.zeros(4, dtype=torch.uint8)}})
+    saved = save_state(tmp_path, state)
+    assert is_blocks("optimizer/0/exp_avg_codes")
+    with pytest.raises(CheckpointError, match="moments in 8 bits of one process, which only as many can continue"):
+        load_shared(saved, lambda *_: None, lambda *given: given[-1])
+
+
 def _uninterrupted() -> dict[str, Tensor]:
     model, _ = processes_child._trained(processes_child.ADAM)
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -236,7 +248,12 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
         "checkpoint_interval": 2,
     }  # fmt: skip
     sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
-    base = ["-m", "pyprune", "prune", dense, "--method", "last", "--ratio", "0.5", "--calibration", text, "--out", out]
+    # Every process learns the gates, and keeps states at every step: those of two would be in each other's way.
+    gates = {
+        "gates.first_round_steps": 4, "gates.round_steps": 2, "gates.batch_size": 2, "train.checkpoint_interval": 1,
+    }  # fmt: skip
+    sets += [part for name, value in gates.items() for part in ("--set", f"elder.{name}={value}")]
+    base = ["-m", "pyprune", "prune", dense, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--out", out]
     small = ["--samples", "16", "--sequence-length", "16", "--set", "stages.after=[recover]"]
     return [*map(str, base), *small, *sets, *more]
 

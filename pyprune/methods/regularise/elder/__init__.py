@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from typing_extensions import override
@@ -14,6 +14,9 @@ from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import LARGEST_BATCH, TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
 from pyprune.methods.training import published_recovery, published_training, reconstructed, short_training
+
+READ_BY_GATES = ("dtype", "gradient_checkpointing", "checkpoint_interval")
+"""Options of the training with which the gates are learnt too."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class ElderOptions(MethodOptions):
     schedule: Literal["published", "anneal"] = "published"
     anneal_share: float = option(0.5, at_least=0, at_most=1)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    of_regularising = (
+        "norm", "penalty_weight", "schedule", "anneal_share",
+        *(f"train.{option.name}" for option in fields(TrainConfig) if option.name not in READ_BY_GATES),
+    )  # fmt: skip
 
     @property
     @override

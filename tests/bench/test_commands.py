@@ -1,0 +1,27 @@
+"""Every bench command explains its options: `--help` formats all of its help texts, which nothing else does."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import bench
+
+COMMANDS = sorted(
+    file.stem for file in Path(bench.__path__[0]).glob("[!_]*.py") if 'if __name__ == "__main__"' in file.read_text()
+)
+
+
+def test_commands_are_found() -> None:
+    assert {"fit", "ops", "serving_card", "soak"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = importlib.import_module(f"bench.{name}")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--help"])
+    assert stopped.value.code == 0
+    assert "options:" in capsys.readouterr().out
