@@ -140,8 +140,6 @@ class EngineGroup:
         Yields:
             (names of the models of a group, all turns of the group, the dense model's among them).
         """
-        if room > 1:
-            self.load({DENSE: dense})
         starts = range(0, len(names), step := max(1, room - 1))
         began = time.perf_counter()
         for number, start in enumerate(starts):
@@ -159,7 +157,7 @@ class EngineGroup:
     ) -> Iterator[Timing]:
         """Time models around the dense one: all loaded at once, or one after another where nothing is ``enough``."""
         if enough is not None:
-            self.load(models)
+            self.load(models if DENSE in self.engines else {DENSE: dense, **models})
             turns = self.round([DENSE, *models], repeats, group, enough=enough)
             yield from track(turns, f"timing with {self.engine}")
             self.close(list(models))

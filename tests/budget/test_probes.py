@@ -382,7 +382,7 @@ def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None
     said = run("predict", tmp_path / "plan.json", *given)
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)["predicted"]["weights in w4a16 (MB)"]["plan"]
-    assert found == pytest.approx(grouped.predicted(Quantity("memory", 0), plan) / 1e6)
+    assert found == pytest.approx(predicted(grouped, Quantity("memory", 0), plan) / 1e6)
 
 
 def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp_path: Path, taken: Profile) -> None:
