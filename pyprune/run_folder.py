@@ -53,7 +53,15 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
         kept = unseal(read_json(folder / RUN))
     except (OSError, ValueError):
         return False
-    return kept.get("config") == config.to_dict()
+    return _are_alike(kept.get("config"), config.to_dict())
+
+
+def _are_alike(kept: Any, asked: Any) -> bool:
+    """Whether options are the same, where ``memory: auto`` is what the run decided for it."""
+    if not isinstance(kept, dict) or not isinstance(asked, dict):
+        return bool(kept == asked)
+    decided = [name for name, value in asked.items() if name == "memory" and value == "auto"]
+    return kept.keys() == asked.keys() and all(x in decided or _are_alike(kept[x], asked[x]) for x in asked)
 
 
 def _kept_in(folder: Path) -> str | None:

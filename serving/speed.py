@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pyprune.errors import ConfigError
+from pyprune.config.base import LARGEST_SEED
+from pyprune.errors import ConfigError, shown
 from pyprune.serving.precision import Interval, most_repeats, paired_interval, precision_problems
 from pyprune.serving.stats import mad, median
 
@@ -21,17 +22,25 @@ FIRST_TOKEN_ID = 3
 """Ids below this are special tokens in most vocabularies."""
 
 
-def invalid_options(counts: Mapping[str, int], dtype: str) -> list[str]:
+def invalid_options(counts: Mapping[str, int], dtype: str, seed: int) -> list[str]:
     """What is wrong with options that every measurement of speed has, one sentence each.
 
     Args:
         counts: name -> what must be at least 1.
         dtype: of weights and activations.
+        seed: of prompts, and of engines.
     """
     found = [f"{name} is {value}; it must be at least 1." for name, value in counts.items() if value < 1]
+    found += seed_problems(seed)
     if dtype not in DTYPES:
         found.append(f"dtype is {dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
     return found
+
+
+def seed_problems(seed: int) -> list[str]:
+    """What is wrong with a seed, which engines take too."""
+    within = 0 <= seed <= LARGEST_SEED
+    return [] if within else [f"seed is {shown(str(seed))}; it must be between 0 and {LARGEST_SEED}."]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Workload:
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
         counts = {name: getattr(self, name) for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")}
-        found = invalid_options(counts, self.dtype)
+        found = invalid_options(counts, self.dtype, self.seed)
         found += precision_problems(self.repeats, self.precision, self.max_repeats)
         if found:
             raise ConfigError(found)

@@ -24,6 +24,7 @@ from pyprune.families import family_for
 from pyprune.methods.registry import read_config
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
+from pyprune.run_folder import interrupted_run
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
@@ -179,10 +180,13 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
             prune(model_folder, settings, out=tmp_path / "again")
     assert not (tmp_path / "again").exists()
     assert (tmp_path / ".again.work" / "decision.json").exists()
+    assert settings.recover.train.memory == "auto", "which the run decided"
+    assert interrupted_run(tmp_path / "again", settings)
 
     other = config(text, stages={"after": ["recover"]}, elder={"train": {"steps": 5}})
     with pytest.raises(ConfigError, match=r"elder\.train\.steps was 4, now 5"):
         prune(model_folder, other, out=tmp_path / "again", resume=True)
+    assert not interrupted_run(tmp_path / "again", other)
 
     resumed = prune(model_folder, settings, out=tmp_path / "again", resume=True)
     assert [s["action"] for s in resumed.stages] == ["regularise", "recover"]

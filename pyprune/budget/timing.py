@@ -28,6 +28,7 @@ from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
 from pyprune.serving.engines import EngineName, choose_engine
 from pyprune.serving.gguf.write import FORMATS
+from pyprune.serving.speed import seed_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,6 +97,7 @@ class ProfileOptions:
         found = []
         if self.repeats < 1:
             found.append(f"repeats is {self.repeats}; it must be at least 1.")
+        found += seed_problems(self.seed)
         if self.probes is not None and self.probes < 2:
             found.append(f"probes is {self.probes}; at least 2 beside the dense model can be fitted.")
         if self.resident is not None and self.resident < 1:

@@ -326,6 +326,10 @@ def _weighed(fitting: Fitting, found: Fitted, stored: int) -> Fitted:
     bare = fitting.costs.predicted(nothing, winner.plan)
     memory = {q: stored + fitting.costs.predicted(q, winner.plan) - bare for q in limited}
     weighed = replace(winner, measured={**winner.measured, **memory})
+    for limit in found.budget.broken(weighed.amounts, found.dense):
+        if limit.quantity in memory:
+            taken = limit.written(memory[limit.quantity], found.dense[limit.quantity])
+            warn(f"What was written breaks {limit}: it takes {taken}, more than was counted.")
     attempts = tuple(weighed if attempt == winner else attempt for attempt in found.attempts)
     return replace(found, winner=weighed, attempts=attempts)
 

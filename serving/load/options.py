@@ -92,7 +92,7 @@ class LoadOptions:
         counts["prompt_tokens"] = min(self.prompts, default=self.prompt_tokens)
         if self.requests is not None:
             counts["requests"] = self.requests
-        found = invalid_options(counts, self.dtype)
+        found = invalid_options(counts, self.dtype, self.seed)
         if not 0 < self.kv_gib < math.inf:
             found.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
         most = max((load.concurrency or 0 for load in self.loads), default=0)

@@ -160,7 +160,7 @@ def test_grids_are_read_as_yaml_and_may_be_joined() -> None:
         with pytest.raises(ConfigError):
             parse_grid(wrong)
     joined = "data.samples+recovery_data.samples=800+200,500+500"
-    cases = make_cases([], "dress", [], [joined, "dress.penalty_weight=1e-5,1e-1"])
+    cases = make_cases([], "dress", ["stages.before=[regularise]"], [joined, "dress.penalty_weight=1e-5,1e-1"])
     sizes = [(c.config.data.samples, c.config.recovery_data.samples) for c in cases if c.config.recovery_data]
     assert sizes == [(800, 200), (800, 200), (500, 500), (500, 500)]
     assert [c.config.options.penalty_weight for c in cases] == [1e-5, 1e-1] * 2

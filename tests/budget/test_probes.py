@@ -243,6 +243,7 @@ def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
     ("options", "message"),
     [
         ({"repeats": 0}, "repeats is 0"),
+        ({"seed": -1}, "seed is '-1'; it must be between 0 and 4294967295"),
         ({"resident": 0}, "resident is 0"),
         ({"probes": 1}, "probes is 1"),
         ({"prefill": (), "generation": ()}, "Neither prefill nor generation"),

@@ -156,7 +156,8 @@ def test_regularising_does_the_same(method: str) -> None:
     """Layers and hidden channels are no fused axes, so that a step changes the same numbers wherever they lie."""
     few = {"steps": 6, "batch_size": 2, "micro_batch_size": 2, "dtype": "float32"}
     train = {f"{method}.train.{name}": value for name, value in few.items()}
-    config = build_config(options={"method": method, "data.sequence_length": 24, **train})
+    stages = {"stages.before": ["regularise"]}
+    config = build_config(options={"method": method, "data.sequence_length": 24, **stages, **train})
     dense = logits(twins(torch.float64)[0])
     results = []
     for model in twins(torch.float64):

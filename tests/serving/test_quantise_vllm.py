@@ -104,7 +104,7 @@ def _run_vllm(folders: dict[str, Path], dtype: str) -> dict[str, Tensor]:
 
 def test_int8_with_sizes_per_layer_on_a_compiled_server(root: Path, served: dict[str, Tensor]) -> None:
     """`pyprune serve` as it is without options, where another process computes other roundings in another order."""
-    name = "llama-head-dim-int8"
+    name = "llama-int8"
     folder = root / name / "quantised"
     command = [str(Path(sys.executable).parent / "pyprune"), "serve", str(folder)]
     options = ("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256")

@@ -335,7 +335,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
         ({"settings": ("score.axes=[ffn]",)}, "use --axes"),
         ({"options": {"ratio": 0.5}}, "use --ratios"),
         ({"settings": ("dtype=bfloat16",)}, "does not read the option dtype"),
-        ({"settings": ("recover.train.steps=2",)}, "does not read the option recover.train.steps"),
+        ({"settings": ("recover.train.steps=2",)}, "recover.train.steps would do nothing"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], words: str, texts: tuple[Path, Path]) -> None:

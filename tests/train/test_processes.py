@@ -254,7 +254,16 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
     }  # fmt: skip
     sets += [part for name, value in gates.items() for part in ("--set", f"elder.{name}={value}")]
     base = ["-m", "pyprune", "prune", dense, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--out", out]
-    small = ["--samples", "16", "--sequence-length", "16", "--set", "stages.after=[recover]"]
+    small = [
+        "--samples",
+        "16",
+        "--sequence-length",
+        "16",
+        "--set",
+        "stages.after=[recover]",
+        "--set",
+        "cut.reconstruct=none",
+    ]
     return [*map(str, base), *small, *sets, *more]
 
 
