@@ -268,7 +268,7 @@ def _rows(records: RecordFile) -> list[dict[str, Any]]:
 def _alike(records: RecordFile) -> list[dict[str, Any]]:
     """Rows of the same text for scores, losses and reconstruction, with the engine that timed them."""
     times = records.of("time")
-    rows = [row for key, row in records.of("row").items() if row.get("window") == WINDOW]
+    rows = [row for row in records.of("row").values() if row.get("window") == WINDOW]
     return [{"engine": times[row["key"]]["engine"], **row} if row["key"] in times else row for row in rows]
 
 

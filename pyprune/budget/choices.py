@@ -32,6 +32,10 @@ DROPPED = Widths(0, 0, 0)
 """The choice of a layer that goes as a whole."""
 
 
+RULED = ("ffn_multiple", "kv_heads_multiple", "query_heads_multiple")
+"""Options that give way to what runs well on the target (:meth:`ChoiceOptions.with_rules`)."""
+
+
 @dataclass(frozen=True)
 class ChoiceOptions(Config):
     """What layers may become.
@@ -75,12 +79,7 @@ class ChoiceOptions(Config):
                 f"choices.hidden names {', '.join(map(str, slow))}, where multiples of {step} run well; use "
                 f"{', '.join(map(str, near))}, or keep_multiples=true to take sizes as they are."
             )
-        return replace(
-            self,
-            ffn_multiple=rules.ffn_multiple,
-            kv_heads_multiple=rules.kv_heads_multiple,
-            query_heads_multiple=rules.query_heads_multiple,
-        )
+        return replace(self, **{name: getattr(rules, name) for name in RULED})
 
     @override
     def problems(self) -> list[str]:

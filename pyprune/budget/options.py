@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from typing_extensions import override
 
-from pyprune.budget.choices import ChoiceOptions
+from pyprune.budget.choices import RULED, ChoiceOptions
 from pyprune.budget.formats import weight_format
 from pyprune.budget.solve import SolveOptions
 from pyprune.budget.values import Value, ValueOptions
@@ -15,8 +15,6 @@ from pyprune.config.base import LARGEST_SEED, Config, _require, option
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
-
-MULTIPLES = ("ffn_multiple", "kv_heads_multiple", "query_heads_multiple")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class FitOptions(Config):
             found,
         )
         usual = ChoiceOptions()
-        changed = [name for name in MULTIPLES if getattr(self.choices, name) != getattr(usual, name)]
+        changed = [name for name in RULED if getattr(self.choices, name) != getattr(usual, name)]
         if changed and not self.keep_multiples:
             names = " and ".join(f"choices.{name}" for name in changed)
             found.append(f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true.")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +148,14 @@ class EngineGroup:
                 left = time_left(began, number, len(starts))
                 where = f"beside the dense model with {self.engine} ({number + 1} of {len(starts)}{left})"
                 say(f"Timing {', '.join(models)} {where}.")
-                beside = partial(self._beside, dense, models, repeats, number)
-                yield list(models), list(beside(enough if room > 1 else None))
+                turns = self._beside(dense, models, repeats, number, enough, resident=room > 1)
+                yield list(models), list(turns)
 
     def _beside(
-        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, enough: Enough | None
+        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, enough: Enough, *, resident: bool
     ) -> Iterator[Timing]:
-        """Time models around the dense one: all loaded at once, or one after another where nothing is ``enough``."""
-        if enough is not None:
+        """Time models around the dense one: all loaded at once, or one after another."""
+        if resident:
             self.load(models if DENSE in self.engines else {DENSE: dense, **models})
             turns = self.round([DENSE, *models], repeats, group, enough=enough)
             yield from track(turns, f"timing with {self.engine}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyprune.report import Report
 
 DENSE = "dense"
-PROMPT_TOKENS, SERVED_PROMPT_TOKENS = "2048, or as many as the models read", 512
+SERVED_PROMPT_TOKENS = 512
 """Default length of prompts: of the one that is timed alone, and of those that servers get."""
 BATCH_SIZE = 64
 KV_GIB = 1.0
@@ -67,7 +67,7 @@ def bench(
             metavar="N",
             help="Length in tokens of the one prompt (prompt processing); with --serving, of every prompt, and N,N "
             "measures every load with each of them. "
-            f"(default: {PROMPT_TOKENS}; with --serving: {SERVED_PROMPT_TOKENS})",
+            f"(default: 2048, or as many as the models read; with --serving: {SERVED_PROMPT_TOKENS})",
             show_default=False,
         ),
     ] = None,

@@ -254,16 +254,8 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
     }  # fmt: skip
     sets += [part for name, value in gates.items() for part in ("--set", f"elder.{name}={value}")]
     base = ["-m", "pyprune", "prune", dense, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--out", out]
-    small = [
-        "--samples",
-        "16",
-        "--sequence-length",
-        "16",
-        "--set",
-        "stages.after=[recover]",
-        "--set",
-        "cut.reconstruct=none",
-    ]
+    sets += ["--set", "stages.after=[recover]", "--set", "cut.reconstruct=none"]
+    small = ["--samples", "16", "--sequence-length", "16"]
     return [*map(str, base), *small, *sets, *more]
 
 
