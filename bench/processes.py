@@ -34,8 +34,14 @@ from bench.optimizer import extra_peak, the_model, tokens
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import PypruneError
+from pyprune.methods.regularise.dress import DressOptions
+from pyprune.methods.regularise.dress.training import DressObjective
+from pyprune.methods.regularise.elder import ElderOptions, GateConfig
+from pyprune.methods.regularise.elder.gates import GateObjective
+from pyprune.methods.regularise.elder.penalty import ElderObjective
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime import processes
+from pyprune.runtime.modes import frozen
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.stats import median
 from pyprune.train.loop import train
@@ -128,24 +134,44 @@ def measured_table(records: Sequence[dict[str, Any]]) -> str:
 def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
     """(training, processes, what each holds) of LLaMA-2-70B."""
     lean = TrainConfig(batch_size=64, micro_batch_size=1, dtype="bfloat16", memory="lean", gradient_checkpointing=True)
+    quarter = SEVENTY.num_hidden_layers // 4
     for number in (8, 16, 32):
+        yield "gates of ELDeR", number, _gates_of_seventy(quarter, replace(lean, memory="full"), number)
+        elder, dress = ElderOptions(train=lean), DressOptions(train=lean)
+        regularised: dict[str, Objective] = {
+            "ELDeR's penalty, lean": ElderObjective(range(quarter), elder),
+            "DReSS, lean": DressObjective(range(SEVENTY.hidden_size // 4), dress),
+        }
+        for name, objective in regularised.items():
+            yield name, number, _of_seventy(lean, number, objective)
         for name, config in (("all weights, lean", lean), ("all weights, full", replace(lean, memory="full"))):
             yield name, number, _of_seventy(config, number)
         lora = RecoverConfig(rank=32, alpha=10.0, train=replace(lean, memory="full"))
-        yield "LoRA on bfloat16 weights", number, _of_seventy(lora.train, number, lora)
+        yield "LoRA on bfloat16 weights", number, _adapters_of_seventy(lora, number)
         taught = replace(lora, distill=DistillConfig(alpha=0.5))
-        yield "the same, from the dense model", number, _of_seventy(taught.train, number, taught)
+        yield "the same, from the dense model", number, _adapters_of_seventy(taught, number)
 
 
-def _of_seventy(config: TrainConfig, number: int, lora: RecoverConfig | None = None) -> TrainingMemory:
-    options: dict[str, Any] = {"device": torch.device("cuda"), "shares": number, "teacher_divided": True}
-    if lora is None:
-        model = _seventy(torch.float32 if config.memory == "full" else torch.bfloat16)
-        return training_memory(model, config, Objective(), 2048, **options)
+def _of_seventy(config: TrainConfig, number: int, objective: Objective | None = None) -> TrainingMemory:
+    model = _seventy(torch.float32 if config.memory == "full" else torch.bfloat16)
+    return training_memory(model, config, objective or Objective(), 2048, **_shared(number))
+
+
+def _gates_of_seventy(count: int, config: TrainConfig, number: int) -> TrainingMemory:
+    model = _seventy(torch.bfloat16)
+    with frozen(model):
+        return training_memory(model, config, GateObjective(count, GateConfig()), 2048, **_shared(number))
+
+
+def _adapters_of_seventy(lora: RecoverConfig, number: int) -> TrainingMemory:
     model, teacher = _seventy(torch.bfloat16), _seventy(torch.bfloat16) if lora.distill else None
     objective = recovery_objective(model, lora, teacher=teacher)
     with torch.device("meta"), adapted(model, lora) as trained:
-        return training_memory(trained, config, objective, 2048, teacher=teacher, **options)
+        return training_memory(trained, lora.train, objective, 2048, teacher=teacher, **_shared(number))
+
+
+def _shared(number: int) -> dict[str, Any]:
+    return {"device": torch.device("cuda"), "shares": number, "teacher_divided": True}
 
 
 def _seventy(dtype: torch.dtype) -> PreTrainedModel:

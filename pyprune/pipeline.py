@@ -21,11 +21,15 @@ from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.plan import PrunePlan
-from pyprune.rework import teacher_dtype, trained_before
+from pyprune.rework import TEACHER_DTYPE, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.run_memory import Source, within_memory
+from pyprune.run_memory import Source, division_of, within_memory
 from pyprune.runtime import processes
+from pyprune.runtime.device import DTYPES
 from pyprune.runtime.files import check_output
+from pyprune.runtime.processes import Division
+from pyprune.runtime.progress import say
+from pyprune.runtime.shapes import to_shapes_
 from pyprune.stages import (
     PruneResult,
     StageRun,
@@ -37,7 +41,7 @@ from pyprune.stages import (
     shapes_the_result,
     wanted_text,
 )
-from pyprune.streamed import StoredRun, decides_from_disk, why_loaded
+from pyprune.streamed import StoredRun, beside_files, decides_from_disk, why_loaded
 
 
 def prune(
@@ -47,6 +51,7 @@ def prune(
     out: str | Path,
     resume: bool = False,
     overwrite: bool = False,
+    placement: str = "auto",
     gguf_file: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -67,6 +72,8 @@ def prune(
         out: the folder to create.
         resume: continue an interrupted run of the same options.
         overwrite: replace an existing ``out``.
+        placement: auto, device or host: where several processes have the model while nothing trains
+            (:func:`pyprune.run_memory.division_of`). It changes nothing of what a run reaches but the order of sums.
         gguf_file: a GGUF file inside the model's folder or repository.
         revision: hub revision.
         trust_remote_code: run the repository's own code.
@@ -85,26 +92,35 @@ def prune(
         "trust_remote_code": trust_remote_code,
     }
 
-    config = within_memory(Source(model_id, reading), config)
+    division = division_of(Source(model_id, reading), config, placement)
+    config = within_memory(Source(model_id, reading, on_host=division.on_host), config)
     # Decided by all processes together, while the teacher may be wanted by some of them alone.
     taught_in = teacher_dtype(config)
 
     def dense() -> PreTrainedModel:
-        return load_model(model_id, dtype=taught_in, device=config.device, **reading)[0]
+        place = "cpu" if division.on_host else config.device
+        return load_model(model_id, dtype=taught_in, device=place, **reading)[0]
 
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
+    if division.on_host:
+        check_alike(source)
+        _say_where(model_id, config, taught_in, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         note = why_loaded(model_id, config, **reading)
         if note is None and processes.count() > 1:
-            note = "The model was loaded whole: several processes do not stream it from file to file."
+            note = "The model was loaded: several processes do not stream it from file to file."
         stored = StoredRun(model_id, config, revision=revision, work=work) if note is None else None
         if stored is not None:
             model, data, result = stored.model, stored.data, stored.result()
         else:
-            model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **reading)
+            model, tokenizer = _load(model_id, config, division, **reading)
             data = draw_samples(model, tokenizer, config)
-            result = prune_(model, data, config, work=work, teacher=dense if config.recover.distill else None)
+            run = StageRun(model, StageText.of(data), config, work, dense if config.recover.distill else None)
+            if division.on_host:
+                run.division = division
+                run.stored, run.cutting = beside_files(model_id, config, work.path, **reading)
+            result = _through(run)
             result.notes += [note] if note else []
         earlier = inherited_facts(model_id)
         marks = earlier.get("training_marks", "")
@@ -134,14 +150,41 @@ def prune(
                 plan=result.plan if result.compact else None,
                 provenance=provenance,
                 overwrite=overwrite,
-                dtype=config.export_dtype or _stored_dtype(model_id, gguf_file, revision, trust_remote_code),
+                dtype=config.export_dtype or _stored_dtype(model_id, **reading),
             )
     return result
 
 
-def _stored_dtype(model_id: str | Path, gguf_file: str | None, revision: str | None, remote: bool) -> str | None:
+def _load(model_id: str | Path, config: PruneConfig, division: Division, **reading: Any) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer; where the first process alone has it, its shapes in the others."""
+    if not division.on_host:
+        return load_model(model_id, dtype=config.dtype, device=config.device, **reading)
+    if processes.first():
+        return load_model(model_id, dtype=config.dtype, device="cpu", **reading)
+    mapped = _stored_dtype(model_id, **reading) or config.dtype  # in another dtype each process would have a copy first
+    model, tokenizer = load_model(model_id, dtype=mapped, device="cpu", **reading)
+    to_shapes_(model, DTYPES[config.dtype])
+    return model, tokenizer
+
+
+def _say_where(model_id: str | Path, config: PruneConfig, taught_in: str, **reading: Any) -> None:
+    """Say that the model is on the host, and whether each process has a copy of the teacher there."""
+    say(
+        f"The first of {processes.count()} processes has the model on the host; what trains is divided among their "
+        "devices, layer by layer."
+    )
+    teaches = "recover" in config.stages.after and config.recover.distill is not None
+    if teaches and reading["gguf_file"] is None:
+        say_what_is_copied(
+            [Loaded(model_id, TEACHER_DTYPE, taught_in, reading["revision"], reading["trust_remote_code"])]
+        )
+
+
+def _stored_dtype(
+    model_id: str | Path, *, gguf_file: str | None, revision: str | None, trust_remote_code: bool
+) -> str | None:
     """The dtype to write when none was chosen; GGUF weights are quantised and keep the working dtype."""
-    return None if gguf_file else stored_dtype(model_id, revision=revision, trust_remote_code=remote)
+    return None if gguf_file else stored_dtype(model_id, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def prune_(
@@ -165,7 +208,11 @@ def prune_(
     Raises:
         ConfigError: distillation without a teacher, or instruction records where every token has to count.
     """
-    run = StageRun(model, StageText.of(data), checked(config), work, teacher)
+    return _through(StageRun(model, StageText.of(data), checked(config), work, teacher))
+
+
+def _through(run: StageRun) -> PruneResult:
+    """All stages."""
     run.decide()
     run.train_before_the_cut()
     run.cut()
@@ -192,7 +239,15 @@ def _planning(model: PreTrainedModel, data: Mapping[str, Batch | Tensor], config
     return StageRun(model, StageText.of(data), planning(checked(config)))
 
 
-def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> PlanDecision:
+def decision_for(
+    model_id: str | Path,
+    config: PruneConfig,
+    *,
+    placement: str = "auto",
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PlanDecision:
     """Load a model and its calibration text and decide a plan; nothing is written.
 
     What the trainings of the run would hold in memory is printed first.
@@ -200,7 +255,7 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     Args:
         model_id: folder or hub id of a dense model.
         config: every option.
-        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`prune`.
+        placement, gguf_file, revision, trust_remote_code: as in :func:`prune`.
 
     Raises:
         ConfigError: invalid options, or a training that the device cannot hold.
@@ -210,12 +265,20 @@ def decision_for(model_id: str | Path, config: PruneConfig, **source: Any) -> Pl
     """
     config = checked(config)
     check_sources(_sources(config))
-    config = within_memory(Source(model_id, source), config, always=True)
-    if decides_from_disk(model_id, config, **source):
-        decision = StoredRun(model_id, config, revision=source.get("revision"), only_planning=True).decide()
+    reading: dict[str, Any] = {
+        "gguf_file": gguf_file,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    division = division_of(Source(model_id, reading), config, placement)
+    config = within_memory(Source(model_id, reading, on_host=division.on_host), config, always=True)
+    if decides_from_disk(model_id, config, **reading):
+        decision = StoredRun(model_id, config, revision=revision, only_planning=True).decide()
     else:
-        model, tokenizer = load_model(model_id, dtype=config.dtype, device=config.device, **source)
-        decision = _planning(model, draw_samples(model, tokenizer, config), config).decide()
+        model, tokenizer = _load(model_id, config, division, **reading)
+        run = _planning(model, draw_samples(model, tokenizer, config), config)
+        run.division = division
+        decision = run.decide()
     if not config.adds_biases:
         return decision
     note = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -38,6 +38,8 @@ from pyprune.train.recover import recover
 
 ADAPTER = "adapter"
 """Name of the folder inside a recovered checkpoint that holds the adapters by themselves."""
+
+TEACHER_DTYPE = "recover.distill.teacher_dtype"
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,13 @@ def recover_checkpoint(
     _check_places(pruned, config, dense, out, overwrite=overwrite)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
-    _say_what_is_copied(pruned, config, dense)
-    config = within_memory(Source(pruned, reading, teacher, dense.reading, record.plan if record else None), config)
+    wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
+    if dense.model is not None and dense.gguf_file is None:
+        taught = teacher_dtype(config)
+        wanted.append(Loaded(dense.model, TEACHER_DTYPE, taught, dense.revision, trust_remote_code=trust_remote_code))
+    say_what_is_copied(wanted)
+    plan = record.plan if record else None
+    config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
     place = _place_before_training(config.device)
     with _reworked(pruned, config, dense, out, "recoveries", place, resume=resume, overwrite=overwrite) as work:
         if config.keep_adapter:
@@ -180,7 +187,7 @@ def recover_checkpoint(
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
         loaded = None if teacher is None else dense.load(dtype=teacher_dtype(config), device=place)
-        with processes.dividing(Division(resolve_device(config.device), from_files=True)):
+        with processes.dividing(Division(resolve_device(config.device), "files")):
             report = recover(
                 work.model,
                 work.samples,
@@ -294,7 +301,7 @@ def _reworked(
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
     source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
     source["teacher_weights"] = dense.weights
-    _check_alike(source)
+    check_alike(source)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
@@ -340,15 +347,29 @@ def teacher_dtype(config: PruneConfig | RecoverCheckpointConfig) -> str:
     return working_dtype(config.recover.teacher_dtype, resolve_device(config.device))
 
 
-def _say_what_is_copied(pruned: str | Path, config: RecoverCheckpointConfig, dense: Dense) -> None:
+class Loaded(NamedTuple):
+    """A model that every process of a run loads on the host.
+
+    Attributes:
+        model: folder or hub id.
+        option: that gives the dtype.
+        dtype: of its weights in memory.
+        revision, trust_remote_code: as in :func:`pyprune.checkpoint.load.load_model`.
+    """
+
+    model: str | Path
+    option: str
+    dtype: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def say_what_is_copied(models: Iterable[Loaded]) -> None:
     """Say which models several processes cannot share on the host, because they are loaded in another dtype."""
     if processes.count() == 1:
         return
-    wanted: list[tuple[str, str | Path, str, str | None]] = [("dtype", pruned, config.dtype, None)]
-    if dense.model is not None and dense.gguf_file is None:
-        wanted.append(("recover.distill.teacher_dtype", dense.model, teacher_dtype(config), dense.revision))
-    for option, model, dtype, revision in wanted:
-        stored = stored_dtype(model, revision=revision, trust_remote_code=dense.trust_remote_code)
+    for model, option, dtype, revision, remote in models:
+        stored = stored_dtype(model, revision=revision, trust_remote_code=remote)
         if stored is not None and stored != dtype:
             say(
                 f"{option} is {dtype}, and {model} is stored in {stored}: each of the {processes.count()} processes "
@@ -356,13 +377,13 @@ def _say_what_is_copied(pruned: str | Path, config: RecoverCheckpointConfig, den
             )
 
 
-def _check_alike(source: dict[str, str]) -> None:
+def check_alike(source: Mapping[str, str]) -> None:
     """Refuse models that are not the same in all processes, which may be on several machines.
 
     Raises:
         ConfigError: they differ.
     """
-    if not processes.alike([source["weights"], source["teacher_weights"]]):
+    if not processes.alike([source["weights"], source.get("teacher_weights")]):
         raise ConfigError(
             f"The processes of this run find different weights in {source['model']} or in its dense model. Put the "
             "same files on all machines, or name a folder that they share."

@@ -16,14 +16,15 @@ from pyprune.checkpoint.load import model_without_weights
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
 from pyprune.config.train import TrainConfig
 from pyprune.data.stream import check_sequence_length
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import family_for
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime import processes
 from pyprune.runtime.device import device_memory, resolve_device, working_dtype
-from pyprune.runtime.progress import say
+from pyprune.runtime.processes import Division
+from pyprune.runtime.progress import say, warn
 from pyprune.train.lora import adapted
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
@@ -31,6 +32,12 @@ from pyprune.train.recover import recovery_objective
 from pyprune.train.sharded import check_shares
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
+
+PLACEMENTS = ("auto", "device", "host")
+"""Where several processes have the model while nothing trains."""
+
+LARGEST_ON_DEVICE = 0.5
+"""Share of a device's memory that a model may fill by itself, if it is to be scored and cut there."""
 
 WORTH_A_LOOK = 0.1
 """Share of a device's memory from which on a run says what it will hold."""
@@ -46,6 +53,7 @@ class Source:
         teacher: folder or hub id of the dense model, for distillation; None = ``model`` itself.
         teacher_reading: the same of the teacher.
         plan: what ``model`` was cut to already; None = it is dense.
+        on_host: whether several processes have the models on the host, so that they divide a teacher too.
     """
 
     model: str | Path
@@ -53,6 +61,7 @@ class Source:
     teacher: str | Path | None = None
     teacher_reading: dict[str, Any] | None = None
     plan: PrunePlan | None = None
+    on_host: bool = False
 
     def shapes(self, dtype: str) -> PreTrainedModel:
         """The model without weights."""
@@ -90,9 +99,7 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     for training in trainings:
         check_shares(training.train, training.name)
     device = resolve_device(config.device)
-    # Processes on one machine share its memory; each of them has a GPU of its own.
-    sharing = processes.on_this_machine() if device.type == "cpu" else 1
-    capacity = processes.from_first(device_memory(device) // sharing)  # machines may differ
+    capacity = _capacity(device)
     model = source.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
@@ -108,6 +115,38 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
             look = _Look(source, decided, device)
             raise ConfigError(_refusal(training, memory, look, decided.dtype, device, capacity))
     return decided
+
+
+def division_of(source: Source, config: PruneConfig, placement: str) -> Division:
+    """How the processes of a run divide it, by where they have the model while nothing trains.
+
+    Args:
+        source: of the model.
+        config: of the run, checked.
+        placement: device (each process a whole one), host (the first process; see
+            :class:`pyprune.runtime.processes.Division`), or auto: device where the weights fill at most half of it.
+
+    Raises:
+        ConfigError: an unknown placement.
+    """
+    if placement not in PLACEMENTS:
+        raise ConfigError(did_you_mean(placement, PLACEMENTS, "placement"))
+    if processes.count() == 1:
+        if placement != "auto":
+            warn(f"--placement {placement} is for several processes (torchrun); this run has one.")
+        return Division()
+    device = resolve_device(config.device)
+    weights = sum(p.nbytes for p in source.shapes(config.dtype).parameters())
+    if placement == "auto":
+        placement = "host" if weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
+    return Division(device, "first") if placement == "host" else Division()
+
+
+def _capacity(device: torch.device) -> int:
+    """Bytes that each process of this run has on its device."""
+    # Processes on one machine share its memory; each of them has a GPU of its own.
+    sharing = processes.on_this_machine() if device.type == "cpu" else 1
+    return processes.from_first(device_memory(device) // sharing)  # machines may differ
 
 
 def memory_of(
@@ -186,7 +225,7 @@ class _Look:
                 length,
                 device=self.device,
                 teacher=teacher,
-                teacher_divided=isinstance(self.config, RecoverCheckpointConfig),
+                teacher_divided=self.source.on_host,
             )
 
     def _teacher(self, training: Training) -> PreTrainedModel | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.trained_on import unguarded
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageAction
-from pyprune.cut.compact import CompactReport, compact_
+from pyprune.cut.compact import CompactReport, become_shapes_, compact_
 from pyprune.cut.compensate import CompensationReport, compensate_, target_of
 from pyprune.cut.mask import masked
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
@@ -34,7 +35,7 @@ from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
 from pyprune.runtime import processes
 from pyprune.runtime.files import read_bounded
-from pyprune.runtime.processes import dividing, from_first
+from pyprune.runtime.processes import Division, dividing, from_first
 from pyprune.runtime.progress import warn
 from pyprune.train.lora import check_rank, target_names
 from pyprune.train.recover import finetune, recover
@@ -196,6 +197,7 @@ class StageRun:
         teacher: for distillation.
         stored: where a method reads the weights from; None = from the model.
         cutting: what makes the cut.
+        division: how several processes divide what trains, and who has the weights in between.
         result: what was done so far.
 
     Raises:
@@ -209,12 +211,13 @@ class StageRun:
     teacher: Teacher | None = None
     stored: StoredModel | None = None
     cutting: Cutting = Cutting()
+    division: Division = field(default_factory=Division)
     result: PruneResult = field(init=False)
 
     def decide(self) -> PlanDecision:
         """Choose what to remove, or take what an interrupted run or a saved plan chose."""
         kept = self.work.read_decision() if self.work is not None else None
-        decision = from_first(kept or self._new_decision())
+        decision = cast(PlanDecision, from_first(kept or self._new_decision()))
         check_plan(decision.plan, family_for(self.model), self.model.config)
         if self.work is not None:
             self.work.write_decision(decision)
@@ -227,7 +230,13 @@ class StageRun:
             check_target(self.model, decision.plan, self.config)
         return decision
 
-    def _new_decision(self) -> PlanDecision:
+    @property
+    def _has_weights(self) -> bool:
+        """Whether this process does what is not divided: where weights are on the host, the first does for all."""
+        return processes.first() or not self.division.on_host
+
+    def _new_decision(self) -> PlanDecision | None:
+        """What this process decides; None where that is left to the first."""
         config = self.config
         if config.plan is not None:
             note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
@@ -235,17 +244,23 @@ class StageRun:
             return PlanDecision(read_plan(config.plan), (note,), warnings=warnings)
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
+        method = get_method(config.method)
+        together = self.division.on_host and method.decides_by_training
+        if not (together or self._has_weights):
+            return None
         started = time.monotonic()
         request = PlanRequest.of(self.model, config)
-        # Every process decides, and the first one's counts: states of the others would be in its way.
-        run = self._run("decide") if processes.first() else RunOptions(stored=self.stored)
-        decision = get_method(config.method).decide(self.model, self.text.before.ids, request, run)
+        # Where every process decides for itself the first one's counts: states of the others would be in its way.
+        run = self._run("decide") if together or processes.first() else RunOptions(stored=self.stored)
+        with dividing(self.division) if together else nullcontext():
+            decision = method.decide(self.model, self.text.before.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
     def train_before_the_cut(self) -> None:
         """Regularise towards the plan, and say what that did to the weights and activations."""
         actions, plan = self.config.stages.before, self.result.plan
-        untouched = snapshot(self.model, plan, self.text.probe) if "regularise" in actions else None
+        seen = "regularise" in actions and self._has_weights
+        untouched = snapshot(self.model, plan, self.text.probe) if seen else None
         for number, action in enumerate(actions):
             self._act(action, self.text.before, f"before-{number}-{action}")
         if untouched is not None:
@@ -260,9 +275,22 @@ class StageRun:
 
     def cut(self) -> None:
         """Remove what the plan names; with ``verify``, measure both sides of the cut."""
-        config, result, model = self.config, self.result, self.model
-        if not config.stages.prune:
+        if not self.config.stages.prune:
             return
+        if self._has_weights:
+            self._cut()
+        if self.division.on_host:
+            self._follow_the_cut()
+
+    def _follow_the_cut(self) -> None:
+        """Where the first process alone has cut the model, the others have the shapes of what it has now."""
+        here = (self.result.compact, self.model.config) if processes.first() else (None, None)
+        self.result.compact, config = from_first(here)
+        if config is not None and not processes.first():
+            become_shapes_(self.model, config)
+
+    def _cut(self) -> None:
+        config, result, model = self.config, self.result, self.model
         dense_parameters = count_parameters(model)
         self._prepare()
         self._reconstruct()
@@ -298,7 +326,7 @@ class StageRun:
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
-            with dividing():
+            with nullcontext() if self.division.on_host else dividing():
                 solved = self.cutting.reconstruct(
                     model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
                 )
@@ -319,7 +347,7 @@ class StageRun:
         return self.result
 
     def _act(self, action: StageAction, samples: Batch, name: str) -> None:
-        with dividing():
+        with dividing(self.division):
             self._train(action, samples, name)
 
     def _train(self, action: StageAction, samples: Batch, name: str) -> None:

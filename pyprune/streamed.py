@@ -105,6 +105,37 @@ def _why_not_decided(config: PruneConfig) -> str:
     return get_method(config.method).why_loaded(config)
 
 
+def beside_files(
+    model_id: str | Path, config: PruneConfig, work: Path, **source: Any
+) -> tuple[StoredModel | None, Cutting]:
+    """What a run on a model that is on the host computes from its files, a layer at a time on the device.
+
+    Args:
+        model_id: folder or hub id of a dense model.
+        config: every option, checked.
+        work: folder of the run.
+        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`why_loaded`.
+
+    Returns:
+        (where the method reads weights from, None for one that reads the model; what makes the cut).
+    """
+    if _why_not_from(model_id, **source):
+        return None, Cutting()
+    folder, place = folder_with_safetensors(model_id, source["revision"]), resolve_device(config.device)
+    stored = StoredModel(str(folder), dtype=DTYPES[config.dtype], device=place, scratch=work / SOLVED)
+
+    def solved(model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
+        with freed_at_once():
+            report = reconstruct_(StoredLayers(stored), plan, samples, **options)
+        for name in stored.replaced:
+            model.get_parameter(name).data = stored.mapped(name)
+        return report
+
+    prepared = config.plan is None and get_method(config.method).prepare is not None
+    changed = prepared or bool(config.stages.before)  # the weights are not those of the files when they are cut
+    return None if _why_not_decided(config) else stored, Cutting() if changed else Cutting(reconstruct=solved)
+
+
 class StoredRun:
     """A run on a model whose weights stay on disk.
 

@@ -9,24 +9,13 @@ from typing import Literal, Self
 
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import Row
-from pyprune.serving.gguf.write import FALLBACK, FINE, FORMATS
+from pyprune.serving.gguf import blocks
 from pyprune.serving.quantise import SCHEMES
 
 Layout = Literal["plain", "channel", "packed", "gguf"]
 
 GGUF_ALIGNMENT = 32
 """Every tensor of a GGUF file begins at a multiple of this many bytes."""
-BLOCKS = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "q8_0": (32, 34),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-}
-"""(elements, bytes) of a block of every GGUF format that is written; the same as ``gguf.GGML_QUANT_SIZES``."""
 GROUPS = SCHEMES["w4a16"].groups
 """Inputs that share a scale in w4a16: the first that divides every width; an export is refused where none does."""
 SHAPE_BYTES = 16
@@ -82,12 +71,8 @@ class WeightFormat:
         return replace(self, group=next(fitting, GROUPS[-1]))
 
     def _gguf_bytes(self, shape: tuple[int, ...], *, head: bool) -> int:
-        """As :mod:`pyprune.serving.gguf.write` chooses: vectors in f32, the head at least in q8_0, odd rows in f16."""
-        kind = FINE if head and self.name.startswith(("q4", "q5")) else self.name
-        if shape[-1] % BLOCKS[kind][0]:
-            kind = FALLBACK
-        elements, nbytes = BLOCKS["f32" if len(shape) == 1 else kind]
-        return -(-(prod(shape) // elements * nbytes) // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
+        found = blocks.nbytes(shape, blocks.kind_of(shape, self.name, head=head))
+        return -(-found // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
 
 
 WEIGHT_FORMATS = {
@@ -100,7 +85,7 @@ WEIGHT_FORMATS = {
         WeightFormat("fp8", "channel", bits=8),
         WeightFormat("w8a16", "packed", bits=8),
         WeightFormat("w4a16", "packed", bits=4, group=GROUPS[0]),
-        *(WeightFormat(name, "gguf") for name in FORMATS),
+        *(WeightFormat(name, "gguf") for name in blocks.FORMATS),
     )
 }
 """Name -> format: dtypes of a safetensors folder, its quantised forms, and the formats of GGUF files."""

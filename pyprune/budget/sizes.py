@@ -46,7 +46,9 @@ FFN_MULTIPLES = {
     "q4_1": 32,
     "q5_0": 32,
     "q5_1": 32,
-    "k-quants": 256,
+    "q6_k": 256,
+    "q5_k": 256,
+    "q4_k": 256,
 }
 """Format of the weights -> FFN widths that are good for it: 128 where fp8's or Marlin's tiles follow, 32 for groups of
 four-bit weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""

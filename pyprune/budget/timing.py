@@ -27,7 +27,7 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
 from pyprune.serving.engines import EngineName, choose_engine
-from pyprune.serving.gguf.write import FORMATS
+from pyprune.serving.gguf.blocks import FORMATS
 from pyprune.serving.speed import seed_problems
 
 if TYPE_CHECKING:

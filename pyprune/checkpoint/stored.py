@@ -156,6 +156,11 @@ class StoredModel:
             save_file({name: values.detach().cpu().contiguous()}, path)
         (self._replaced[name],) = read_header(path)
 
+    @property
+    def replaced(self) -> list[str]:
+        """Names of the parameters for which :meth:`replace` has given values."""
+        return list(self._replaced)
+
     def mapped(self, name: str) -> Tensor:
         """A tensor by its parameter name as it is stored, mapped from its file.
 

@@ -91,8 +91,8 @@ def bench(
     quantise: Annotated[
         str | None,
         typer.Option(
-            help="Format in which llamacpp gets a folder: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. "
-            "Default: q8_0.",
+            help="Format in which llamacpp gets a folder: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 "
+            "or q4_0. Default: q8_0.",
             show_default=False,
         ),
     ] = None,

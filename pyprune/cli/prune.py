@@ -117,6 +117,14 @@ def prune(
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    placement: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="Where processes of torchrun have MODEL while nothing trains: device (each a whole one), host (the "
+            "first), or auto: host where it fills more than half of a device.",
+        ),
+    ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan as JSON and its sizes; write nothing.")
     ] = False,
@@ -153,6 +161,7 @@ def prune(
     from pyprune import pipeline
 
     source: dict[str, Any] = {
+        "placement": placement,
         "gguf_file": gguf_file,
         "revision": revision,
         "trust_remote_code": trust_remote_code,

@@ -26,8 +26,8 @@ def export(
     quantise: Annotated[
         str | None,
         typer.Option(
-            help="Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q5_0 or q5_1. safetensors, for "
-            "vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.",
+            help="Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 or "
+            "q4_0. safetensors, for vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.",
             show_default=False,
         ),
     ] = None,
@@ -100,7 +100,7 @@ def _warn_of_slow_sizes(folder: Path, quantise: str | None) -> None:
 
 def _refuse_quantise(quantise: str | None, file_format: str) -> None:
     """Each file format has formats of its own for matrices."""
-    from pyprune.serving.gguf.write import FORMATS
+    from pyprune.serving.gguf.blocks import FORMATS
     from pyprune.serving.quantise import SCHEMES
 
     names = {"gguf": list(FORMATS), "safetensors": list(SCHEMES)}

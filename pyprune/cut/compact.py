@@ -27,6 +27,7 @@ from pyprune.families import Family, Row, check_plan, count_parameters, family_f
 from pyprune.families.base import axis_width, block_is_skipped, kept_indices, kept_positions
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.runtime.shapes import to_shapes_
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,19 @@ def _compact_state(
         if cut is not None:
             yield cut.name, cut.of(parameter.detach())
     yield from zero_biases(target, plan, dtype=model.dtype, device=model.device)
+
+
+def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Turn a model into the shapes of what another process has cut it to, in place.
+
+    Args:
+        model: a dense model, with or without values.
+        config: of the cut model.
+    """
+    smaller = _empty_model(config, model)
+    smaller.tie_weights()
+    to_shapes_(smaller)
+    _become(model, smaller)
 
 
 def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:

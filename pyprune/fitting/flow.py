@@ -295,7 +295,7 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
         check_quantising_installed()
         check_output(place, overwrite=overwrite, reads=[out])
         return
-    check_gguf_installed()
+    check_gguf_installed(weights)
     if out.parent.is_dir():  # else the checkpoint makes it
         check_gguf_output(place, out, overwrite=overwrite)
 

@@ -1,4 +1,4 @@
-"""Evaluation and training mode of modules, for as long as a block lasts."""
+"""Evaluation and training mode of modules, and frozen parameters, for as long as a block lasts."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: 
         model.train(was_training)
         if changed_checkpointing:
             cast(Any, model).gradient_checkpointing_disable()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model require a gradient, and those that did do so again after the block."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pyprune.errors import ConfigError, PypruneError
 from pyprune.runtime.progress import printing_nothing
@@ -37,14 +37,21 @@ class Division:
 
     Attributes:
         device: where each process computes and keeps its part; None = where the model is.
-        from_files: the weights are those of files that every process has mapped
-            (:func:`pyprune.checkpoint.load.load_model` on the host, in the dtype that is stored), so that none needs a
-            copy of its own: they are not sent from the first, what is not trained stays where it is, and only the first
-            has what was trained afterwards.
+        weights: who has them before the training. Everybody, as copies of its own, in memory: those of the first count,
+            and all have what was trained. Or on the host, so that no device ever holds a whole model: those of files
+            that every process has mapped (:func:`pyprune.checkpoint.load.load_model`, in the dtype that is stored), or
+            those of the first process, which sends them layer by layer while the others have shapes alone
+            (:mod:`pyprune.runtime.shapes`). What is not trained then stays where it is, and only the first has what was
+            trained afterwards.
     """
 
     device: torch.device | None = None
-    from_files: bool = False
+    weights: Literal["everybody", "files", "first"] = "everybody"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether weights are on the host, and what was trained is in the first process alone."""
+        return self.weights != "everybody"
 
 
 _division: Division | None = None
@@ -150,7 +157,7 @@ def divided() -> bool:
 
 def gets_result() -> bool:
     """Whether this process has the weights that a training in the block comes to."""
-    return _division is None or not _division.from_files or first()
+    return _division is None or not _division.on_host or first()
 
 
 def barrier() -> None:

@@ -5,8 +5,9 @@ weight leaves the model as it joins the copy. Every tensor with a hidden axis is
 group of DReSS's penalty lies in one process, and penalties and proximal maps work on the part as on a whole. The
 optimizer, the copies and the kernels see plain tensors: the parts that this process holds. Gradients add up over the
 processes (no mean), because losses are weighted by their share of the whole batch's tokens. Afterwards the weights
-come back whole, in every process; in the first alone where they were read from files
+come back whole, in every process; in the first alone where they are on the host
 (:class:`pyprune.runtime.processes.Division`), so that no device and no process but that one ever holds a whole model.
+What an objective trains beside the model (the gates of layers) is whole in every process.
 
 The rows of a batch are divided in the order of the processes, so that N processes with one micro batch each do what one
 process does with N micro batches; sums are taken in another order, which changes the last bits.
@@ -33,6 +34,7 @@ from pyprune.errors import ConfigError, TrainingError
 from pyprune.families import decoder_layers, named_axes
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division, summed_
+from pyprune.runtime.shapes import shape_only
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.shards import is_blocks
@@ -111,8 +113,8 @@ class Sharded(Whole):
     """A part of a model's weights in each process.
 
     Args:
-        model: whole, the same in every process; what is trained of it has no weights meanwhile.
-        how: where parts are, and whether weights are those of files.
+        model: whole, the same in every process, or as ``how`` says; what is trained of it has no weights meanwhile.
+        how: where parts are, and who has the weights.
 
     Raises:
         ConfigError: the installed torch cannot do this.
@@ -127,11 +129,12 @@ class Sharded(Whole):
         self.rank = processes.number()
         self.mesh = _mesh(model, how)
         self._originals = dict(model.named_parameters())
-        if not how.from_files:
+        if not how.on_host:
             for parameter in self._originals.values():
                 torch.distributed.broadcast(parameter.data, src=0)
-        self._stays = {name for name, p in self._originals.items() if how.from_files and not p.requires_grad}
-        self.model = _sharded_copy(model, self.mesh, self._placement, stays=self._stays)
+        self._stays = {name for name, p in self._originals.items() if how.on_host and not p.requires_grad}
+        sent = how.weights == "first"
+        self.model = _sharded_copy(model, self.mesh, self._placement, stays=self._stays, sent=sent)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -139,7 +142,8 @@ class Sharded(Whole):
         self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
         self.parts = {name: _with_part(p) for name, p in self.divided.items()}
         self._names = {id(part): name for name, part in self.parts.items()}
-        self._order: list[str] = []
+        self._order: list[str | None] = []
+        self._beside: list[nn.Parameter] = []
 
     def _placement(self, model: nn.Module) -> Callable[[nn.Parameter], Any]:
         """Along which dimension a weight is divided: its hidden one, else the first."""
@@ -154,9 +158,11 @@ class Sharded(Whole):
         return lambda parameter: Shard(dims.get(id(parameter), 0))
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
-        """The same groups, of parts."""
+        """The same groups, of parts; what is none of the model's is whole in every process."""
         made = [replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups]
-        self._order = [self._names[id(p)] for group in made for p in group.parameters.values()]
+        parameters = [p for group in made for p in group.parameters.values()]
+        self._order = [self._names.get(id(p)) for p in parameters]
+        self._beside = [p for p in parameters if id(p) not in self._names]
         return made
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
@@ -186,7 +192,10 @@ class Sharded(Whole):
         return found[0]
 
     def take_gradients(self) -> None:
-        """FSDP leaves the sums over the processes at the divided weights."""
+        """FSDP leaves the sums over the processes at the divided weights; of others they are taken here."""
+        for beside in self._beside:
+            if beside.grad is not None:
+                summed_(beside.grad)
         for name, parameter in self.divided.items():
             if parameter.grad is not None:
                 self.parts[name].grad = parameter.grad.to_local()
@@ -194,11 +203,20 @@ class Sharded(Whole):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The same over the parts of all processes."""
-        return summed_(super().norms(gradients).square().sum()).sqrt()
+        return summed_(self._squares(gradients).sum()).sqrt()
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """The same over the parts of all processes."""
-        return summed_(super().norms(gradients).square()).sqrt()
+        return summed_(self._squares(gradients)).sqrt()
+
+    def _squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of each gradient, what this process adds to its squared norm; of one that all have whole, its share."""
+        squares = super().norms(gradients).square()
+        whole = {id(p.grad) for p in self._beside}
+        for place, gradient in enumerate(gradients):
+            if id(gradient) in whole:
+                squares[place] /= self.processes
+        return squares
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Numbers added up over the processes."""
@@ -207,7 +225,7 @@ class Sharded(Whole):
 
     def size(self, parameters: Iterable[Tensor]) -> int:
         """Elements of the whole parameters."""
-        return sum(self.divided[self._names[id(p)]].numel() for p in parameters)
+        return sum((self.divided[self._names[id(p)]] if id(p) in self._names else p).numel() for p in parameters)
 
     def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
         """Every process writes its parts, through torch.distributed.checkpoint."""
@@ -228,7 +246,7 @@ class Sharded(Whole):
         if group == "optimizer":
             position, _, what = key.partition(".")
             return None if what == "step" or is_blocks(f"{group}/{key}") else self._order[int(position)]
-        return key if group in ("weights", "best") else None
+        return key if group in ("weights", "best") and key in self.divided else None
 
     def _divided(self, name: str, part: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
@@ -287,7 +305,7 @@ class Sharded(Whole):
         for name, original in self._originals.items():
             if name not in self._stays:
                 whole = self.divided[name].detach().full_tensor()  # of all processes together
-                original.data = whole.to(original.device) if keeps else original.data
+                original.data = whole.to(original.device) if keeps else shape_only(original, whole.shape)
             self.parts[name].data.untyped_storage().resize_(0)
 
 
@@ -323,13 +341,15 @@ def sharding(model: nn.Module, config: TrainConfig) -> Whole:
 
 
 def to_read(model: PreTrainedModel) -> PreTrainedModel:
-    """What to run of a model that a training only reads: where weights are those of files, a copy that is divided.
+    """What to run of a model that a training only reads: where weights are on the host, a copy that is divided.
+
+    Every process has such a model from files.
 
     The model keeps its own weights. Call what runs the copy through :func:`within`; from the first call on, its
     embeddings, last norm and head are whole in every process.
     """
     how = processes.division()
-    if how is None or not how.from_files:
+    if how is None or not how.on_host:
         return model
     names = {name for name, _ in model.named_parameters()}
     copied = cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))
@@ -383,8 +403,18 @@ def _mesh(model: nn.Module, how: Division) -> Any:
     return init_device_mesh(device.type, (processes.count(),))
 
 
-def _sharded_copy(model: nn.Module, mesh: Any, placement: Callable[[nn.Module], Any], *, stays: set[str]) -> nn.Module:
-    """A copy of the modules that takes the weights over, a layer at a time; those that stay are the model's, too."""
+def _sharded_copy(
+    model: nn.Module, mesh: Any, placement: Callable[[nn.Module], Any], *, stays: set[str], sent: bool = False
+) -> nn.Module:
+    """A copy of the modules that takes the weights over, a layer at a time; those that stay are the model's, too.
+
+    Args:
+        model: whole; of weights that are ``sent``, in the first process.
+        mesh: the processes.
+        placement: (the copy) -> along which dimension each of its weights is divided.
+        stays: names of the weights that the model keeps.
+        sent: the first process sends a layer's weights, of which the others have shapes, before they are divided.
+    """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     kept = {id(p) for name, p in model.named_parameters() if name in stays}
@@ -394,12 +424,22 @@ def _sharded_copy(model: nn.Module, mesh: Any, placement: Callable[[nn.Module], 
     layers = [] if base is None else list(decoder_layers(base))
     for module in (*layers, copied):
         held = [(p, p.data) for p in module.parameters() if not hasattr(p, "device_mesh")]
+        for parameter, whole in held if sent else ():
+            parameter.data = _sent(whole, mesh)
         fully_shard(module, mesh=mesh, shard_placement_fn=place)  # which moves them to the mesh's device
         for parameter, whole in held:
             parameter.data = whole if id(parameter) in kept else whole.new_empty(0)
     setattr(copied, _LOSS, MethodType(_call, copied))
     register_fsdp_forward_method(copied, _LOSS)
     return copied
+
+
+def _sent(whole: Tensor, mesh: Any) -> Tensor:
+    """A tensor of the first process, on this one's device."""
+    here = whole.contiguous() if processes.first() else torch.empty(whole.shape, dtype=whole.dtype)
+    here = here.to(mesh.device_type)
+    torch.distributed.broadcast(here, src=0)
+    return here
 
 
 def _call(model: nn.Module, function: Callable[[], Any]) -> Any:

@@ -18,17 +18,16 @@ from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import Family, all_families, family_for
 from pyprune.families.gguf_forms import BLOCK, GgufForm, GgufSizes
 from pyprune.plan import PrunePlan
+from pyprune.serving.gguf.blocks import Array
 
 ZERO_FFN = 32
 """Channels of the FFN of zeros that stands for a skipped MLP: llama.cpp's deci drops the residual stream of a layer
-without one. Every block format of :data:`pyprune.serving.gguf.write.FORMATS` divides it."""
+without one. Blocks of 32 divide it; K-quants leave it to others."""
 
 COMPUTED_ROPE = ("default", "linear")
 """Types of rotary positions that llama.cpp computes from the metadata."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names of the two in every family that has a form."""
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +13,20 @@ from typing import Any
 import numpy as np
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, did_you_mean
-from pyprune.serving.gguf.layout import Array, Model, Planned, open_model, planned_tensors
+from pyprune.serving.gguf.blocks import (
+    BLOCKS,
+    FALLBACK,
+    FINE,
+    FORMATS,
+    NARROW,
+    Array,
+    check_quantizer,
+    kind_of,
+    nbytes,
+    quantised,
+)
+from pyprune.serving.gguf.layout import Model, Planned, open_model, planned_tensors
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-"""Formats of matrices that the package gguf writes; vectors are float32 in all of them."""
-FINE = "q8_0"
-"""Format of the head where the other matrices have fewer bits: every logit is made of it."""
-FALLBACK = "f16"
-"""Format of matrices whose rows are no whole number of blocks."""
 F16_MAX = 65504.0
 OWN_KEY = "pyprune.version"
 """Marks a file as pyprune's own; ``--overwrite`` replaces no other."""
@@ -56,8 +61,8 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
     Args:
         source: a checkpoint folder or a hub id, dense or pruned.
         out: the file to create.
-        quantise: one of :data:`FORMATS`, for matrices; vectors stay float32. Of formats with fewer than eight bits the
-            head (or the embedding it is tied to) gets q8_0, and matrices whose rows are no multiple of 32 get f16.
+        quantise: one of :data:`pyprune.serving.gguf.blocks.FORMATS`, for matrices; vectors stay float32, and the head
+            and matrices whose rows are no whole blocks get others (:func:`pyprune.serving.gguf.blocks.kind_of`).
         overwrite: replace a GGUF file that pyprune wrote.
 
     Raises:
@@ -65,7 +70,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
         CheckpointError: the source cannot be read, its tokenizer cannot be converted, or its values do not fit float16.
         UnsupportedModelError: llama.cpp has no architecture for the model; the message says why.
         OutputError: ``out`` exists, or cannot be written.
-        MissingDependencyError: the package gguf is not installed.
+        MissingDependencyError: the package gguf is not installed, or for a K-quant xllamacpp is not.
     """
     from pyprune.runtime.disk import disk_errors, sync
     from pyprune.runtime.files import claimed, whole_folder
@@ -73,7 +78,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
 
     if quantise not in FORMATS:
         raise ConfigError(did_you_mean(quantise, FORMATS, "GGUF format"))
-    check_gguf_installed()
+    check_gguf_installed(quantise)
     target = Path(out).absolute()
     check_gguf_output(target, source, overwrite=overwrite)
     model = open_model(read_checkpoint(source).folder)
@@ -91,12 +96,18 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
     )
 
 
-def check_gguf_installed() -> None:
-    """Raise :class:`MissingDependencyError` without the package that writes GGUF files."""
+def check_gguf_installed(quantise: str) -> None:
+    """Find out before anything is read that GGUF files of a format cannot be written.
+
+    Raises:
+        ConfigError, MissingDependencyError: see :func:`pyprune.serving.gguf.blocks.check_quantizer`.
+        MissingDependencyError: the package gguf is not installed.
+    """
     try:
         import gguf  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError("gguf", "gguf", "Writing GGUF files") from error
+    check_quantizer(quantise)
 
 
 def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None:
@@ -151,10 +162,10 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     notes += add_tokenizer(writer, load_tokenizer(str(model.tensors.folder)), model.config.vocab_size)
     factors = [Planned(name, values.shape, partial(np.asarray, values)) for name, values in rope_factors(model)]
     planned = [*factors, *planned_tensors(model)]
-    formats = [_format(tensor, quantise, model.head) for tensor in planned]
+    formats = [kind_of(tensor.shape, quantise, head=tensor.name == model.head) for tensor in planned]
     for tensor, kind in zip(planned, formats, strict=True):
         writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), _nbytes(tensor.shape, kind), raw_dtype=_type(kind)
+            tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor.shape, kind), raw_dtype=_type(kind)
         )
     notes += _format_notes(planned, formats, quantise, model.head)
     writer.write_header_to_file()
@@ -189,47 +200,30 @@ def _type(kind: str) -> Any:
 
 
 def _file_type(quantise: str) -> int:
+    """What llama.cpp calls a file of this format; of K-quants the mixture that is nearly all of one."""
     import gguf
 
-    name = "ALL_F32" if quantise == "f32" else f"MOSTLY_{quantise.upper()}"
-    return int(gguf.LlamaFileType[name])
-
-
-def _blocks(kind: str) -> tuple[int, int]:
-    """(elements, bytes) of a block."""
-    import gguf
-
-    elements, nbytes = gguf.GGML_QUANT_SIZES[_type(kind)]
-    return int(elements), int(nbytes)
-
-
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    elements, nbytes = _blocks(kind)
-    return math.prod(shape) // elements * nbytes
-
-
-def _format(tensor: Planned, quantise: str, head: str) -> str:
-    if len(tensor.shape) == 1:
-        return "f32"
-    kind = FINE if tensor.name == head and quantise.startswith(("q4", "q5")) else quantise
-    return FALLBACK if tensor.shape[-1] % _blocks(kind)[0] else kind
+    name = {"f32": "ALL_F32", "q4_k": "MOSTLY_Q4_K_S", "q5_k": "MOSTLY_Q5_K_S"}.get(quantise)
+    return int(gguf.LlamaFileType[name or f"MOSTLY_{quantise.upper()}"])
 
 
 def _format_notes(planned: list[Planned], formats: list[str], quantise: str, head: str) -> Iterator[str]:
     matrices = {t.name: kind for t, kind in zip(planned, formats, strict=True) if len(t.shape) > 1}
-    coarse = [name for name, kind in matrices.items() if kind == FALLBACK and quantise != FALLBACK]
-    if coarse:
-        yield (
-            f"{len(coarse)} of {len(matrices)} matrices are {FALLBACK}, because their rows are no multiple of "
-            f"{_blocks(quantise)[0]} ({coarse[0]} and others)."
-        )
-    if matrices[head] == FINE != quantise:
-        yield f"{head} makes the logits and is {FINE}."
+    fine = FINE.get(quantise, quantise)
+    for kind, wanted in ((NARROW.get(quantise), BLOCKS[quantise][0]), (FALLBACK, 32)):
+        others = [name for name, found in matrices.items() if found == kind != quantise and name != head]
+        if others:
+            yield (
+                f"{len(others)} of {len(matrices)} matrices are {kind}, because their rows are no multiple of {wanted} "
+                f"({others[0]} and others)."
+            )
+    if matrices[head] == fine != quantise:
+        yield f"{head} makes the logits and is {fine}."
+    elif matrices[head] not in (fine, quantise):
+        yield f"{head} makes the logits and is {matrices[head]}: its rows are no multiple of {BLOCKS[fine][0]}."
 
 
 def _converted(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
-    from gguf.quants import quantize
-
     for tensor, kind in zip(planned, formats, strict=True):
         values = np.ascontiguousarray(tensor.make())
         if kind not in ("f32", "bf16") and values.size and float(np.abs(values).max()) > F16_MAX:
@@ -237,4 +231,4 @@ def _converted(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
                 f"{tensor.name} holds values beyond {F16_MAX:g}, the range of float16, which {kind} uses. "
                 "Write the file as bf16 or f32."
             )
-        yield quantize(values, _type(kind))
+        yield quantised(values, kind)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pyprune.budget.cost import Costs, ExactCosts
-from pyprune.budget.formats import BLOCKS, WEIGHT_FORMATS
+from pyprune.budget.formats import WEIGHT_FORMATS
 from pyprune.budget.quantities import Quantity, predicted
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
@@ -18,6 +18,7 @@ from pyprune.errors import BudgetError, ConfigError
 from pyprune.families import family_for, parameter_shapes, parameters_after
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
+from pyprune.serving.gguf.blocks import BLOCKS
 from pyprune.serving.gguf.write import export_gguf
 from pyprune.serving.quantise import SCHEMES
 from tests._support.models import TINY, tiny_model
@@ -56,12 +57,16 @@ def test_memory_is_the_bytes_of_the_written_tensors(name: str, dtype: str, tmp_p
         assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(folder)
 
 
-@pytest.mark.parametrize("quantise", ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_1"])
+@pytest.mark.parametrize(
+    ("quantise", "width"),
+    [*((kind, 64) for kind in ("f32", "f16", "bf16", "q8_0", "q4_0", "q5_1")), ("q4_k", 256), ("q6_k", 256)],
+)
 @pytest.mark.parametrize("label", ["identity", "unequal", "skipped-mlp"])
-def test_memory_is_the_bytes_of_a_gguf_file(label: str, quantise: str, tmp_path: Path) -> None:
+def test_memory_is_the_bytes_of_a_gguf_file(label: str, quantise: str, width: int, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    # Sizes that blocks of 32 divide, FFN widths that they do not: both kinds of matrices are in the file.
-    model = tiny_model("llama-head-dim", vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    # Sizes that blocks divide, FFN widths that they do not: both kinds of matrices are in the file.
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_attention_heads": 4}
+    model = tiny_model("llama-head-dim", vocab_size=VOCAB, **sizes)
     whole = _identity(model)
     plans = axis_plans(whole) | {"skipped-mlp": whole.with_layer(1, ffn=[])}
     costs = ExactCosts.of(model.config, quantise)

@@ -19,7 +19,7 @@ PLAN = PrunePlan.identity("llama", DENSE)
 
 
 @pytest.mark.parametrize(
-    ("target", "multiple"), [("bfloat16", 64), ("fp8", 128), ("w4a16", 32), ("q8_0", 32), ("k-quants", 256)]
+    ("target", "multiple"), [("bfloat16", 64), ("fp8", 128), ("w4a16", 32), ("q8_0", 32), ("q4_k", 256)]
 )
 def test_defaults_by_target(target: str, multiple: int) -> None:
     assert SizeRules.of(target).ffn_multiple == multiple
@@ -28,7 +28,7 @@ def test_defaults_by_target(target: str, multiple: int) -> None:
 
 
 def test_every_format_of_weights_has_defaults() -> None:
-    assert set(WEIGHT_FORMATS) == set(FFN_MULTIPLES) - {"k-quants"}
+    assert set(WEIGHT_FORMATS) == set(FFN_MULTIPLES)
 
 
 def test_bad_rules_are_refused() -> None:

@@ -14,7 +14,9 @@ from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.recipe import build_config
-from pyprune.run_memory import Source, memory_of, within_memory
+from pyprune.run_memory import Source, division_of, memory_of, within_memory
+from pyprune.runtime import processes
+from pyprune.runtime.processes import Division
 from pyprune.train.memory import TrainingMemory
 from tests._support.cli import run, tiny_elder
 
@@ -171,3 +173,37 @@ def test_trainings_of_the_same_weights_that_differ_in_memory_are_refused() -> No
         )  # fmt: skip
         with pytest.raises(ConfigError, match=r"finetune\.memory is 'lean'.*set both alike"):
             config.validate()
+
+
+def test_a_model_that_fills_half_of_a_device_is_on_the_host(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "on_this_machine", lambda: 2)  # and share its memory
+    source, config = Source(checkpoint, {}), PruneConfig(method="magnitude", device="cpu")
+    weights = sum(p.nbytes for p in source.shapes("float32").parameters())
+    on_host = Division(torch.device("cpu"), "first")
+    for size, expected in ((4 * weights, Division()), (4 * weights - 64, on_host)):
+        device_of(size, monkeypatch)
+        assert division_of(source, config, "auto") == expected
+        assert division_of(source, config, "device") == Division()
+        assert division_of(source, config, "host") == on_host
+    with pytest.raises(ConfigError, match="placement"):
+        division_of(source, config, "gpu")
+
+
+def test_a_placement_for_one_process_is_said_to_be_for_several(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    result = run(*tiny_elder(checkpoint, text, "--out", tmp_path / "out", "--placement", "host"))
+    assert result.exit_code == 0, result.output
+    assert "--placement host is for several processes (torchrun); this run has one." in " ".join(result.stderr.split())
+
+
+def test_processes_that_divide_a_model_on_the_host_divide_its_teacher(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 8)
+    config = build_config(options={"method": "elder"})
+    device = torch.device("cpu")
+    held = [
+        memory_of(Source(checkpoint, {}, on_host=on_host), config, device, 2**40)[1][0][1].teacher
+        for on_host in (False, True)
+    ]
+    assert held[1] < held[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -17,8 +19,9 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.serving.gguf import layout, write
-from pyprune.serving.gguf.write import FORMATS, export_gguf
+from pyprune.serving.gguf import blocks, layout, write
+from pyprune.serving.gguf.blocks import FORMATS, NARROW, quantised
+from pyprune.serving.gguf.write import export_gguf
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.plans import keep_kv_groups
@@ -28,6 +31,8 @@ gguf = pytest.importorskip("gguf")
 
 BLOCKS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 """Sizes that whole blocks of 32 divide."""
+LARGE_BLOCKS = BLOCKS | {"hidden_size": 256, "intermediate_size": 512}
+"""Sizes that whole blocks of 256 divide."""
 
 
 def unequal(plan: PrunePlan) -> PrunePlan:
@@ -147,15 +152,70 @@ def relative_error(model: PreTrainedModel, server: LlamaCpp) -> float:
     return float((sum(errors) / sum(spread)) ** 0.5)
 
 
+def errors_of(model: PreTrainedModel, kind: str, folder: Path) -> tuple[float, float]:
+    """Of llama.cpp with the model in a format: against the model, and against Transformers with the file's values."""
+    path = folder / f"{kind}.gguf"
+    export_gguf(folder / "model", path, quantise=kind)
+    with LlamaCpp(path) as server:
+        return relative_error(model, server), relative_error(load_model(folder, gguf_file=path.name)[0], server)
+
+
+def test_k_quants_are_close_and_closer_than_blocks_of_as_many_bits(tmp_path: Path) -> None:
+    model, _ = Case("llama", identity, "llama", values=LARGE_BLOCKS).write(tmp_path)
+    found = {kind: errors_of(model, kind, tmp_path) for kind in ("f32", "q8_0", *NARROW, "q4_0")}
+    dense = {kind: error for kind, (error, _) in found.items()}
+    assert max(as_stored for _, as_stored in found.values()) < 0.06
+    assert dense["f32"] < dense["q8_0"] < dense["q6_k"] < dense["q5_k"] < dense["q4_k"] < dense["q4_0"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "narrow", "file_type"),
+    [("q4_k", "q6_k", "q5_0", 14), ("q5_k", "q6_k", "q5_1", 16), ("q6_k", "q6_k", "q8_0", 18)],
+)
+def test_k_quants_keep_rows_of_256_and_leave_others_to_smaller_blocks(
+    kind: str, head: str, narrow: str, file_type: int, tmp_path: Path
+) -> None:
+    def edit(plan: PrunePlan) -> PrunePlan:
+        return plan.with_layer(1, ffn=range(96)).with_layer(2, ffn=range(40))
+
+    _, report = Case("llama", edit, "deci", values=LARGE_BLOCKS).write(tmp_path, kind)
+    kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(report.path).tensors}
+    assert kinds["blk.0.attn_q.weight"] == kinds["blk.0.ffn_down.weight"] == kinds["blk.1.ffn_up.weight"] == kind
+    assert kinds["output.weight"] == head
+    assert kinds["blk.1.ffn_down.weight"] == narrow
+    assert kinds["blk.2.ffn_down.weight"] == "f16"
+    assert any(f"1 of 30 matrices are {narrow}" in note and "blk.1.ffn_down" in note for note in report.notes)
+    assert any("1 of 30 matrices are f16" in note and "blk.2.ffn_down" in note for note in report.notes)
+    assert values_of(report)["general.file_type"] == file_type
+
+
+def test_rows_are_quantised_one_by_one_whichever_thread_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).standard_normal((37, 512)).astype(np.float32)
+    for kind in NARROW:
+        found = []
+        for threads in (1, 3, 64):
+            monkeypatch.setattr(blocks.os, "cpu_count", lambda threads=threads: threads)
+            found.append(quantised(values, kind))
+        assert all((other == found[0]).all() for other in found)
+        assert (quantised(values[5:6], kind) == found[0][5:6]).all()
+        back = gguf.dequantize(found[0], gguf.GGMLQuantizationType[kind.upper()])
+        assert 0 < np.sqrt(((back - values) ** 2).mean()) < 0.1
+
+
+def test_without_llama_cpp_k_quants_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks._quantizer.cache_clear()
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(MissingDependencyError, match="K-quants"):
+        export_gguf(tmp_path / "nothing", tmp_path / "x.gguf", quantise="q4_k")
+
+
 def test_quantised_files_are_close_and_the_more_bits_the_closer(tmp_path: Path) -> None:
     model, _ = Case("llama", identity, "llama", values=BLOCKS).write(tmp_path)
     dense, as_stored = {}, {}
-    for kind in FORMATS:
-        path = tmp_path / f"{kind}.gguf"
-        export_gguf(tmp_path / "model", path, quantise=kind)
-        with LlamaCpp(path) as server:
-            dense[kind] = relative_error(model, server)
-            as_stored[kind] = relative_error(load_model(tmp_path, gguf_file=path.name)[0], server)
+    for kind in (kind for kind in FORMATS if kind not in NARROW):
+        dense[kind], as_stored[kind] = errors_of(model, kind, tmp_path)
     # llama.cpp rounds the activations to eight bits too where the weights are in blocks.
     assert max(as_stored.values()) < 0.06
     assert dense["f32"] < dense["f16"] < dense["bf16"] < dense["q8_0"] < 0.06

@@ -7,7 +7,6 @@ Every process writes the weights that it has in the end to OUT/CASE-PROCESS.pt, 
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +24,12 @@ from pyprune.cut.reconstruct import reconstruct_
 from pyprune.families import family_for
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective
-from pyprune.methods.regularise.elder import ElderOptions
+from pyprune.methods.regularise.elder import ElderOptions, GateConfig
+from pyprune.methods.regularise.elder.gates import GateReport, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
+from pyprune.runtime.shapes import to_shapes_
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, TrainReport
 from pyprune.train.recover import recover
@@ -46,8 +47,8 @@ LEAN = replace(ADAM, memory="lean", dtype="bfloat16")
 MEASURED = TrainConfig(
     steps=2, batch_size=8, micro_batch_size=4, dtype="bfloat16", memory="full", optimizer="fused_adamw"
 )
-STORED = "stored-"
-"""Cases of weights that all processes have from files."""
+STORED, SENT = "stored-", "sent-"
+"""Cases of weights that all processes have from files, and of those that the first one sends."""
 SAMPLES = tiny_batch(batch=37, length=16)
 DRESS = DressOptions(penalty_weight=0.1, norm="l2", train=ADAM)
 
@@ -60,15 +61,29 @@ class _Stop(Objective):
             raise KeyboardInterrupt
 
 
-def _trained(config: TrainConfig, objective: Objective | None = None, **options: Any) -> Any:
+def _model() -> Any:
     model = tiny_model("llama")
+    how = processes.division()
+    if how is not None and how.weights == "first" and not processes.first():
+        to_shapes_(model)
+    return model
+
+
+def _trained(config: TrainConfig, objective: Objective | None = None, **options: Any) -> Any:
+    model = _model()
     return model, train(model, SAMPLES, config, objective, **options)
 
 
 def _recovered(adapters: Any, distill: DistillConfig | None = None, dropout: float = 0.0) -> Any:
-    model = tiny_model("llama")
+    model = _model()
     config = RecoverConfig(adapters=adapters, rank=2, distill=distill, dropout=dropout, train=ADAM)
-    return model, recover(model, SAMPLES, config, teacher=copy.deepcopy(model) if distill else None)
+    return model, recover(model, SAMPLES, config, teacher=tiny_model("llama") if distill else None)
+
+
+def _gates() -> Any:
+    gates = GateConfig(batch_size=12, first_round_steps=4, round_steps=2, learning_rate=3e-2, penalty_weight=0.05)
+    model = _model()
+    return model, learn_layer_gates(model, SAMPLES, 2, ElderOptions(gates=gates))
 
 
 def _interrupted(config: TrainConfig, folder: Path) -> Any:
@@ -118,6 +133,11 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "reconstruct-one-judge": lambda _: _reconstructed(None, 4),
     "stored-lora": lambda _: _recovered("lora"),
     "stored-distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
+    "sent-gates": lambda _: _gates(),
+    "sent-sgd": lambda _: _trained(CONFIG),
+    "sent-dress": lambda _: _trained(ADAM, DressObjective(REMOVED, DRESS)),
+    "sent-lora": lambda _: _recovered("lora"),
+    "sent-distill": lambda _: _recovered("none", DistillConfig(alpha=0.5, hidden=0.5)),
     "dropout": lambda _: _recovered("lora", dropout=0.5),
     "anneal-early-stop": lambda _: _trained(
         replace(ADAM, early_stop_patience=1, validation_interval=1),
@@ -132,13 +152,19 @@ CASES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def _where(name: str) -> Any:
+    if name.startswith(STORED):
+        return "files"
+    return "first" if name.startswith(SENT) else "everybody"
+
+
 def results(out: Path, names: list[str]) -> None:
     """Run cases, and write what came out."""
     for name in names:
-        with processes.dividing(Division(from_files=name.startswith(STORED))):
+        with processes.dividing(Division(weights=_where(name))):
             model, report = CASES[name](out)
-        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-        facts = report.to_dict() if isinstance(report, TrainReport) else {"peak": report}
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        facts = report.to_dict() if isinstance(report, TrainReport | GateReport) else {"peak": report}
         torch.save({"weights": weights, "report": facts}, out / f"{name}-{processes.number()}.pt")
 
 

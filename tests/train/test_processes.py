@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.train import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError
-from pyprune.recipe import build_recovery
-from pyprune.rework import Dense, _check_alike, _say_what_is_copied
+from pyprune.rework import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
@@ -30,13 +30,14 @@ from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests.train import processes_child
-from tests.train.processes_child import CASES, MEASURED, REMOVED, STORED
+from tests.train.processes_child import CASES, MEASURED, REMOVED, SENT, STORED
 from tests.train.test_memory import LENGTH, shapes
 
 CHILD = Path(processes_child.__file__)
 STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
-FROM_FILES = [name for name in CASES if name.startswith(STORED)]
-EQUAL = [name for name in CASES if name not in (*STATES, *FROM_FILES, "lean", "memory", "dropout")]
+GATES = "sent-gates"
+ON_HOST = [name for name in CASES if name.startswith((STORED, SENT)) and name != GATES]
+EQUAL = [name for name in CASES if name not in (*STATES, *ON_HOST, GATES, "lean", "memory", "dropout")]
 THREE = ("lora", "reconstruct-one-judge", "anneal-early-stop", "dress-one-half")
 """Cases of which three processes have parts of other sizes, or none."""
 ROUNDING = 1e-3
@@ -111,8 +112,14 @@ def test_two_processes_reach_what_one_does(name: str, one: Path, two: Path) -> N
     assert all(a == pytest.approx(b, rel=1e-5) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", FROM_FILES)
-def test_weights_of_files_are_held_once_and_the_first_process_has_the_result(name: str, one: Path, two: Path) -> None:
+def held_bytes(weights: dict[str, Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_weights_on_the_host_are_held_once_and_the_first_process_has_the_result(
+    name: str, one: Path, two: Path
+) -> None:
     expected, found, other = read(one, name), read(two, name), read(two, name, process=1)["weights"]
     assert distance(expected["weights"], untrained()) > 0.1, "trained"
     assert_reached(found["weights"], expected["weights"])
@@ -121,7 +128,24 @@ def test_weights_of_files_are_held_once_and_the_first_process_has_the_result(nam
     if name == "stored-lora":
         assert largest_difference(other, untrained()) == 0, "what is frozen stays, and adapters are not merged into it"
     else:
-        assert sum(tensor.numel() for tensor in other.values()) == 0, "what was trained is in the first alone"
+        assert {n: t.shape for n, t in other.items()} == {n: t.shape for n, t in found["weights"].items()}
+        assert held_bytes(other) <= 4 * len(other), "what was trained is in the first alone"
+
+
+def test_two_processes_learn_the_gates_that_one_does(one: Path, two: Path) -> None:
+    """The gates are none of the model's weights: every process has them all, and the sums of their gradients."""
+    expected, *found = read(one, GATES), read(two, GATES), read(two, GATES, process=1)
+    assert expected["report"]["removed"] == found[0]["report"]["removed"]
+    assert found[0]["report"]["rounds"] == found[1]["report"]["rounds"], "the same in both, bit for bit"
+    for mine, theirs in zip(expected["report"]["rounds"], found[0]["report"]["rounds"], strict=True):
+        assert max(mine["gates"]) - min(mine["gates"]) > 0.01, "they moved"
+        assert theirs["gates"] == pytest.approx(mine["gates"], abs=1e-5)
+    steps = zip(*(report["train"]["history"] for report in (expected["report"], found[0]["report"])), strict=True)
+    for mine, theirs in steps:
+        for value in ("lm_loss", "penalty", "grad_norm"):
+            assert theirs[value] == pytest.approx(mine[value], rel=1e-4), value
+    assert largest_difference(found[0]["weights"], untrained()) == 0, "the model is where it was"
+    assert held_bytes(found[1]["weights"]) <= 4 * len(found[1]["weights"])
 
 
 def test_a_teacher_that_is_divided_is_held_in_parts() -> None:
@@ -290,6 +314,69 @@ def _kill_one(parent: int, folder: Path) -> None:
     subprocess.run(["kill", f"-{signal.SIGKILL.value}", children[-1]], check=True)
 
 
+HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    # Gates and regularisation before the cut, all weights against the dense model after it.
+    "elder": (
+        ("elder", "recover"),
+        {
+            "stages.before": "[regularise]", "cut.reconstruct": "none", "verify": "true", "elder.gates.batch_size": 4,
+            "elder.gates.first_round_steps": 4, "elder.gates.round_steps": 2, "elder.schedule": "published",
+            "elder.penalty_weight": 0.05, "recover.distill.hidden": 0.5,
+        },
+    ),
+    # Decided and reconstructed from the files by the first process, adapters after the cut.
+    "shortgpt": (
+        ("recover",),
+        {
+            "stages.after": "[recover]", "cut.reconstruct": "least_squares", "recover.adapters": "lora",
+            "recover.rank": 2,
+        },
+    ),
+    # Decided by the first process on the model itself, then a penalty on channels that lie in both.
+    "dress": (
+        ("dress",),
+        {
+            "stages.before": "[regularise]", "stages.after": "[]", "cut.reconstruct": "none", "dress.select": "energy",
+            "dress.penalty_weight": 0.1, "dress.schedule": "published",
+        },
+    ),
+}  # fmt: skip
+"""Method -> what trains, and options."""
+
+
+def host_arguments(method: str, dense: Path, text: Path, out: Path) -> list[str | Path]:
+    train = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "dtype": "float32", "learning_rate": 1e-3}
+    trained, given = HOST_RUNS[method]
+    sets = {**given, **{f"{name}.train.{key}": value for name in trained for key, value in train.items()}}
+    base: list[str | Path] = ["prune", dense, "--method", method, "--ratio", "0.5", "--calibration", text, "--out", out]
+    base += ["--samples", "16", "--sequence-length", "16"]
+    return base + [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
+
+
+@pytest.mark.parametrize("method", HOST_RUNS)
+def test_prune_of_two_that_have_the_model_on_the_host_writes_what_one_writes(method: str, tmp_path: Path) -> None:
+    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert not run(*host_arguments(method, dense, text, alone)).exit_code
+    arguments = host_arguments(method, dense, text, together)
+    command = torchrun(2, "-m", "pyprune", *arguments, "--placement", "host")
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert "has the model on the host" in found.stderr
+    records = [read_pruning_json(folder) for folder in (alone, together)]
+    assert records[0].plan == records[1].plan
+    assert records[0].plan is not None
+    assert records[0].plan.removed_layers or records[0].plan.removed_hidden
+    reports = [record.provenance["report"] for record in records]
+    assert [r["effects"] is None for r in reports] == [method == "shortgpt"] * 2
+    assert [r["reconstruction"] is None for r in reports] == [method != "shortgpt"] * 2
+    assert [len(r["stages"]) for r in reports] == [len(reports[0]["stages"])] * 2
+    verified = [r["verified"] for r in reports]
+    assert verified[0] is None if method != "elder" else verified[1] == pytest.approx(verified[0], rel=1e-3)
+    weights = [load_file(folder / "model.safetensors") for folder in (alone, together)]
+    assert largest_difference(*weights) < 1e-4
+
+
 def test_commands_that_do_not_train_refuse_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests._support.cli import refused
 
@@ -309,15 +396,14 @@ def test_models_that_are_not_alike_or_not_shared_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense = write_model(tiny_model("llama"), tmp_path / "dense")
-    config = build_recovery(options={"dtype": "bfloat16"})
     monkeypatch.setattr(processes, "count", lambda: 2)
-    _say_what_is_copied(dense, config, Dense())
+    say_what_is_copied([Loaded(dense, "dtype", "bfloat16")])
     said = " ".join(capsys.readouterr().err.split())
     assert "dtype is bfloat16" in said
     assert "With dtype=float32 they share" in said
     monkeypatch.setattr(processes, "alike", lambda _: False)
     with pytest.raises(ConfigError, match="different weights in one or in its dense model"):
-        _check_alike({"model": "one", "weights": "a", "teacher_weights": ""})
+        check_alike({"model": "one", "weights": "a", "teacher_weights": ""})
 
 
 def test_without_torchrun_nothing_is_divided() -> None:

@@ -66,13 +66,11 @@ def test_gates_of_one_change_nothing_bit_for_bit_and_the_hooks_go(family: str, p
     objective = GateObjective(1, GateConfig(placement=placement))  # type: ignore[arg-type]
     objective.setup(model, TRAIN)
     assert torch.equal(logits(model), expected)
-    assert not any(p.requires_grad for p in model.parameters())
     with torch.no_grad():
         objective.gates[1] = 0.5
     assert not torch.equal(logits(model), expected)
     objective.teardown(model)
     assert torch.equal(logits(model), expected)
-    assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks or "forward" in m.__dict__ for m in model.modules())
 
 
@@ -145,9 +143,13 @@ def test_the_literal_output_gate_drives_the_last_layers_out() -> None:
 
 
 def test_gates_that_hardly_moved_are_a_warning() -> None:
-    config = ElderOptions(gates=replace(GATES, first_round_steps=1))
-    report = learn_layer_gates(fitted_model(), samples(), 1, config)
+    config, model = ElderOptions(gates=replace(GATES, first_round_steps=1)), fitted_model()
+    frozen, *others = model.parameters()
+    frozen.requires_grad_(False)
+    report = learn_layer_gates(model, samples(), 1, config)
     assert "hardly moved" in report.warnings[0]
+    assert not frozen.requires_grad, "what was frozen before stays so"
+    assert all(p.requires_grad and p.grad is None for p in others)
 
 
 def test_gate_learning_resumes_to_the_same_rounds(tmp_path: Path) -> None:

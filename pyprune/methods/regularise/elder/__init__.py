@@ -153,6 +153,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     objective=Deferred(f"{__name__}.penalty:objective"),
+    decides_by_training=True,
     options=ElderOptions,
     presets={
         "elder": _elder,

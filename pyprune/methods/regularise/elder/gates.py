@@ -25,8 +25,11 @@ from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_opti
 from pyprune.methods.ratio import decide_layer_count
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.probe.hooks import LayerHooks
+from pyprune.runtime import processes
+from pyprune.runtime.modes import frozen
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, ParameterGroup, TrainReport
+from pyprune.train.sharded import is_divided
 
 UNMOVED_STEPS = 5
 """An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
@@ -79,7 +82,7 @@ def gated(gate: Tensor, before: Tensor, after: Tensor, placement: str) -> Tensor
 
 
 class GateObjective(Objective):
-    """Stage 1: LM loss + lambda1 * sum |S_i| over the gates, model frozen.
+    """Stage 1: LM loss + lambda1 * sum |S_i| over the gates of a model that is frozen already.
 
     Greedy masks one layer after ``first_round_steps`` and after every ``round_steps`` more, keeping the other
     gates and the optimizer's state; one-shot masks all of them at the end of the first round.
@@ -98,7 +101,6 @@ class GateObjective(Objective):
         self.rounds: list[GateRound] = []
         self.gates = nn.Parameter(torch.empty(0))
         self.hooks: LayerHooks | None = None
-        self.frozen: list[nn.Parameter] = []
 
     @property
     def steps(self) -> int:
@@ -111,13 +113,10 @@ class GateObjective(Objective):
         return {"count": self.count, **self.config.to_dict()}
 
     def setup(self, model: nn.Module, config: TrainConfig) -> None:
-        """Freeze the model, put one gate of 1 on every layer, and switch dropout off."""
+        """Put one gate of 1 on every layer of a frozen model, and switch dropout off."""
         dense = cast(PreTrainedModel, model)
         layers = family_for(dense).layers(dense)
         self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
-        self.frozen = [p for p in model.parameters() if p.requires_grad]
-        for parameter in self.frozen:
-            parameter.requires_grad_(False)
         self.hooks = LayerHooks(layers, range(len(layers)), self._gate)
         if not config.gradient_checkpointing:  # which Transformers only does in training mode
             model.eval()
@@ -134,6 +133,11 @@ class GateObjective(Objective):
     def step_penalty(self, model: nn.Module) -> Tensor | None:
         """lambda1 * sum of |S_i| over the layers that are not masked."""
         return self.config.penalty_weight * self.gates[self._active()].abs().sum()
+
+    def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
+        """The same with its gradient; of the value a share, where several processes have all gates and add it up."""
+        penalty = super().apply_step_penalty(model)
+        return penalty / processes.count() if penalty is not None and is_divided(model) else penalty
 
     def _active(self) -> list[int]:
         gone = set(self.removed)
@@ -180,11 +184,9 @@ class GateObjective(Objective):
             self._mask(chosen)
 
     def teardown(self, model: nn.Module) -> None:
-        """Take the gates off and thaw the model."""
+        """Take the gates off."""
         if self.hooks is not None:
             self.hooks.remove()
-        for parameter in self.frozen:
-            parameter.requires_grad_(True)
 
 
 def learn_layer_gates(
@@ -226,16 +228,18 @@ def learn_layer_gates(
         checkpoint_interval=config.train.checkpoint_interval,
         seed=seed,
     )
-    trained = train(
-        model,
-        samples,
-        training,
-        objective,
-        checkpoint_dir=run.folder("gates"),
-        resume=run.resume,
-        keep_last_good=False,
-        description="layer gates",
-    )
+    # Before the model is divided, so that its weights stay where they are.
+    with frozen(model):
+        trained = train(
+            model,
+            samples,
+            training,
+            objective,
+            checkpoint_dir=run.folder("gates"),
+            resume=run.resume,
+            keep_last_good=False,
+            description="layer gates",
+        )
     warnings = trained.warnings + _gate_warnings(objective)
     return GateReport(tuple(objective.removed), objective.rounds, trained, warnings)
 
