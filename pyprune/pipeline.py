@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
 from pyprune.data.sources import check_sources
@@ -20,16 +21,16 @@ from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
+from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
 from pyprune.rework import TEACHER_DTYPE, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.run_memory import Source, division_of, within_memory
+from pyprune.run_memory import Source, placed
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say
-from pyprune.runtime.shapes import to_shapes_
 from pyprune.stages import (
     PruneResult,
     StageRun,
@@ -92,8 +93,7 @@ def prune(
         "trust_remote_code": trust_remote_code,
     }
 
-    division = division_of(Source(model_id, reading), config, placement)
-    config = within_memory(Source(model_id, reading, on_host=division.on_host), config)
+    division, config = placed(Source(model_id, reading), config, placement)
     # Decided by all processes together, while the teacher may be wanted by some of them alone.
     taught_in = teacher_dtype(config)
 
@@ -160,11 +160,11 @@ def _load(model_id: str | Path, config: PruneConfig, division: Division, **readi
     if not division.on_host:
         return load_model(model_id, dtype=config.dtype, device=config.device, **reading)
     if processes.first():
-        return load_model(model_id, dtype=config.dtype, device="cpu", **reading)
-    mapped = _stored_dtype(model_id, **reading) or config.dtype  # in another dtype each process would have a copy first
-    model, tokenizer = load_model(model_id, dtype=mapped, device="cpu", **reading)
-    to_shapes_(model, DTYPES[config.dtype])
-    return model, tokenizer
+        model, tokenizer = load_model(model_id, dtype=config.dtype, device="cpu", **reading)
+        processes.from_first(model.config)
+        return model, tokenizer
+    model = model_of_shapes(processes.from_first(cast(PretrainedConfig, None)), DTYPES[config.dtype])
+    return model, load_tokenizer(str(model_id), **{k: v for k, v in reading.items() if v is not None})
 
 
 def _say_where(model_id: str | Path, config: PruneConfig, taught_in: str, **reading: Any) -> None:
@@ -173,11 +173,8 @@ def _say_where(model_id: str | Path, config: PruneConfig, taught_in: str, **read
         f"The first of {processes.count()} processes has the model on the host; what trains is divided among their "
         "devices, layer by layer."
     )
-    teaches = "recover" in config.stages.after and config.recover.distill is not None
-    if teaches and reading["gguf_file"] is None:
-        say_what_is_copied(
-            [Loaded(model_id, TEACHER_DTYPE, taught_in, reading["revision"], reading["trust_remote_code"])]
-        )
+    if "recover" in config.stages.after and config.recover.distill is not None:
+        say_what_is_copied([Loaded(model_id, TEACHER_DTYPE, taught_in, **reading)])
 
 
 def _stored_dtype(
@@ -270,8 +267,7 @@ def decision_for(
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
-    division = division_of(Source(model_id, reading), config, placement)
-    config = within_memory(Source(model_id, reading, on_host=division.on_host), config, always=True)
+    division, config = placed(Source(model_id, reading), config, placement, always=True)
     if decides_from_disk(model_id, config, **reading):
         decision = StoredRun(model_id, config, revision=revision, only_planning=True).decide()
     else:

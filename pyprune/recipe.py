@@ -168,18 +168,10 @@ def build_config(
 
 def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
     """Refuse options that were given by name, and that no stage of the run reads: they would do nothing."""
-    stages = (*config.stages.before, *config.stages.after)
-    own = config.options.of_regularising if config.options is not None else ()
-    readers = {
-        "regularise": [f"{config.method}.{name}" for name in own],
-        "recover": ["recover"],
-        "finetune": ["finetune"],
-    }
-    names = dotted_names(chosen)
     found = []
-    for stage, options in readers.items():
-        given = [name for name in names if any(f"{name}.".startswith(f"{option}.") for option in options)]
-        if given and stage not in stages:
+    for stage, options in unread(config).items():
+        given = [name for name in dotted_names(chosen) if is_among(name, options)]
+        if given:
             found.append(
                 f"{' and '.join(given)} would do nothing: this run has no stage {stage!r} (stages.before is "
                 f"{list(config.stages.before)}, stages.after {list(config.stages.after)}). "
@@ -187,6 +179,23 @@ def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
             )
     if found:
         raise ConfigError(found)
+
+
+def unread(config: PruneConfig) -> dict[str, list[str]]:
+    """Stage that the run lacks -> dotted names of the options (with all inside them) that it alone would read."""
+    stages = (*config.stages.before, *config.stages.after)
+    own = config.options.of_regularising if config.options is not None else ()
+    readers = {
+        "regularise": [f"{config.method}.{name}" for name in own],
+        "recover": ["recover"],
+        "finetune": ["finetune"],
+    }
+    return {stage: options for stage, options in readers.items() if options and stage not in stages}
+
+
+def is_among(name: str, options: Sequence[str]) -> bool:
+    """Whether a dotted name is one of these options or inside one."""
+    return any(f"{name}.".startswith(f"{option}.") for option in options)
 
 
 def _with_stage(stage: str, method: str) -> str:

@@ -174,9 +174,8 @@ def recover_checkpoint(
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
     wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
-    if dense.model is not None and dense.gguf_file is None:
-        taught = teacher_dtype(config)
-        wanted.append(Loaded(dense.model, TEACHER_DTYPE, taught, dense.revision, trust_remote_code=trust_remote_code))
+    if dense.model is not None:
+        wanted.append(Loaded(dense.model, TEACHER_DTYPE, teacher_dtype(config), **dense.reading))
     say_what_is_copied(wanted)
     plan = record.plan if record else None
     config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
@@ -354,26 +353,31 @@ class Loaded(NamedTuple):
         model: folder or hub id.
         option: that gives the dtype.
         dtype: of its weights in memory.
-        revision, trust_remote_code: as in :func:`pyprune.checkpoint.load.load_model`.
+        gguf_file, revision, trust_remote_code: as in :func:`pyprune.checkpoint.load.load_model`.
     """
 
     model: str | Path
     option: str
     dtype: str
+    gguf_file: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
 
 
 def say_what_is_copied(models: Iterable[Loaded]) -> None:
-    """Say which models several processes cannot share on the host, because they are loaded in another dtype."""
+    """Say which models several processes cannot share on the host: what is loaded is not what is stored."""
     if processes.count() == 1:
         return
-    for model, option, dtype, revision, remote in models:
+    copy = f"each of the {processes.count()} processes has a copy of its own on the host"
+    for model, option, dtype, gguf_file, revision, remote in models:
+        if gguf_file is not None:
+            say(f"{gguf_file} of {model} is dequantised: {copy}. Safetensors in {dtype} would be shared.")
+            continue
         stored = stored_dtype(model, revision=revision, trust_remote_code=remote)
         if stored is not None and stored != dtype:
             say(
-                f"{option} is {dtype}, and {model} is stored in {stored}: each of the {processes.count()} processes "
-                f"has a copy of its own on the host. With {option}={stored} they share the files' pages."
+                f"{option} is {dtype}, and {model} is stored in {stored}: {copy}. With {option}={stored} they share "
+                "the files' pages."
             )
 
 

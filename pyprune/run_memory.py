@@ -97,7 +97,7 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     if not trainings:
         return config
     for training in trainings:
-        check_shares(training.train, training.name)
+        check_shares(training.train.batch_size, f"{training.name}.batch_size")
     device = resolve_device(config.device)
     capacity = _capacity(device)
     model = source.shapes(config.dtype)
@@ -117,6 +117,29 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     return decided
 
 
+def placed(
+    source: Source, config: PruneConfig, placement: str, *, always: bool = False
+) -> tuple[Division, PruneConfig]:
+    """How the processes of a run divide it, and its options with ``memory`` decided.
+
+    Args:
+        source: of the model.
+        config: of the run, checked.
+        placement: see :func:`division_of`.
+        always: see :func:`within_memory`.
+
+    Raises:
+        ConfigError: see both.
+        PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
+    """
+    division = division_of(source, config, placement)
+    decided = within_memory(replace(source, on_host=division.on_host), config, always=always)
+    other = division if decided.dtype == config.dtype else division_of(source, decided, placement)
+    if other != division:  # in lean memory the weights are half as large
+        division, decided = other, within_memory(replace(source, on_host=other.on_host), config, always=always)
+    return division, decided
+
+
 def division_of(source: Source, config: PruneConfig, placement: str) -> Division:
     """How the processes of a run divide it, by where they have the model while nothing trains.
 
@@ -127,7 +150,8 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
             :class:`pyprune.runtime.processes.Division`), or auto: device where the weights fill at most half of it.
 
     Raises:
-        ConfigError: an unknown placement.
+        ConfigError: an unknown placement, a training by which the method decides that the processes cannot share, or
+            code of the repository's own for a model that only the first process has.
     """
     if placement not in PLACEMENTS:
         raise ConfigError(did_you_mean(placement, PLACEMENTS, "placement"))
@@ -135,11 +159,22 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
         if placement != "auto":
             warn(f"--placement {placement} is for several processes (torchrun); this run has one.")
         return Division()
-    device = resolve_device(config.device)
+    device, config = resolve_device(config.device), _with_dtype_of_lean(config)
     weights = sum(p.nbytes for p in source.shapes(config.dtype).parameters())
+    remote = bool(source.reading.get("trust_remote_code"))
+    if remote and placement == "host":
+        raise ConfigError(
+            "--placement host is for models that Transformers knows: the other processes make them from their "
+            "configuration, without the repository's own code. Leave --trust-remote-code or --placement out."
+        )
     if placement == "auto":
-        placement = "host" if weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
-    return Division(device, "first") if placement == "host" else Division()
+        placement = "host" if not remote and weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
+    if placement == "device":
+        return Division()
+    deciding = config.options.decision_batch if config.options is not None and config.plan is None else None
+    if deciding is not None:
+        check_shares(deciding[1], f"{config.method}.{deciding[0]}")
+    return Division(device, "first")
 
 
 def _capacity(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,7 @@ from pyprune.families import check_plan, count_parameters, family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
-from pyprune.probe.effects import EffectReport, compare, snapshot
+from pyprune.probe.effects import EffectReport, EffectSnapshot, compare, snapshot
 from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
 from pyprune.runtime import processes
@@ -195,7 +195,7 @@ class StageRun:
         config: every option, checked.
         work: where an interrupted run is kept; None keeps nothing.
         teacher: for distillation.
-        stored: where a method reads the weights from; None = from the model.
+        stored: where a method reads the weights from, instead of the model; None = from the model.
         cutting: what makes the cut.
         division: how several processes divide what trains, and who has the weights in between.
         result: what was done so far.
@@ -235,6 +235,10 @@ class StageRun:
         """Whether this process does what is not divided: where weights are on the host, the first does for all."""
         return processes.first() or not self.division.on_host
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """Around what the first process does while the others wait for it."""
+        return processes.alone() if self.division.on_host else nullcontext()
+
     def _new_decision(self) -> PlanDecision | None:
         """What this process decides; None where that is left to the first."""
         config = self.config
@@ -245,40 +249,48 @@ class StageRun:
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         method = get_method(config.method)
-        together = self.division.on_host and method.decides_by_training
+        trains = (config.options or method.options()).decision_batch is not None
+        together = self.division.on_host and trains
         if not (together or self._has_weights):
             return None
         started = time.monotonic()
         request = PlanRequest.of(self.model, config)
+        stored = self.stored if self.division.on_host else None
+        model = self.model if stored is None else stored.model()  # without weights, as a method that streams expects
         # Where every process decides for itself the first one's counts: states of the others would be in its way.
         run = self._run("decide") if together or processes.first() else RunOptions(stored=self.stored)
-        with dividing(self.division) if together else nullcontext():
-            decision = method.decide(self.model, self.text.before.ids, request, run)
+        with dividing(self.division) if together else self._alone():
+            decision = method.decide(model, self.text.before.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
     def train_before_the_cut(self) -> None:
         """Regularise towards the plan, and say what that did to the weights and activations."""
-        actions, plan = self.config.stages.before, self.result.plan
+        actions = self.config.stages.before
         seen = "regularise" in actions and self._has_weights
-        untouched = snapshot(self.model, plan, self.text.probe) if seen else None
+        untouched = self._snapshot() if seen else None
         for number, action in enumerate(actions):
             self._act(action, self.text.before, f"before-{number}-{action}")
         if untouched is not None:
             options = self.config.options
             effects = compare(
                 untouched,
-                snapshot(self.model, plan, self.text.probe),
+                self._snapshot(),
                 target_preserved_ratio=options.preserved_goal if options else None,
             )
             self.result.effects = effects
             self.result.warnings += effects.warnings
+
+    def _snapshot(self) -> EffectSnapshot:
+        with self._alone():
+            return snapshot(self.model, self.result.plan, self.text.probe)
 
     def cut(self) -> None:
         """Remove what the plan names; with ``verify``, measure both sides of the cut."""
         if not self.config.stages.prune:
             return
         if self._has_weights:
-            self._cut()
+            with self._alone():
+                self._cut()
         if self.division.on_host:
             self._follow_the_cut()
 

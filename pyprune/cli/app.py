@@ -12,6 +12,7 @@ from pyprune.cli.bench import bench
 from pyprune.cli.evaluate import evaluate
 from pyprune.cli.fit import fit
 from pyprune.cli.inspect import env, inspect, methods
+from pyprune.cli.options import options
 from pyprune.cli.profile import predict, profile
 from pyprune.cli.prune import prune
 from pyprune.cli.rework import reconstruct, recover
@@ -59,6 +60,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": predict,
     "inspect": inspect,
     "methods": methods,
+    "options": options,
     "env": env,
 }
 PASSING_ON = ("serve",)

@@ -37,6 +37,14 @@ class MethodOptions(Config):
         return replace(self, **changed)
 
     @property
+    def decision_batch(self) -> tuple[str, int] | None:
+        """(option, sequences in a step) of the training by which the method decides; None where it trains nothing.
+
+        Several processes divide that training where no device holds a whole model.
+        """
+        return None
+
+    @property
     def preserved_goal(self) -> float | None:
         """The share of |W| that regularisation may leave in what is removed before a warning; None = no goal."""
         return None

@@ -25,9 +25,9 @@ from pyprune.cut.mask import gauge_
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, Row, check_plan, count_parameters, family_for
 from pyprune.families.base import axis_width, block_is_skipped, kept_indices, kept_positions
+from pyprune.modeling.shapes import model_of_shapes
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
-from pyprune.runtime.shapes import to_shapes_
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,7 @@ def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
         model: a dense model, with or without values.
         config: of the cut model.
     """
-    smaller = _empty_model(config, model)
-    smaller.tie_weights()
-    to_shapes_(smaller)
-    _become(model, smaller)
+    _become(model, model_of_shapes(config, model.dtype))
 
 
 def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:

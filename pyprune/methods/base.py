@@ -231,8 +231,6 @@ class Method:
             language model alone.
         from_disk: whether ``decide`` can read the weights from disk, a tensor or a layer at a time (``run.stored``), so
             that a model larger than memory is decided on; with which options, :meth:`why_loaded` says.
-        decides_by_training: whether ``decide`` is a training, which several processes divide where no device holds a
-            whole model.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
@@ -249,7 +247,6 @@ class Method:
     rotates: bool = False
     objective: Callable[[PrunePlan, Any], Any] | None = None
     from_disk: bool = False
-    decides_by_training: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads
 
 
 def methods_table(*, installed: bool = True) -> Table:
-    """Every method: what it is, what it removes, whether it trains towards the cut, its presets.
+    """Every method: what it is, what it removes, whether it can train towards the cut, its presets.
 
     Args:
         installed: with those of other packages, which are imported for it.
@@ -22,11 +22,11 @@ def methods_table(*, installed: bool = True) -> Table:
     names = method_modules() if installed else own_methods()
     return Table(
         "Methods",
-        ("method", "what it does", "removes", "trains towards the cut", "presets"),
+        ("method", "what it does", "removes", "can train towards the cut", "presets"),
         tuple(_row(get_method(name)) for name in names),
     )
 
 
 def _row(method: Method) -> tuple[str, str, str, str, str]:
-    trains = "yes" if method.regularise is not None else "no"
+    trains = "no" if method.regularise is None else "with -anneal and -paper presets"
     return method.name, method.summary, method.removes or REMOVES[method.axis], trains, ", ".join(presets_of(method))

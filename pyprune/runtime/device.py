@@ -101,7 +101,23 @@ def bfloat16_is_faster(device: torch.device) -> bool:
     Having the instructions is not enough: an Intel Xeon with AVX512-BF16 whose AMX is hidden by its virtual machine
     takes 1.9 times as long in bfloat16 (torch 2.13, oneDNN). So a CPU that has them is asked, once, with two products.
     """
-    return device.type != "cpu" or (computes_bfloat16(device) and processes.from_first(_cpu_is_faster_in_bfloat16()))
+    if device.type != "cpu":
+        return True
+    return _cpu_is_faster() if _agreed is None else _agreed
+
+
+_agreed: bool | None = None
+"""What all processes of a run take for true of their CPUs; None = there is one."""
+
+
+def agree_on_bfloat16() -> None:
+    """Let all processes take what the first finds of its CPU: asked later, some of them alone might ask."""
+    global _agreed
+    _agreed = processes.from_first(processes.first() and _cpu_is_faster())
+
+
+def _cpu_is_faster() -> bool:
+    return computes_bfloat16(torch.device("cpu")) and _cpu_is_faster_in_bfloat16()
 
 
 @cache

@@ -1,8 +1,9 @@
 """Processes that torchrun started to train one model together.
 
-Each does the whole run, on the same text: what is not trained, every process computes for itself; where results could
-differ, that of the first is taken by all. While a model trains, its weights are divided among the processes
-(:mod:`pyprune.train.sharded`). Only the first writes files and prints.
+Each does the whole run, on the same text. What is not trained, every process computes for itself, or, where weights are
+on the host (:class:`Division`), the first one alone; where results could differ, that of the first is taken by all.
+While a model trains, its weights are divided among the processes (:mod:`pyprune.train.sharded`). Only the first writes
+files and prints.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
     _joined = True
     try:
+        from pyprune.runtime.device import agree_on_bfloat16  # which asks this module
+
+        agree_on_bfloat16()
         with nullcontext() if first() else printing_nothing():
             yield
             barrier()
@@ -158,6 +162,19 @@ def divided() -> bool:
 def gets_result() -> bool:
     """Whether this process has the weights that a training in the block comes to."""
     return _division is None or not _division.on_host or first()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Give this process all cores of the machine for as long as the others wait; torchrun gives each process one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def barrier() -> None:

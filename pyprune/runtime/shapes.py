@@ -6,19 +6,18 @@ import torch
 from torch import Tensor, nn
 
 
-def shape_only(like: Tensor, shape: torch.Size | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def shape_only(like: Tensor, shape: torch.Size | None = None) -> Tensor:
     """A tensor without values of its own, which nothing may be written to.
 
     Args:
-        like: gives the device, and the rest where none is given.
+        like: gives dtype, device and, where none is given, the shape.
         shape: of the tensor.
-        dtype: of the tensor.
     """
-    one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
+    one = torch.zeros((), dtype=like.dtype, device=like.device)
     return one.expand(like.shape if shape is None else shape)
 
 
-def to_shapes_(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Let the parameters of a model be shapes alone, in another dtype where one is given; tied ones stay tied."""
+def to_shapes_(model: nn.Module) -> None:
+    """Let the parameters of a model be shapes alone; tied ones stay tied."""
     for parameter in model.parameters():
-        parameter.data = shape_only(parameter, dtype=dtype)
+        parameter.data = shape_only(parameter)

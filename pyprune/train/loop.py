@@ -84,8 +84,9 @@ def train(
 
     Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
     every one is given the same, whole model and samples, and has the same whole model afterwards, also after a
-    TrainingError; after any other the model has no weights. Of a model that is mapped from files
-    (:class:`pyprune.runtime.processes.Division`) the first process alone has what was trained.
+    TrainingError; after any other the model has no weights. Of a model on the host
+    (:class:`pyprune.runtime.processes.Division`) the first process alone has what was trained, and where it alone has
+    the weights before, the others are given their shapes.
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean

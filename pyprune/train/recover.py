@@ -71,7 +71,7 @@ def recover(
     alone), or on those that PEFT chooses by itself (``config.targets``), and are merged at the end. At a loss that is
     not finite the last good adapters are merged before the error is raised; on Ctrl-C they are dropped and a resumable
     checkpoint is left in ``checkpoint_dir``. Without adapters all weights are trained, and both cases leave the weights
-    that were reached. (Where several processes have mapped the model from files, all this is of the first one.)
+    that were reached. (Where several processes have the model on the host, all this is of the first one.)
 
     Args:
         model: a causal LM, dense or pruned. Base weights under adapters may be half precision.

@@ -309,22 +309,19 @@ class Sharded(Whole):
             self.parts[name].data.untyped_storage().resize_(0)
 
 
-def check_shares(config: TrainConfig, name: str = "") -> None:
+def check_shares(batch_size: int, name: str = "batch_size") -> None:
     """Every process of this run gets as many rows of a batch.
 
     Args:
-        config: of a training.
-        name: of its options, for the message.
+        batch_size: of a training.
+        name: of the option, for the message.
 
     Raises:
         ConfigError: the batch cannot be divided so.
     """
     number = processes.count()
-    if config.batch_size % number:
-        raise ConfigError(
-            f"{name}{'.' if name else ''}batch_size is {config.batch_size}, which {number} processes cannot share; use "
-            f"a multiple of {number}."
-        )
+    if batch_size % number:
+        raise ConfigError(f"{name} is {batch_size}, which {number} processes cannot share; use a multiple of {number}.")
 
 
 def sharding(model: nn.Module, config: TrainConfig) -> Whole:
@@ -336,7 +333,7 @@ def sharding(model: nn.Module, config: TrainConfig) -> Whole:
     how = processes.division()
     if how is None:
         return Whole(model)
-    check_shares(config)
+    check_shares(config.batch_size)
     return Sharded(model, how)
 
 
@@ -436,8 +433,11 @@ def _sharded_copy(
 
 def _sent(whole: Tensor, mesh: Any) -> Tensor:
     """A tensor of the first process, on this one's device."""
-    here = whole.contiguous() if processes.first() else torch.empty(whole.shape, dtype=whole.dtype)
-    here = here.to(mesh.device_type)
+    place = mesh.device_type
+    if processes.first():
+        here = whole.contiguous().to(place)
+    else:
+        here = torch.empty(whole.shape, dtype=whole.dtype, device=place)
     torch.distributed.broadcast(here, src=0)
     return here
 

@@ -188,6 +188,9 @@ def test_a_model_that_fills_half_of_a_device_is_on_the_host(checkpoint: Path, mo
         assert division_of(source, config, "host") == on_host
     with pytest.raises(ConfigError, match="placement"):
         division_of(source, config, "gpu")
+    monkeypatch.setattr(processes, "count", lambda: 8)
+    with pytest.raises(ConfigError, match=r"trsp\.gates\.batch_size is 4, which 8 processes cannot share"):
+        division_of(source, build_config(options={"method": "trsp", "device": "cpu"}), "host")
 
 
 def test_a_placement_for_one_process_is_said_to_be_for_several(checkpoint: Path, text: Path, tmp_path: Path) -> None:

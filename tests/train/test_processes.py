@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyprune.checkpoint.record import read_pruning_json
-from pyprune.config.train import TrainConfig
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.rework import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
@@ -272,9 +271,9 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
         "checkpoint_interval": 2,
     }  # fmt: skip
     sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
-    # Every process learns the gates, and keeps states at every step: those of two would be in each other's way.
+    # States at every step: where every process learns the gates for itself, those of two would be in each other's way.
     gates = {
-        "gates.first_round_steps": 4, "gates.round_steps": 2, "gates.batch_size": 2, "train.checkpoint_interval": 1,
+        "gates.first_round_steps": 4, "gates.round_steps": 2, "gates.batch_size": 6, "train.checkpoint_interval": 1,
     }  # fmt: skip
     sets += [part for name, value in gates.items() for part in ("--set", f"elder.{name}={value}")]
     base = ["-m", "pyprune", "prune", dense, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--out", out]
@@ -283,7 +282,8 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
     return [*map(str, base), *small, *sets, *more]
 
 
-def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(placement: str, tmp_path: Path) -> None:
     """Through the command: one of two processes is killed, and three continue to what one reaches at once."""
     dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
     alone = subprocess.run(
@@ -291,7 +291,7 @@ def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(tmp_pa
     )
     assert alone.returncode == 0, alone.stderr[-4000:]
     together = tmp_path / "together"
-    arguments = prune_arguments(dense, text, together)
+    arguments = prune_arguments(dense, text, together, "--placement", placement)
     with subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
         _kill_one(run.pid, tmp_path)
         run.communicate(timeout=120)
@@ -321,15 +321,15 @@ HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {
             "stages.before": "[regularise]", "cut.reconstruct": "none", "verify": "true", "elder.gates.batch_size": 4,
             "elder.gates.first_round_steps": 4, "elder.gates.round_steps": 2, "elder.schedule": "published",
-            "elder.penalty_weight": 0.05, "recover.distill.hidden": 0.5,
+            "elder.penalty_weight": 0.05, "recover.distill.hidden": 0.5, "recover.distill.teacher_dtype": "bfloat16",
         },
     ),
     # Decided and reconstructed from the files by the first process, adapters after the cut.
     "shortgpt": (
         ("recover",),
         {
-            "stages.after": "[recover]", "cut.reconstruct": "least_squares", "recover.adapters": "lora",
-            "recover.rank": 2,
+            "stages.after": "[recover]", "cut.reconstruct": "least_squares", "cut.least_squares.dtype": "auto",
+            "recover.adapters": "lora", "recover.rank": 2,
         },
     ),
     # Decided by the first process on the model itself, then a penalty on channels that lie in both.
@@ -362,7 +362,9 @@ def test_prune_of_two_that_have_the_model_on_the_host_writes_what_one_writes(met
     command = torchrun(2, "-m", "pyprune", *arguments, "--placement", "host")
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-4000:]
-    assert "has the model on the host" in found.stderr
+    said = " ".join(found.stderr.split())
+    assert "has the model on the host" in said
+    assert ("recover.distill.teacher_dtype is bfloat16" in said) == (method == "elder"), "each has a copy of its own"
     records = [read_pruning_json(folder) for folder in (alone, together)]
     assert records[0].plan == records[1].plan
     assert records[0].plan is not None
@@ -387,9 +389,9 @@ def test_commands_that_do_not_train_refuse_several_processes(monkeypatch: pytest
 
 def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "count", lambda: 8)
-    check_shares(TrainConfig(batch_size=64))
+    check_shares(64)
     with pytest.raises(ConfigError, match=r"recover.train.batch_size is 12, which 8 processes cannot share"):
-        check_shares(TrainConfig(batch_size=12), "recover.train")
+        check_shares(12, "recover.train.batch_size")
 
 
 def test_models_that_are_not_alike_or_not_shared_are_named(

@@ -161,7 +161,7 @@ def _dress_anneal() -> PruneConfig:
 METHOD = Method(
     name="dress",
     axis="hidden",
-    summary="DReSS: shrink a set of hidden channels during training, then slice it off.",
+    summary="DReSS: slice a set of hidden channels off, in the paper's form after training has shrunk it.",
     decide=Deferred(f"{__name__}.channels:decide"),
     regularise=Deferred(f"{__name__}.training:regularise"),
     objective=Deferred(f"{__name__}.training:objective"),

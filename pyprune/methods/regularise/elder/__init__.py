@@ -76,6 +76,11 @@ class ElderOptions(MethodOptions):
     def training(self) -> TrainConfig:
         return self.train
 
+    @property
+    @override
+    def decision_batch(self) -> tuple[str, int] | None:
+        return None if self.layers else ("gates.batch_size", self.gates.batch_size)
+
 
 def _elder_paper() -> PruneConfig:
     """ELDeR with the papers' constants: lambda1 5e-3, lambda2 1e-3, 128 samples of 2048, no recovery."""
@@ -149,11 +154,10 @@ def _elder_anneal() -> PruneConfig:
 METHOD = Method(
     name="elder",
     axis="layers",
-    summary="ELDeR: learn which layers matter least, turn them into the identity by training, drop them.",
+    summary="ELDeR: learn which layers matter least, in the papers' form turn them into the identity, and drop them.",
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     objective=Deferred(f"{__name__}.penalty:objective"),
-    decides_by_training=True,
     options=ElderOptions,
     presets={
         "elder": _elder,

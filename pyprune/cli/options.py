@@ -1,0 +1,87 @@
+"""options."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pyprune.cli.base import Debug, JsonFile, guarded, output
+from pyprune.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from pyprune.config.base import Config
+
+OTHERS = ("recover", "reconstruct", "fit")
+"""Commands with options behind --set, beside prune, whose options a preset has."""
+
+
+@guarded
+def options(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Method or preset of prune; or recover, reconstruct or fit."),
+    ] = "elder",
+    find: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only options whose name or meaning holds this text.")
+    ] = None,
+    json_file: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """List what --set takes and recipes hold: every option, its value, what it may be and what it means.
+
+    Example: pyprune options elder --find gates
+    """
+    from pyprune.config.describe import described
+    from pyprune.recipe import is_among
+    from pyprune.report import Table
+
+    config, idle = _of(name)
+    left_out = [option for options in idle.values() for option in options]
+    found = [each for each in described(config) if not is_among(each.name, left_out)]
+    if find is not None:
+        found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
+        if not found:
+            raise ConfigError(f"No option of {name} has {find!r} in its name or meaning. Leave out --find to see all.")
+    rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in found)
+    note = "; ".join(f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items())
+    table = Table(f"Options of {name}", ("option", "value", "may be", "what it is"), rows)
+    output(
+        {"name": name, "options": [vars(each) for each in found], "unread": idle},
+        json_file,
+        table,
+        *([f"Left out, because nothing in this run would read it: {note}."] if note else []),
+    )
+
+
+def _of(name: str) -> tuple[Config, dict[str, list[str]]]:
+    """The options of a name, and what of them no stage would read."""
+    from pyprune.methods.registry import presets
+    from pyprune.recipe import build_config, unread
+
+    if name in OTHERS:
+        return _of_command(name), {}
+    if name not in presets():
+        raise ConfigError(did_you_mean(name, [*presets(), *OTHERS], "method, preset or command"))
+    config = build_config(preset=name)
+    return config, unread(config)
+
+
+def _of_command(name: str) -> Config:
+    from pyprune.budget.options import FitOptions
+    from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
+
+    kinds: dict[str, Any] = {
+        "recover": RecoverCheckpointConfig,
+        "reconstruct": ReconstructCheckpointConfig,
+        "fit": FitOptions,
+    }
+    found: Config = kinds[name]()
+    return found
+
+
+def _text(value: Any) -> str:
+    """As a recipe has it."""
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)

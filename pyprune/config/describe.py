@@ -1,0 +1,129 @@
+"""What options are called, have, may have and mean, read off their classes: fields, ranges and docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal
+
+from pyprune.config.base import Config, Range, _plain
+
+_ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+)$")
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+
+
+@dataclass(frozen=True)
+class Described:
+    """One option.
+
+    Attributes:
+        name: dotted, as ``--set`` takes it.
+        value: what it has, plain data.
+        allowed: what it may have, in words.
+        meaning: what it is, in words.
+    """
+
+    name: str
+    value: Any
+    allowed: str
+    meaning: str
+
+
+def described(config: Config, path: str = "") -> Iterator[Described]:
+    """Every option of a set of options, those inside it too, in the order of their classes.
+
+    Of an option that holds options and is left out (null), the ones that it would have are given; of a list of options
+    those of an entry, as ``name[].option``.
+
+    Args:
+        config: the options.
+        path: their own dotted name, with a dot behind it.
+    """
+    hints, meanings = typing.get_type_hints(type(config)), _meanings(type(config))
+    for field in fields(config):  # type: ignore[arg-type]
+        name, value = f"{path}{config._label(field.name)}", getattr(config, field.name)
+        inner = value if isinstance(value, Config) else _config_in(hints[field.name])
+        if inner is None or inner is not value:
+            allowed = _allowed(hints[field.name], field.metadata.get("range"))
+            yield Described(name, _plain_value(value), allowed, meanings.get(field.name, ""))
+        if inner is not None:
+            entries = "[]" if typing.get_origin(hints[field.name]) is tuple else ""
+            yield from described(inner, f"{name}{entries}.")
+
+
+def _plain_value(value: Any) -> Any:
+    """Plain data, also of options in a list."""
+    entries = isinstance(value, tuple) and any(isinstance(entry, Config) for entry in value)
+    return [entry.to_dict() for entry in value] if entries else _plain(value)
+
+
+def _config_in(hint: Any) -> Config | None:
+    """The options that a field or each entry of its list may hold, with their defaults; None where it holds a value."""
+    kinds = [kind for kind in typing.get_args(hint) if inspect.isclass(kind) and issubclass(kind, Config)]
+    return kinds[0]() if kinds else None
+
+
+def _allowed(hint: Any, limits: Range | None) -> str:
+    """What a value may be, in words."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_allowed(kind, limits) for kind in inside if kind is not type(None)]
+        return " or ".join([*kinds, *(["null"] if type(None) in inside else [])])
+    if origin is Literal:
+        return ", ".join(map(str, inside))
+    if origin is tuple:
+        return f"list of: {_allowed(inside[0], limits)}"
+    if inspect.isclass(hint) and issubclass(hint, Config):
+        return "the options below"
+    words = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+    return f"{words.get(hint, getattr(hint, '__name__', str(hint)))}{'' if limits is None else _bounds(limits)}"
+
+
+def _bounds(limits: Range) -> str:
+    parts = [
+        f"{word} {value:,.10g}"
+        for word, value in (
+            ("at least", limits.at_least),
+            ("above", limits.above),
+            ("at most", limits.at_most),
+            ("below", limits.below),
+        )
+        if value is not None
+    ]
+    return "".join(f", {part}" for part in parts)
+
+
+@cache
+def _meanings(kind: type[Config]) -> dict[str, str]:
+    """Name -> what the docstring of a class, or of the one it comes from, says of an option."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__doc__ and base is not object:
+            found |= _entries(inspect.cleandoc(base.__doc__))
+    return found
+
+
+def _entries(text: str) -> dict[str, str]:
+    """The entries of a docstring's section "Attributes"."""
+    _, _, section = text.partition("Attributes:\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section.splitlines():
+        if not line.startswith(" "):
+            break
+        entry = _ENTRY.match(line[4:])
+        if entry:
+            names = entry[1].split(", ")
+        words = _plain_words(entry[2] if entry else line)
+        for name in names:
+            found[name] = words if entry else f"{found[name]} {words}"
+    return found
+
+
+def _plain_words(text: str) -> str:
+    return _ROLE.sub(lambda role: role[1].rpartition(".")[2], text).replace("``", "").strip()
