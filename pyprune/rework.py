@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,7 +300,7 @@ def _reworked(
     remote: dict[str, Any] = {"trust_remote_code": dense.trust_remote_code}
     source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
     source["teacher_weights"] = dense.weights
-    check_alike(source)
+    check_alike(source["model"], source["weights"], source["teacher_weights"])
     record = read_pruning_json(pruned) if has_record(pruned) else None
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
@@ -381,16 +381,20 @@ def say_what_is_copied(models: Iterable[Loaded]) -> None:
             )
 
 
-def check_alike(source: Mapping[str, str]) -> None:
+def check_alike(model: str, *weights: str) -> None:
     """Refuse models that are not the same in all processes, which may be on several machines.
+
+    Args:
+        model: for the message.
+        weights: what they are known by, the dense model's too.
 
     Raises:
         ConfigError: they differ.
     """
-    if not processes.alike([source["weights"], source.get("teacher_weights")]):
+    if not processes.alike(weights):
         raise ConfigError(
-            f"The processes of this run find different weights in {source['model']} or in its dense model. Put the "
-            "same files on all machines, or name a folder that they share."
+            f"The processes of this run find different weights in {model} or in its dense model. Put the same files on "
+            "all machines, or name a folder that they share."
         )
 
 

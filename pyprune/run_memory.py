@@ -22,7 +22,7 @@ from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime import processes
-from pyprune.runtime.device import device_memory, resolve_device, working_dtype
+from pyprune.runtime.device import agree_on_bfloat16, device_memory, resolve_device, working_dtype
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
 from pyprune.train.lora import adapted
@@ -159,6 +159,7 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
         if placement != "auto":
             warn(f"--placement {placement} is for several processes (torchrun); this run has one.")
         return Division()
+    agree_on_bfloat16()  # the first process may ask alone later
     device, config = resolve_device(config.device), _with_dtype_of_lean(config)
     weights = sum(p.nbytes for p in source.shapes(config.dtype).parameters())
     remote = bool(source.reading.get("trust_remote_code"))

@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Literal
 
 from pyprune.config.base import Config, Range, _plain
@@ -98,7 +97,6 @@ def _bounds(limits: Range) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-@cache
 def _meanings(kind: type[Config]) -> dict[str, str]:
     """Name -> what the docstring of a class, or of the one it comes from, says of an option."""
     found: dict[str, str] = {}

@@ -25,4 +25,5 @@ def model_of_shapes(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     model.tie_weights()
     to_shapes_(model)
-    return model.eval()
+    model.eval()
+    return model

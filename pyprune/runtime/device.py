@@ -103,17 +103,17 @@ def bfloat16_is_faster(device: torch.device) -> bool:
     """
     if device.type != "cpu":
         return True
-    return _cpu_is_faster() if _agreed is None else _agreed
+    return processes.from_first(_cpu_is_faster()) if _agreed is None else _agreed
 
 
 _agreed: bool | None = None
-"""What all processes of a run take for true of their CPUs; None = there is one."""
+"""What all processes of a run take for true of their CPUs; None = whoever asks asks with all others."""
 
 
 def agree_on_bfloat16() -> None:
-    """Let all processes take what the first finds of its CPU: asked later, some of them alone might ask."""
+    """Let all processes take what the first finds of its CPU, so that some of them may ask without the others."""
     global _agreed
-    _agreed = processes.from_first(processes.first() and _cpu_is_faster())
+    _agreed = processes.from_first(_cpu_is_faster())
 
 
 def _cpu_is_faster() -> bool:

@@ -99,9 +99,6 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
     _joined = True
     try:
-        from pyprune.runtime.device import agree_on_bfloat16  # which asks this module
-
-        agree_on_bfloat16()
         with nullcontext() if first() else printing_nothing():
             yield
             barrier()

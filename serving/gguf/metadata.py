@@ -10,7 +10,8 @@ import torch
 from transformers import PretrainedConfig
 
 from pyprune.families.gguf_forms import GgufForm
-from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Array, Model, rope_parameters, rope_type
+from pyprune.serving.gguf.blocks import Array
+from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Model, rope_parameters, rope_type
 
 
 def add_metadata(writer: Any, model: Model) -> list[str]:

@@ -405,7 +405,7 @@ def test_models_that_are_not_alike_or_not_shared_are_named(
     assert "With dtype=float32 they share" in said
     monkeypatch.setattr(processes, "alike", lambda _: False)
     with pytest.raises(ConfigError, match="different weights in one or in its dense model"):
-        check_alike({"model": "one", "weights": "a", "teacher_weights": ""})
+        check_alike("one", "a", "")
 
 
 def test_without_torchrun_nothing_is_divided() -> None:
