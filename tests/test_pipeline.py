@@ -318,7 +318,7 @@ def test_a_damaged_record_of_an_interrupted_run_is_refused(
 def test_another_revision_is_another_run(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.pipeline.prune_", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("pyprune.pipeline._through", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prune(model_folder, config(text), out=tmp_path / "out", revision="main")
     with pytest.raises(ConfigError, match="revision was 'main', now None"):

@@ -325,8 +325,8 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_formats_and_a_missing_package_are_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="q4_k"):
-        export_gguf(tmp_path / "none", tmp_path / "x.gguf", quantise="q4_k")
+    with pytest.raises(ConfigError, match="q3_k_x"):
+        export_gguf(tmp_path / "none", tmp_path / "x.gguf", quantise="q3_k_x")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(MissingDependencyError, match=r"pyprune\[gguf\]"):
         export_gguf(tmp_path / "none", tmp_path / "x.gguf")
