@@ -282,14 +282,22 @@ def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]
     return [*map(str, base), *small, *sets, *more]
 
 
+@pytest.fixture(scope="module")
+def pruned_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A dense model, a text, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("alone")
+    dense, text = write_model(tiny_model("llama"), folder / "dense"), write_text(folder / "text.txt", words=8000)
+    found = run(*prune_arguments(dense, text, folder / "alone")[2:])
+    assert not found.exit_code, found.output
+    return dense, text, folder / "alone"
+
+
 @pytest.mark.parametrize("placement", ["device", "host"])
-def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(placement: str, tmp_path: Path) -> None:
+def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(
+    placement: str, pruned_alone: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     """Through the command: one of two processes is killed, and three continue to what one reaches at once."""
-    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
-    alone = subprocess.run(
-        [sys.executable, *prune_arguments(dense, text, tmp_path / "alone")], capture_output=True, text=True, timeout=300
-    )
-    assert alone.returncode == 0, alone.stderr[-4000:]
+    dense, text, alone = pruned_alone
     together = tmp_path / "together"
     arguments = prune_arguments(dense, text, together, "--placement", placement)
     with subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
@@ -300,7 +308,7 @@ def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(placem
     resumed = subprocess.run(torchrun(3, *arguments, "--resume"), capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert resumed.stdout.count("share removed") == 1, "one process prints"
-    weights = [load_file(folder / "model.safetensors") for folder in (tmp_path / "alone", together)]
+    weights = [load_file(folder / "model.safetensors") for folder in (alone, together)]
     assert largest_difference(*weights) < 1e-4
 
 
