@@ -159,11 +159,11 @@ def _load(model_id: str | Path, config: PruneConfig, division: Division, **readi
     """The model and its tokenizer; where the first process alone has it, its shapes in the others."""
     if not division.on_host:
         return load_model(model_id, dtype=config.dtype, device=config.device, **reading)
-    if processes.first():
-        model, tokenizer = load_model(model_id, dtype=config.dtype, device="cpu", **reading)
-        processes.from_first(model.config)
-        return model, tokenizer
-    model = model_of_shapes(processes.from_first(cast(PretrainedConfig, None)), DTYPES[config.dtype])
+    loaded = load_model(model_id, dtype=config.dtype, device="cpu", **reading) if processes.first() else None
+    shapes = processes.from_first(loaded[0].config if loaded else None)
+    if loaded is not None:
+        return loaded
+    model = model_of_shapes(cast(PretrainedConfig, shapes), DTYPES[config.dtype])
     return model, load_tokenizer(str(model_id), **{k: v for k, v in reading.items() if v is not None})
 
 

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.cut.mask import gauge_
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, Row, check_plan, count_parameters, family_for
 from pyprune.families.base import axis_width, block_is_skipped, kept_indices, kept_positions
-from pyprune.modeling.shapes import model_of_shapes
+from pyprune.modeling.shapes import model_of_shapes, uninitialised
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
 
@@ -240,14 +239,12 @@ def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
 
 
 def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
-    """Build the target without initialising weights (untouched memory is not resident)."""
-    config = copy.deepcopy(config)
-    config.dtype = like.dtype
-    with no_init_weights(), torch.device(like.device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=like.config._attn_implementation)
+    """Build the target without initialising weights."""
+    with torch.device(like.device):
+        model = uninitialised(config, like.dtype, attn_implementation=like.config._attn_implementation)
     model.train(like.training)
     model.generation_config = copy.deepcopy(like.generation_config)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _check_complete(model: nn.Module, state: dict[str, Tensor]) -> None:

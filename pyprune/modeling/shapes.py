@@ -1,15 +1,29 @@
-"""A model of which a process knows the shapes alone, because another one has the weights."""
+"""Models without weights: not written yet, or of which a process knows the shapes because another has them."""
 
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.runtime.shapes import to_shapes_
+
+
+def uninitialised(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """The model of a configuration whose weights are not written: memory that is never written to is not resident.
+
+    Args:
+        config: it is not changed.
+        dtype: of the parameters.
+        options: of ``from_config``.
+    """
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    with no_init_weights():
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
 
 
 def model_of_shapes(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -19,10 +33,7 @@ def model_of_shapes(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
         config: dense or pruned, of an architecture that Transformers or pyprune knows.
         dtype: of the parameters.
     """
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    with no_init_weights():  # memory that is never written to is not resident
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+    model = uninitialised(config, dtype)
     model.tie_weights()
     to_shapes_(model)
     model.eval()

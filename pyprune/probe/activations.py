@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import DataError
 from pyprune.probe.streams import LayerRunner
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluating, frozen
 
 
 @dataclass
@@ -164,12 +164,5 @@ def _listening(model: nn.Module, name: str, into: dict[str, Moments], register: 
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
     """No dropout and no graph for the model's own parameters meanwhile."""
-    thawed = [p for p in model.parameters() if p.requires_grad]
-    for parameter in thawed:
-        parameter.requires_grad_(False)
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for parameter in thawed:
-            parameter.requires_grad_(True)
+    with frozen(model), evaluating(model):
+        yield

@@ -86,14 +86,13 @@ def quantised(values: Array, kind: str) -> Array:
         ConfigError, MissingDependencyError: see :func:`check_quantizer`.
     """
     if kind not in NARROW:
-        from gguf import GGMLQuantizationType
         from gguf.quants import quantize
 
-        found: Array = quantize(values, GGMLQuantizationType[kind.upper()])
+        found: Array = quantize(values, ggml_type(kind))
         return found
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     out = np.empty((rows, nbytes((columns,), kind)), np.uint8)
-    quantise, number = _quantizer(), _number(kind)
+    quantise, number = _quantizer(), int(ggml_type(kind))
     share = -(-rows // (os.cpu_count() or 1))
 
     def run(first: int) -> int:
@@ -107,10 +106,11 @@ def quantised(values: Array, kind: str) -> Array:
     return out.reshape(*values.shape[:-1], -1)
 
 
-def _number(kind: str) -> int:
+def ggml_type(kind: str) -> Any:
+    """llama.cpp's type of a format, as the package gguf has it."""
     from gguf import GGMLQuantizationType
 
-    return int(GGMLQuantizationType[kind.upper()])
+    return GGMLQuantizationType[kind.upper()]
 
 
 @cache

@@ -21,6 +21,7 @@ from pyprune.serving.gguf.blocks import (
     NARROW,
     Array,
     check_quantizer,
+    ggml_type,
     kind_of,
     nbytes,
     quantised,
@@ -165,7 +166,7 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     formats = [kind_of(tensor.shape, quantise, head=tensor.name == model.head) for tensor in planned]
     for tensor, kind in zip(planned, formats, strict=True):
         writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor.shape, kind), raw_dtype=_type(kind)
+            tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor.shape, kind), raw_dtype=ggml_type(kind)
         )
     notes += _format_notes(planned, formats, quantise, model.head)
     writer.write_header_to_file()
@@ -191,12 +192,6 @@ def _add_plan(writer: Any, folder: Path) -> None:
     plan = read_pruning_json(folder).plan if has_record(folder) else None
     if plan is not None:
         writer.add_string("pyprune.plan", json.dumps(plan.to_dict()))
-
-
-def _type(kind: str) -> Any:
-    import gguf
-
-    return gguf.GGMLQuantizationType[kind.upper()]
 
 
 def _file_type(quantise: str) -> int:
