@@ -20,6 +20,8 @@ from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 
 ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
+KV_ITEM = 2 * 2
+"""Bytes of a key and a value in bfloat16."""
 CAPACITY_BYTES, CAPACITY_TOKENS = 2**30, (2048, 8192)
 SHORT_PROMPT = (1 + SHORT_PROMPT_TOKENS) / 2
 """Mean length of the prompts of a generation turn."""
@@ -37,9 +39,17 @@ def card(records: RecordFile) -> str:
     machines = list(records.of("machine").values())
     if not machines:
         return "Nothing is recorded yet; run the bench without --only-table first."
-    rates = machines[-1]
-    found = [_machine(rates), HOW_TO_READ]
-    engines, loads = list(records.of("engine").values()), list(records.of("load").values())
+    return "\n\n".join([HOW_TO_READ, *(line for rates in machines for line in _of_machine(records, rates))])
+
+
+def _of_machine(records: RecordFile, rates: Json) -> list[str]:
+    """What was measured on the machine that has these rates."""
+    machine = machine_of(rates["environment"])
+    engines, loads, starts = (
+        [record for record in records.of(kind).values() if machine_of(record["environment"]) == machine]
+        for kind in ("engine", "load", "startup")
+    )
+    found = [_machine(rates)]
     for one in _firsts([*engines, *loads], "model"):
         found.append(capacity_table([r for r in (*engines, *loads) if r["model"] == one["model"]]))
     for one in _firsts(engines, "model", "mode"):
@@ -47,10 +57,14 @@ def card(records: RecordFile) -> str:
         found += [f"### {one['model']}, engine, {one['mode']}", engine_table(same, rates), *verdicts(same, rates)]
     for record in loads:
         found += [f"### {record['model']}, servers under load, {record['mode']}", load_table(record, rates)]
-    starts = list(records.of("startup").values())
     if starts:
         found += ["### Start until /health", startup_table(starts)]
-    return "\n\n".join(found)
+    return found
+
+
+def machine_of(environment: Mapping[str, Any]) -> tuple[str, int]:
+    """What tells one machine's records from another's: its device, and how many CPUs it has."""
+    return environment["device"], environment["cpus"]
 
 
 def _firsts(records: Sequence[Json], *names: str) -> list[Json]:
@@ -73,14 +87,14 @@ def capacity_table(records: Sequence[Json]) -> str:
     """Parameters and key-value cache of every model, counted.
 
     Args:
-        records: of one dense model; each with "sizes", "names" of its models, and for each "layers" (their widths) and
-            "kv_token_bytes".
+        records: of one dense model; each with "sizes", "names" of its models, and for each "layers" (their widths).
     """
     sizes = Sizes(**records[0]["sizes"])
     whole = parameters(sizes, records[0]["layers"][DENSE])
     rows: dict[str, tuple[Cell, ...]] = {}
     for record, name in ((r, name) for r in records for name in r["names"]):
-        own, token = parameters(sizes, record["layers"][name]), record["kv_token_bytes"][name]
+        own = parameters(sizes, record["layers"][name])
+        token = KV_ITEM * sizes.head_dim * sum(kv_heads for _, kv_heads, _ in record["layers"][name])
         held = (Capacity(token, KV_BLOCK_TOKENS, CAPACITY_BYTES, tokens).sequences for tokens in CAPACITY_TOKENS)
         rows[name] = (name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held))
     lengths = (f"sequences of {tokens:,} in 1 GiB" for tokens in CAPACITY_TOKENS)
@@ -166,7 +180,11 @@ def verdicts(records: Sequence[Json], rates: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for record in records:
         found += _layers_verdict(record, rates)
-    return found + [line for record in records for line in _unequal_verdict(record)]
+    found += [line for record in records for line in _unequal_verdict(record)]
+    apart = [{name for name in (UNIFORM, UNEQUAL) if name in record["seconds"]} for record in records]
+    if any(apart) and {UNIFORM, UNEQUAL} not in apart:
+        found.append(f"{UNEQUAL} and {UNIFORM} did not take turns, so that they are not compared; raise --resident.")
+    return found
 
 
 def _layers_verdict(record: Json, rates: Mapping[str, Any]) -> list[str]:

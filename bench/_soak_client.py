@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-FIRST_TOKEN_ID = 3
-"""Ids below this are special tokens in most vocabularies."""
+from pyprune.serving.speed import FIRST_TOKEN_ID
+
 SILENCE_S = 600.0
 """A server that sends nothing for so long has failed the request."""
 

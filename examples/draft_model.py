@@ -72,7 +72,8 @@ def ask(url: str, body: dict[str, object] | None = None) -> str:
     """The text at an address of the server; a body is posted as JSON."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - http, see server
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:  # noqa: S310
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
+    with direct.open(request, timeout=ANSWER_S) as reply:
         return str(reply.read().decode())
 
 

@@ -69,16 +69,29 @@ class Checkpoint:
         return int(self.config["vocab_size"])
 
 
-def read_checkpoint(
-    source: str | Path, *, verify: bool = True, server: str = "", revision: str | None = None
-) -> Checkpoint:
+@dataclass(frozen=True)
+class Hub:
+    """How a hub id is downloaded.
+
+    Attributes:
+        revision: branch, tag or commit; None = the newest.
+        cache: folder that keeps it; None = the hub's own cache.
+        token: of an account that may read it; True = the one that is logged in, None = that one where there is one.
+    """
+
+    revision: str | None = None
+    cache: str | None = None
+    token: str | bool | None = None
+
+
+def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = "", hub: Hub = Hub()) -> Checkpoint:
     """Read a local checkpoint folder, or a hub id (downloaded: weights as safetensors, config, tokenizer).
 
     Args:
         source: folder or hub id.
         verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
         server: see :func:`verify_checkpoint`.
-        revision: of a hub id; None = the newest.
+        hub: what is downloaded of a hub id, and how.
 
     Raises:
         CheckpointError: no such folder or id, no config.json, no safetensors, an adapter next to them, a damaged file,
@@ -87,7 +100,7 @@ def read_checkpoint(
     from pyprune.checkpoint.plausible import refuse_adapter
     from pyprune.checkpoint.shards import weight_files
 
-    folder = _resolve(source, revision)
+    folder = _resolve(source, hub)
     refuse_adapter(folder)
     if verify:
         verify_checkpoint(folder, server=server)
@@ -247,7 +260,7 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
         verify_files(Path(source), read_pruning_json(source), server=name)
 
 
-def _resolve(source: str | Path, revision: str | None) -> Path:
+def _resolve(source: str | Path, hub: Hub) -> Path:
     if os.path.isdir(source):
         return Path(source)
     if is_gguf(source):
@@ -262,7 +275,8 @@ def _resolve(source: str | Path, revision: str | None) -> Path:
     from pyprune.runtime.limits import one_line
 
     try:
-        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(DOWNLOADED)))
+        place: dict[str, Any] = {"revision": hub.revision, "cache_dir": hub.cache, "token": hub.token}
+        return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED), **place))
     except Exception as error:
         raise CheckpointError(
             f"{shown(str(source))} is not a local folder, and the hub did not give it: {one_line(str(error))}"

@@ -273,7 +273,7 @@ def _group_bytes(group: int, field: str) -> int:
     total = 0
     for folder, _ in _processes(group):
         with contextlib.suppress(OSError):
-            lines = (folder / "status").read_text().splitlines()
+            lines = (folder / "status").read_text(errors="replace").splitlines()
             total += next((1024 * int(line.split()[1]) for line in lines if line.startswith(field)), 0)
     return total
 
@@ -293,7 +293,7 @@ def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:
     """Folder in /proc of every process of a group, and the fields of its ``stat`` from the state on."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            text = (folder / "stat").read_text()
+            text = (folder / "stat").read_text(errors="replace")  # names are cut at 15 bytes, also inside a character
         except OSError:
             continue
         fields = text.rpartition(")")[2].split()  # the command name may hold spaces

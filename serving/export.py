@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import yaml
+
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from pyprune.runtime.files import read_bounded
 from pyprune.runtime.progress import warn
-from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint
 from pyprune.serving.engines import engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
@@ -275,11 +278,35 @@ def serve_command(
 
     Args:
         folder: the checkpoint, or a hub id, which is served by that name.
-        extra_args: handed on as they are, such as ``--port 9000``; ``--revision`` says what is downloaded of a hub id,
-            and ``--tensor-parallel-size`` what the layers have to be divided by.
+        extra_args: handed on as they are, such as ``--port 9000``; see :func:`servable`.
         verify: compare a pyprune checkpoint with its pruning.json first; without it a warning is printed.
         server: name by which the server's processes will know that this was done
             (:func:`pyprune.serving.checkpoints.verify_checkpoint`).
+
+    Raises:
+        MissingDependencyError, CheckpointError: see :func:`servable`.
+    """
+    checkpoint = servable(folder, extra_args, verify=verify, server=server)
+    if not verify:
+        warn(f"The files of {folder} were not verified.")
+    for warning in serving_warnings(checkpoint.config):
+        warn(warning)
+    from_hub = not os.path.isdir(folder) and _given_options(extra_args).served_model_name is None
+    named = ["--served-model-name", str(folder)] if from_hub else []
+    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args, *named]
+
+
+def servable(
+    folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True, server: str = ""
+) -> Checkpoint:
+    """Read a checkpoint, and refuse one that ``vllm serve`` would not serve with these options.
+
+    Args:
+        folder: the checkpoint, or a hub id.
+        extra_args: of ``vllm serve``, the file of ``--config`` among them. ``--revision``, ``--download-dir`` and
+            ``--hf-token`` say what is downloaded of a hub id, ``--tensor-parallel-size`` what divides the layers.
+        verify: compare a pyprune checkpoint with its pruning.json first.
+        server: see :func:`serve_command`.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
@@ -288,10 +315,9 @@ def serve_command(
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
-    if not verify:
-        warn(f"The files of {folder} were not verified.")
     given = _given_options(extra_args)
-    checkpoint = read_checkpoint(folder, verify=verify, server=server, revision=given.revision)
+    hub = Hub(given.revision, given.download_dir, given.hf_token)
+    checkpoint = read_checkpoint(folder, verify=verify, server=server, hub=hub)
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
@@ -307,23 +333,43 @@ def serve_command(
     reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, given.tensor_parallel_size)
     if reason:
         raise CheckpointError(f"{folder} cannot be served: {reason}")
-    for warning in serving_warnings(checkpoint.config):
-        warn(warning)
-    from_hub = not os.path.isdir(folder) and given.served_model_name is None
-    named = ["--served-model-name", str(folder)] if from_hub else []
-    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args, *named]
+    return checkpoint
 
 
 def _given_options(arguments: Sequence[str]) -> argparse.Namespace:
     """What of vLLM's options decides here; all others are vLLM's to read."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
     parser.add_argument("--revision")
     parser.add_argument("--served-model-name")
+    parser.add_argument("--download-dir")
+    parser.add_argument("--hf-token", nargs="?", const=True)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    words = [_dashed(argument) for argument in arguments]
     try:
-        return parser.parse_known_args([_dashed(argument) for argument in arguments])[0]
+        given = parser.parse_known_args(words)[0]
+        # As in vLLM: what the file holds stands before the options, which replace it.
+        return parser.parse_known_args([*_of_file(given.config), *words])[0] if given.config else given
     except argparse.ArgumentError:
         return parser.parse_args([])  # vLLM says what is wrong with it
+
+
+def _of_file(path: str) -> list[str]:
+    """The options in the file of vLLM's ``--config``; nothing of one that vLLM will refuse."""
+    try:
+        values = yaml.safe_load(read_bounded(Path(path)))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(values, dict):
+        return []
+    words: list[str] = []
+    for name, value in values.items():
+        first = value[0] if isinstance(value, list) and value else value
+        if first is True:
+            words.append(_dashed(f"--{name}"))
+        elif isinstance(first, (str, int, float)) and first is not False:
+            words += [_dashed(f"--{name}"), str(first)]
+    return words
 
 
 def _dashed(argument: str) -> str:

@@ -258,12 +258,23 @@ class _Run:
 
     def report(self, note: str | None) -> SpeedReport:
         """Return the report, with a warning when a waiting engine was not idle."""
-        busy = max(s.idle_cpu_seconds / s.seconds for s in self.samples)
-        if busy > IDLE_SHARE:
-            warning = f"Waiting engines used up to {busy:.0%} of a CPU while another was timed; distrust these figures."
+        warning = distrusted(max(s.idle_cpu_seconds / s.seconds for s in self.samples), "engines")
+        if warning:
             note = f"{note} {warning}" if note else warning
         models = {name: MeasuredModel(**self._measured(name)) for name in self.models}
         return SpeedReport(self.engine, note, self.workload, models, tuple(self.samples), self.environment)
+
+
+def distrusted(busy: float, what: str) -> str:
+    """The warning where those that waited were not idle; empty where they were.
+
+    Args:
+        busy: CPU seconds of the others for each second of a turn, at most.
+        what: waits, in the plural.
+    """
+    if busy <= IDLE_SHARE:
+        return ""
+    return f"Waiting {what} used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
 
 
 class _Pool:

@@ -121,6 +121,12 @@ class PrunedCausalLM(LlamaForCausalLM):
             self.lm_head, hidden_states, self.lm_head.bias, skip_gather=True
         )
 
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden] -> the most likely token of each, int64 [tokens]; what a draft is asked for."""
+        return self.logits_processor.get_top_tokens(  # type: ignore[no-any-return]
+            self.lm_head, hidden_states, self.lm_head.bias
+        )
+
 
 def _made(family: Family) -> type[PrunedCausalLM]:
     """The vLLM model of one family with ``vllm_layer``."""

@@ -28,10 +28,11 @@ def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
     layers = config.get("num_hidden_layers")
     if not all(type(value) is int for value in (*usual.values(), layers)):
         return []
-    per_layer = config.get("per_layer_config") or {}
+    # Transformers writes "00" and "01" where there are more than ten layers.
+    per_layer = {int(key): own for key, own in (config.get("per_layer_config") or {}).items() if str(key).isdecimal()}
     found = []
     for index in range(int(layers or 0)):
-        own = per_layer.get(str(index), per_layer.get(index, {}))
+        own = per_layer.get(index, {})
         q, kv, ffn = (int(own.get(name, usual[name])) for name in names)
         skip = own.get("skip", ())
         q, kv = (0, 0) if "attention" in skip else (q, kv)

@@ -264,7 +264,7 @@ def _engine(
     from pyprune.serving.table import conditions, speed_facts, speed_table
     from pyprune.serving.tradeoff import speed_tradeoff
 
-    given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value not in (None, False)]
+    given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value is not None and value is not False]
     if given:
         raise ConfigError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to servers; add --serving.")
     choose_engine(alone["engine"])

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
 from pyprune.families.base import Axis
-from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 PER_LAYER_LISTS = ("layer_types",)
 """Config fields with one entry a layer; they are sliced together with the layers."""
@@ -111,21 +111,29 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     values["num_key_value_heads"] = plan.dense.num_key_value_heads
     if family.needs_virtual_norm(config, plan):
         values["norm_size"] = plan.dense.hidden_size
+    # vLLM divides the largest number of heads of all layers among its ranks, those without attention among them.
+    most = tuple(max(layer.widths[axis] for layer in plan.layers) for axis in (0, 1))
     values["per_layer_config"] = {
-        i: overrides for i, layer in enumerate(plan.layers) if (overrides := _layer_overrides(family, layer, plan))
+        i: own for i, layer in enumerate(plan.layers) if (own := _layer_overrides(family, layer, plan.dense, most))
     }
     return cast(PretrainedConfig, pruned_config_class(family.model_type)(**values))
 
 
-def _layer_overrides(family: Family, layer: LayerPlan, plan: PrunePlan) -> dict[str, Any]:
-    """Transformers' per_layer_config notation: what differs in this layer from the dense widths."""
+def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple[int, ...]) -> dict[str, Any]:
+    """Transformers' per_layer_config notation: what differs in this layer from the dense widths.
+
+    Args:
+        family: of the model.
+        layer: what stays of it.
+        dense: the dense widths.
+        most: query and KV heads that a layer without attention is given.
+    """
     heads, kv_heads, ffn = layer.widths
     skip = [block for block, width in (("attention", heads), ("mlp", ffn)) if not width]
-    overrides: dict[str, Any] = {"skip": skip} if skip else {}
-    if heads and heads != plan.dense.num_attention_heads:
-        overrides["num_attention_heads"] = heads
-    if kv_heads and kv_heads != plan.dense.num_key_value_heads:
-        overrides["num_key_value_heads"] = kv_heads
-    if ffn and ffn != plan.dense.intermediate_size:
-        overrides[family.intermediate_field] = ffn
-    return overrides
+    usual = {
+        "num_attention_heads": (heads or most[0], dense.num_attention_heads),
+        "num_key_value_heads": (kv_heads or most[1], dense.num_key_value_heads),
+        family.intermediate_field: (ffn, dense.intermediate_size),
+    }
+    own = {name: width for name, (width, whole) in usual.items() if width and width != whole}
+    return {"skip": skip, **own} if skip else own

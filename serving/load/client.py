@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
         model: the folder, which is its name there and has the tokenizer.
         load: how requests come.
         options: lengths, number of requests and the service level.
-        repeat: number of the turn; with the seed it decides the prompts.
+        repeat: number of the turn; with the seed it decides the prompts, which no other seed shares.
         folder: for the result.
     """
     asked: dict[str, object] = {
@@ -42,7 +43,7 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
         "--random-output-len": options.new_tokens,
         "--num-prompts": options.requests_of(load),
         "--num-warmups": load.concurrency or 1,
-        "--seed": options.seed + repeat,
+        "--seed": random.Random(f"{options.seed}/{repeat}").getrandbits(32),
         "--temperature": 0,
         "--percentile-metrics": METRICS,
         "--metric-percentiles": "50,90,99",

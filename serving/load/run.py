@@ -18,14 +18,14 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
-from pyprune.serving.export import serve_command
+from pyprune.serving.export import servable, serve_command
 from pyprune.serving.load.capacity import Capacity, token_bytes
 from pyprune.serving.load.client import bench_command, measured_span, patience_with, read_turn, run_client
 from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server
-from pyprune.serving.measure import IDLE_SHARE, PROCESS_BYTES, SETTLE_S, available_bytes
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 
@@ -40,8 +40,8 @@ def measure_serving(
     """Serve every model with `vllm serve` and measure it with vLLM's own `vllm bench serve`.
 
     On a CPU all servers are up at once where memory allows, idle but for the one that is measured; otherwise, and on a
-    GPU always, one at a time, each started when its turn comes. The order of the models is drawn anew every time.
-    Prefix caching is off.
+    GPU always, one at a time, each started when its turn comes. The order of the models is drawn anew for every
+    round and, where all servers are up, for every load of it. Prefix caching is off.
 
     Args:
         models: name -> checkpoint folder or hub id; the first is the baseline. Each needs a tokenizer.
@@ -62,7 +62,7 @@ def measure_serving(
 
 
 def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> None:
-    """Refuse what :func:`measure_serving` cannot measure: sizes are read, and nothing else is done.
+    """Refuse what :func:`measure_serving` cannot serve or measure: sizes are read, and nothing else is done.
 
     Raises:
         ConfigError, CheckpointError, MissingDependencyError: as there.
@@ -72,7 +72,8 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> Non
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
-    _check_lengths({name: read_checkpoint(source, verify=False) for name, source in models.items()}, options)
+    read = {name: servable(source, options.vllm_args, verify=False) for name, source in models.items()}
+    _check_lengths(read, options)
 
 
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
@@ -224,10 +225,7 @@ class _Run:
 
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
-        busy = max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns)
-        note = None
-        if busy > IDLE_SHARE:
-            note = f"Waiting servers used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
+        note = distrusted(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers") or None
         models = {name: self.served(name) for name in self.models}
         counters = tuple(counter.name for counter in self.counters)
         return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment, counters)

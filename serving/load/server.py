@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -37,6 +38,9 @@ class Server:
     Args:
         command: that starts it, up to its address.
         model: what it serves, for messages.
+        environment: of its processes; None = :func:`server_environment`.
+        cwd: folder that it is started in; None = this process's.
+        patience: seconds in which it must be healthy.
 
     Attributes:
         url: its address.
@@ -47,7 +51,15 @@ class Server:
         EngineError: it ended, or was not healthy in time; the message has the end of its log.
     """
 
-    def __init__(self, command: Sequence[str], model: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        model: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        patience: float = LOAD_TIMEOUT_S,
+    ) -> None:
         self.model = model
         self._port = free_port()
         self.url = f"http://{HOST}:{self._port}"
@@ -58,11 +70,12 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=server_environment(),
+            env=server_environment() if environment is None else environment,
+            cwd=cwd,
             start_new_session=True,
         )
         try:
-            self._wait_until_healthy(started)
+            self._wait_until_healthy(started, patience)
             self.load_seconds = time.perf_counter() - started
             self.facts: ServerFacts = server_facts(self._text(), self.get("/metrics") or "")
         except BaseException:
@@ -94,10 +107,19 @@ class Server:
         return group_peak_bytes(self._process.pid)
 
     def get(self, path: str) -> str | None:
-        """The answer to a request; None while there is none. Not urllib, which would ask a proxy of the user's."""
-        with closing(HTTPConnection(HOST, self._port, timeout=10)) as connection:
+        """The answer to a request; None while there is none."""
+        return self._asked("GET", path, timeout=10)
+
+    def post(self, path: str, body: object, timeout: float = 120) -> str | None:
+        """The answer to a request with a body, which is sent as JSON; None without one."""
+        return self._asked("POST", path, json.dumps(body), timeout=timeout)
+
+    def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> str | None:
+        """Not urllib, which would ask a proxy of the user's."""
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        with closing(HTTPConnection(HOST, self._port, timeout=timeout)) as connection:
             try:
-                connection.request("GET", path)
+                connection.request(method, path, body, headers)
                 answer = connection.getresponse()
                 text = answer.read().decode("utf-8", errors="replace")
             except (OSError, HTTPException):
@@ -130,11 +152,11 @@ class Server:
     def _text(self) -> str:
         return self._path.read_text(encoding="utf-8", errors="replace")
 
-    def _wait_until_healthy(self, started: float) -> None:
+    def _wait_until_healthy(self, started: float, patience: float) -> None:
         while self.get("/health") is None:
             self.check()
-            if time.perf_counter() - started > LOAD_TIMEOUT_S:
-                raise engine_error(f"The server of {self.model} was not healthy in {LOAD_TIMEOUT_S:.0f} s", self._path)
+            if time.perf_counter() - started > patience:
+                raise engine_error(f"The server of {self.model} was not healthy in {patience:.0f} s", self._path)
             time.sleep(POLL_S)
 
 

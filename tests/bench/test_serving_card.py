@@ -27,6 +27,7 @@ from tests._support.tokenizer import tiny_tokenizer
 
 TINY = Sizes(2, 4, 2, 1, 2, 6, 10)
 WHOLE = [(2, 1, 6), (2, 1, 6)]
+MACHINE = {"device": "a CPU", "cpus": 2}
 RATES = {"flops": 100.0, "bytes": 100.0, "threads": 1}
 
 
@@ -123,7 +124,7 @@ def record(**values: Any) -> Json:
         "kind": "engine", "key": "a", "model": "tiny", "mode": "eager", "quantity": "prefill@3",
         "kind_of_work": "prefill", "tokens": 3, "batch": 1, "names": names,
         "layers": dict.fromkeys(names, WHOLE[:1]) | {"dense": WHOLE},
-        "sizes": vars(TINY), "kv_token_bytes": dict.fromkeys(names, 2**20),
+        "sizes": vars(TINY), "environment": MACHINE,
         "seconds": {"dense": [2.0, 2.0, 2.0], "1 layers": [1.1, 1.1], UNIFORM: [1.0, 1.0], UNEQUAL: [1.02, 1.02]},
         **values,
     }  # fmt: skip
@@ -131,7 +132,7 @@ def record(**values: Any) -> Json:
 
 def records_of(*found: Json) -> RecordFile:
     file = RecordFile(None)
-    file.add({"kind": "machine", "key": "m", **RATES, "environment": {"device": "a CPU", "cpus": 2}})
+    file.add({"kind": "machine", "key": "m", **RATES, "environment": MACHINE})
     for one in found:
         file.add(one)
     return file
@@ -153,7 +154,7 @@ def test_the_table_of_engines() -> None:
     assert f"prefill@3, {UNEQUAL}: 1.020 times (1.020 to 1.020) the seconds of {UNIFORM}" in printed
     assert "at most 1.03 was asked: kept." in printed
     capacity = next(line for line in printed.splitlines() if line.startswith("| dense |"))
-    assert "| 0.50 |" in capacity, "1,024 tokens of 1 MiB fit into 1 GiB: half a sequence of 2,048"
+    assert "| 16 | 32768.00 |" in capacity, "two layers with one KV head of two channels: 16 bytes a token"
 
 
 def test_what_was_missed_is_said() -> None:
@@ -162,6 +163,27 @@ def test_what_was_missed_is_said() -> None:
     assert "was asked: kept" not in printed
     assert printed.count("was asked: missed.") == 2
     assert "1.053x |" in printed, "one turn has no interval"
+
+
+def test_machines_are_told_apart_and_judged_by_their_own_rates() -> None:
+    file = records_of(record())
+    other = {"device": "another CPU", "cpus": 8}
+    fast = {"flops": 1000.0, "bytes": 1.0, "threads": 8}
+    file.add({"kind": "machine", "key": "n", **fast, "environment": other})
+    file.add(record(key="b", environment=other))
+    first, second = card(file).split("another CPU (8 CPUs)")
+    assert "a CPU (2 CPUs)" in first
+    assert "95.2% of the ideal (FLOPs)" in first
+    assert "of the ideal (bytes)" in second
+    assert "(FLOPs)" not in second
+
+
+def test_models_that_did_not_take_turns_are_not_compared() -> None:
+    alone = [
+        record(key=name, names=("dense", name), seconds={"dense": [2.0, 2.0, 2.0], name: [1.0, 1.0]})
+        for name in (UNIFORM, UNEQUAL)
+    ]
+    assert "did not take turns, so that they are not compared; raise --resident" in card(records_of(*alone))
 
 
 def test_nothing_recorded() -> None:
@@ -203,8 +225,7 @@ def test_engines_are_timed_once_for_each_mode(
     assert [row["quantity"] for row in found.values()] == ["prefill@24", "prefill@100", "generation@2x5"]
     for row in found.values():
         assert [len(row["seconds"][name]) for name in row["names"]] == [3, 2, 2, 2, 2]
-        assert row["kv_token_bytes"]["dense"] == 5 * 3 * 32 * 2 * 2
-        assert row["kv_token_bytes"][UNEQUAL] == row["kv_token_bytes"][UNIFORM] < row["kv_token_bytes"]["dense"]
+        assert row["environment"]["cpus"] >= 1
     assert "| 2.000x (2.000 to 2.000) |" in capsys.readouterr().out
     assert serving_card.main([*given, "--mode", "compiled,eager"]) == 0
     assert [o["eager"] for o in _Engine.options] == [True] * 5 + [False] * 5, "eager was recorded"
@@ -259,7 +280,8 @@ def test_the_table_of_servers() -> None:
 
 def test_the_table_of_starts() -> None:
     seconds = {"stock": [5.0, 6.0, 7.0], "pruned": [6.0, 7.5, 8.0]}
-    kept = {"kind": "startup", "key": "s", "model": "tiny", "mode": "eager", "asked": 2.0, "seconds": seconds}
+    kept = {"kind": "startup", "key": "s", "model": "tiny", "mode": "eager", "asked": 2.0, "seconds": seconds,
+            "environment": MACHINE}  # fmt: skip
     assert "| 6.00 (5.00 to 7.00) | 7.50 (6.00 to 8.00) | +1.00 (+1.00 to +1.50) | under 2 s: kept |" in card(
         records_of(kept)
     )

@@ -19,6 +19,7 @@ import pytest
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import INTERRUPTED_CODE
+from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
@@ -121,6 +122,9 @@ def test_what_cannot_be_timed_is_refused_before_perplexities(
     (tmp_path / "text.txt").write_text("words")
     given = ["bench", folders["pruned"], "--against", folders["dense"], *engine, "--ppl", tmp_path / "text.txt"]
     assert "dense reads at most 512 tokens" in " ".join(refused(*given, "--prompt-tokens", "600").split())
+    if "--serving" in engine:
+        said = " ".join(refused(*given, "--vllm-args", "-tp 3").split())
+        assert "3 tensor parallel ranks cannot share" in said
     absent = ["bench", tmp_path / "absent", *given[2:]]
     assert "absent" in refused(*absent)
     assert asked == []
@@ -129,6 +133,8 @@ def test_what_cannot_be_timed_is_refused_before_perplexities(
 def test_options_of_servers_need_servers(folders: dict[str, Path]) -> None:
     message = refused("bench", folders["pruned"], "--against", folders["dense"], "--slo", "ttft:1s", "--eager")
     assert "--slo, --eager belong to servers; add --serving" in message
+    message = refused("bench", folders["pruned"], "--against", folders["dense"], "--requests", "0", "--kv-gib", "0")
+    assert "--requests, --kv-gib belong to servers; add --serving" in message
 
 
 # --- what servers and the client say ----------------------------------------------------------------
@@ -159,10 +165,16 @@ def test_the_client_is_vllm_s_own_with_every_condition(tmp_path: Path) -> None:
     pairs = dict(pairwise(command))
     wanted = {
         "--model": "/m", "--random-input-len": "24", "--random-output-len": "5", "--num-prompts": "8",
-        "--max-concurrency": "4", "--num-warmups": "4", "--seed": "9", "--temperature": "0",
+        "--max-concurrency": "4", "--num-warmups": "4", "--temperature": "0",
     }  # fmt: skip
     assert {name: pairs[name] for name in wanted} == wanted
     assert command[command.index("--goodput") + 1 :] == ["ttft:500", "e2el:2000"]
+    seeds = {
+        dict(pairwise(bench_command("u", "/m", Load(4), replace(options, seed=seed), turn, tmp_path)))["--seed"]
+        for seed, turn in ((7, 0), (7, 1), (8, 0), (LARGEST_SEED, 0), (LARGEST_SEED, 1))
+    }
+    assert len(seeds) == 5, "no two turns share their prompts, of one seed or of two"
+    assert all(0 <= int(seed) <= LARGEST_SEED for seed in seeds), "numpy takes no more"
     rate = bench_command("http://127.0.0.1:9", "/m", Load(rate=2.5), LoadOptions(), 0, tmp_path)
     assert rate[rate.index("--request-rate") + 1] == "2.5"
     assert not {"--max-concurrency", "--goodput"} & set(rate)

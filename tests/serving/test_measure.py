@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,14 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
 from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
-from pyprune.serving.engines import Engine, EngineError, choose_engine
+from pyprune.serving.engines import (
+    Engine,
+    EngineError,
+    choose_engine,
+    group_cpu_seconds,
+    group_processes,
+    group_resident_bytes,
+)
 from pyprune.serving.measure import _fits, measure, workload_of
 from pyprune.serving.precision import ratio_interval
 from pyprune.serving.speed import SpeedReport
@@ -263,3 +273,21 @@ def test_on_a_gpu_engines_do_not_share_the_card(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not _fits(SimpleNamespace(engine="vllm", models={}))
     assert _fits(SimpleNamespace(engine="llamacpp", models={}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_of_any_name_stops_no_measurement(tmp_path: Path) -> None:
+    """The kernel cuts names at 15 bytes, here inside a character."""
+    program = tmp_path / "aaaaaaaaaaaaaaé"
+    program.write_text(f"#!{sys.executable}\nimport time\nprint(flush=True)\ntime.sleep(60)\n")
+    program.chmod(0o755)
+    with subprocess.Popen([program], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"aaaaaaaaaaaaaa\xc3\n"
+            assert group_resident_bytes(process.pid) > 0
+            assert list(group_processes(process.pid)) == [process.pid]
+            assert group_cpu_seconds(os.getpgid(0)) > 0
+        finally:
+            process.kill()

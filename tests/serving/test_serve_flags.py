@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,16 +122,40 @@ def test_a_stock_model_whose_layers_ranks_cannot_share_is_refused(
     assert serve_command(folder, ["-tp", "two"])[-2:] == ["-tp", "two"], "vLLM says what is wrong with it"
 
 
-def test_a_hub_id_is_served_by_its_name_and_in_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None]] = []
+def downloads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is downloaded from now on, each (id, revision, folder, token); it is this folder every time."""
+    asked: list[tuple[Any, ...]] = []
 
-    def download(name: str, *, revision: str | None, **_: object) -> str:
-        asked.append((name, revision))
+    def download(name: str, *, revision: Any, cache_dir: Any, token: Any, **_: object) -> str:
+        asked.append((name, revision, cache_dir, token))
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return asked
+
+
+def test_a_hub_id_is_served_by_its_name_and_in_its_revision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = downloads(folder, monkeypatch)
     command = serve_command("owner/name", ["--revision", "v2"])
-    assert asked == [("owner/name", "v2")]
+    assert asked == [("owner/name", "v2", None, None)]
     assert command[-5:] == [str(folder), "--revision", "v2", "--served-model-name", "owner/name"]
     assert "owner/name" not in serve_command("owner/name", ["--served-model-name", "chat"])
-    assert asked[1] == ("owner/name", None)
+    assert asked[1] == ("owner/name", None, None, None)
+
+
+def test_vllms_own_file_of_options_is_read_where_it_decides(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = downloads(folder, monkeypatch)
+    file = tmp_path / "options.yaml"
+    file.write_text("revision: v2\nserved_model_name: [chat, other]\ndownload-dir: /models\nenforce-eager: true\n")
+    command = serve_command("owner/name", ["--config", str(file), "--hf-token", "secret"])
+    assert asked == [("owner/name", "v2", "/models", "secret")]
+    assert command[-5:] == [str(folder), "--config", str(file), "--hf-token", "secret"]
+    serve_command("owner/name", ["--config", str(file), "--revision", "v3"])
+    assert asked[1][1] == "v3", "the command line replaces what the file says"
+    file.write_text("tensor-parallel-size: 3\n")
+    assert "3 tensor parallel ranks cannot share" in " ".join(refused("serve", folder, "--config", file).split())
+    for wrong in ("- a list", "{", "revision: {a: 1}"):
+        file.write_text(wrong)
+        assert serve_command(folder, ["--config", str(file)]), "vLLM says what is wrong with it"

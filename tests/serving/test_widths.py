@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.serving.export import export, serving_warnings
+from pyprune.serving.load.capacity import token_bytes
 from pyprune.serving.widths import (
     LayerSizes,
     layer_widths,
@@ -54,6 +56,36 @@ def test_widths_are_those_of_the_plan(tmp_path: Path) -> None:
     compact_(model, plan)
     assert layer_widths(model.config.to_dict()) == [layer.widths for layer in plan.layers]
     assert layer_widths(tiny_model("opt").config.to_dict()) == [(6, 6, 40)] * 4
+
+
+def test_layers_of_a_deep_model_are_read_by_their_numbers(tmp_path: Path) -> None:
+    """Transformers writes "00" where a layer beyond the tenth has sizes of its own."""
+    model = tiny_model("llama", num_hidden_layers=12)
+    plan = keep_kv_groups(family_for(model).plan(model.config), 0, [1]).with_layer(3, query_heads=[], kv_heads=[])
+    plan = plan.with_layer(7, ffn=[]).with_layer(11, ffn=range(16))
+    compact_(model, plan)
+    export(model, tmp_path / "out", plan=plan)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "00" in written["per_layer_config"]
+    for config in (written, model.config.to_dict()):
+        assert layer_widths(config) == [layer.widths for layer in plan.layers]
+    assert why_not_drafting(layer_widths(written))
+    assert token_bytes(written, "bfloat16") == 4 * plan.dense.head_dim * sum(len(x.kv_heads) for x in plan.layers)
+
+
+def test_layers_without_attention_name_as_many_heads_as_the_widest_layer() -> None:
+    """vLLM divides the largest number of heads of all layers among its ranks, whether a layer has attention or not."""
+    model = tiny_model("llama")
+    dense = family_for(model).plan(model.config)
+    plan = dense.with_layer(1, query_heads=[], kv_heads=[])
+    for layer in (0, 2, 3):
+        plan = keep_kv_groups(plan, layer, [0])
+    compact_(model, plan)
+    stated = model.config.to_dict()["per_layer_config"]
+    heads = len(plan.layers[0].query_heads)
+    assert heads < dense.dense.num_attention_heads
+    assert {own["num_attention_heads"] for own in stated.values()} == {heads}
+    assert layer_widths(model.config.to_dict())[1][:2] == (0, 0)
 
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": "many"}, {"hidden_size": 3, "num_attention_heads": None}])
