@@ -344,7 +344,7 @@ def _widths(fitting: Fitting) -> Iterator[PrunePlan]:
     from pyprune.budget.quantities import Widths
 
     dense = fitting.identity.dense
-    multiple = fitting.options.choices.ffn_multiple if fitting.options.keep_multiples else fitting.rules.ffn_multiple
+    multiple = fitting.choices.ffn_multiple
     for width in reversed(range(multiple, dense.intermediate_size, multiple)):
         one = Widths(dense.num_attention_heads, dense.num_key_value_heads, width)
         yield fitting.scores.plan(fitting.identity, dict.fromkeys(range(dense.num_layers), one))
@@ -391,12 +391,15 @@ def _measured_share(row: dict[str, Any], times: Mapping[str, dict[str, Any]]) ->
 
 
 def _kept(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Of each engine, how many budgets the fitted models keep when measured, and how close they come to them."""
+    """Of each engine, how many budgets the fitted models keep when measured, and how close they come to them.
+
+    Budgets of one limit count, a share of what the dense model takes.
+    """
     beside: dict[str, list[float]] = {}
     for row in rows:
-        measured, asked = _measured_share(row, times), _number(row) / 100
-        if row["arm"] == "fitted" and measured is not None and asked:
-            beside.setdefault(_limit(row)[0], []).append(measured / asked - 1)
+        measured = _measured_share(row, times)
+        if row["arm"] == "fitted" and measured is not None and row["budget"].endswith("%") and "," not in row["budget"]:
+            beside.setdefault(_limit(row)[0], []).append(100 * measured / _number(row) - 1)
     return [
         f"Measured ({engine}), fitted models keep {sum(x <= 0 for x in own)} of {len(own)} budgets, "
         f"{sum(x <= 0.03 for x in own)} within 3 % above; from {min(own):+.1%} to {max(own):+.1%} beside them."

@@ -19,6 +19,8 @@ from pyprune.serving.gguf.layout import ZERO_FFN
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from pyprune.budget.choices import ChoiceOptions
+
 Shape = tuple[int, ...]
 
 
@@ -69,6 +71,21 @@ class ExactCosts:
         sizes = found.sizes
         widths = (sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size, multiple)
         return replace(found, weights=found.weights.grouped(widths))
+
+    @classmethod
+    def of_choices(cls, config: PretrainedConfig, weights: str, choices: ChoiceOptions) -> ExactCosts:
+        """Count for every plan that a search may find among these choices.
+
+        Args:
+            config: see :meth:`of`.
+            weights: see :meth:`of`.
+            choices: whose widths and hidden sizes the plans have.
+
+        Raises:
+            ConfigError, UnsupportedModelError: see :meth:`of`.
+        """
+        head_dim = family_for(config).sizes(config).head_dim
+        return cls.of(config, weights, multiple=gcd(choices.ffn_multiple, head_dim, *choices.hidden))
 
     @classmethod
     def of_shapes(
@@ -226,22 +243,6 @@ class Costs:
         """
         return predicted(self, quantity, plan)
 
-    def time_to_first_token(self, plan: PrunePlan, prompt_tokens: int) -> float:
-        """Seconds until a prompt of this many tokens is read and the first new token is there.
-
-        Raises:
-            BudgetError: see :meth:`fixed`.
-        """
-        return self.predicted(Quantity("prefill", prompt_tokens), plan)
-
-    def tokens_per_second(self, plan: PrunePlan, new_tokens: int, batch: int) -> float:
-        """New tokens a second of ``batch`` sequences of ``new_tokens`` each.
-
-        Raises:
-            BudgetError: see :meth:`fixed`.
-        """
-        return batch * new_tokens / self.predicted(Quantity("generation", new_tokens, batch), plan)
-
     def _of(self, quantity: Quantity) -> CostModel:
         if not quantity.is_timed:
             return self.exact
@@ -251,8 +252,8 @@ class Costs:
 
 
 def common_multiple(plan: PrunePlan) -> int:
-    """The largest number of which all widths of a plan's linear layers are multiples."""
-    heads = (len(each) * plan.dense.head_dim for layer in plan.layers for each in (layer.query_heads, layer.kv_heads))
+    """The largest number of which the inputs of a plan's linear layers are multiples."""
+    heads = (len(layer.query_heads) * plan.dense.head_dim for layer in plan.layers)
     return gcd(len(plan.hidden), *heads, *(len(layer.ffn) for layer in plan.layers))
 
 

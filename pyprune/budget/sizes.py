@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
@@ -129,33 +129,7 @@ class SizeRules:
         if best is None:
             return rules
         step = math.lcm(best, FFN_MULTIPLES[profile.dtype]) if profile.engine == "llamacpp" else best
-        return cls(
-            ffn_multiple=step * tensor_parallel,
-            hidden_multiple=step,
-            query_heads_multiple=rules.query_heads_multiple,
-            kv_heads_multiple=rules.kv_heads_multiple,
-            max_head_pairs=rules.max_head_pairs,
-        )
-
-    def ffn_widths(self, dense: int) -> tuple[int, ...]:
-        """Every allowed FFN width of a layer that keeps some, ascending: the multiples, and the dense width."""
-        return (*range(self.ffn_multiple, dense, self.ffn_multiple), dense)
-
-    def nearest_ffn(self, wanted: float, dense: int) -> int:
-        """The allowed FFN width that is nearest to a wanted one; of two that are as near, the wider."""
-        return min(self.ffn_widths(dense), key=lambda width: (abs(width - wanted), -width))
-
-    def allows_heads(self, query_heads: int, kv_heads: int, dense: tuple[int, int]) -> bool:
-        """Whether a layer may keep so many query and KV heads.
-
-        Args:
-            query_heads: that stay; 0 = the attention is skipped.
-            kv_heads: that stay.
-            dense: what there is of both.
-        """
-        if (query_heads, kv_heads) == dense:
-            return True
-        return not query_heads % self.query_heads_multiple and not kv_heads % self.kv_heads_multiple
+        return replace(rules, ffn_multiple=step * tensor_parallel, hidden_multiple=step)
 
 
 def column_times(products: Sequence[Product]) -> dict[int, float]:

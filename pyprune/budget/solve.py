@@ -59,7 +59,8 @@ class SolveOptions(Config):
         variants: solved in this order until there are enough, then further ones of "best": best (all choices), layers
             (whole layers or nothing), blocks (attention, MLP or layers or nothing), widths (nothing is skipped),
             concentrated and spread (all choices, other objectives).
-        head_pairs: most different pairs of query and KV heads among the layers with attention; None = no limit.
+        head_pairs: most different pairs of query and KV heads among the layers with attention; None = no limit, in
+            ``pyprune fit`` as many as run well (four).
         gap: relative distance from the optimum at which a solution counts as the best.
         nodes: of the search tree, at most; a wall-clock limit would make results depend on the machine.
     """
@@ -182,11 +183,9 @@ def check_feasible(search: Search, budget: Budget, costs: CostModel, options: So
 
 
 def _turns(options: SolveOptions) -> Iterator[Variant]:
-    first: Variant = "best"
-    yield first
-    yield from (variant for variant in options.variants if variant != first)
+    yield from options.variants
     while True:
-        yield first
+        yield "best"
 
 
 def _best(solutions: Sequence[Solution | None]) -> Solution | None:
@@ -450,10 +449,11 @@ def _why_infeasible(
         return "\n".join(_unreachable(limit, amount, dense) for limit, amount in beyond)
     lines = ["No plan keeps all limits of the budget together, though each can be kept alone. Nearest that can be:"]
     for limit in budget.limits:
-        others = {q: bound for q, bound in bounds.items() if q != limit.quantity}
-        amount = _least(programmes, limit, others)
-        if amount < float("inf"):
-            rest = ", ".join(str(other) for other in budget.limits if other != limit)
+        rest = Budget(tuple(other for other in budget.limits if other != limit))
+        others = rest.bounds(dense)
+        # Another limit of the same quantity stays, and decides where it is the tighter one.
+        amount = _least(programmes, limit, {q: bound for q, bound in others.items() if q != limit.quantity})
+        if amount <= others.get(limit.quantity, float("inf")) and amount < float("inf"):
             lines.append(f"- {limit.reachable(amount, dense[limit.quantity])} with {rest}")
     if len(lines) == 1:
         return (

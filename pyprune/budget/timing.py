@@ -26,14 +26,13 @@ from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
-from pyprune.serving.engines import EngineName, choose_engine
+from pyprune.serving.engines import GGUF_FORMAT, EngineName, choose_engine
 from pyprune.serving.gguf.blocks import FORMATS
-from pyprune.serving.speed import seed_problems
+from pyprune.serving.speed import DTYPES, seed_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_PREFILL = (512, 2048)
 DEFAULT_GENERATION = ((64, 128), (1, 128), (4, 64, 1024))
 PRODUCT_ROWS = 2048
@@ -151,8 +150,8 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
 
 
 def default_dtype(engine: str) -> str:
-    """What is measured where no dtype is named: q8_0 for llamacpp, bfloat16 for the others."""
-    return "q8_0" if engine == "llamacpp" else "bfloat16"
+    """What is measured where no dtype is named: llama.cpp's usual format, bfloat16 for the others."""
+    return GGUF_FORMAT if engine == "llamacpp" else "bfloat16"
 
 
 def _dtype(dtype: str | None, engine: str) -> str:

@@ -28,6 +28,7 @@ from pyprune.budget.values import BlockLoss, BlockLosses, ValueOptions, anchors_
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreAxis
+from pyprune.config.train import micro_batch_for
 from pyprune.cut._fit import Tally
 from pyprune.cut._sides import Chunk, MaskedLayers
 from pyprune.cut._steps import Step, steps_of
@@ -35,7 +36,7 @@ from pyprune.cut._systems import Writers
 from pyprune.cut._walk import Walk, chunks_of
 from pyprune.cut.mask import mask_, restored
 from pyprune.cut.reconstruct import reconstruct_
-from pyprune.data.tokens import Batch, micro_batch_for
+from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import check_plan, family_for
 from pyprune.methods.base import PlanRequest

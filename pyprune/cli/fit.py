@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,22 +106,29 @@ def fit(
     Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
     """
     from pyprune.budget.limits import Budget
+    from pyprune.data.sources import check_sources
+    from pyprune.fitting.flow import check_export, check_outputs
+    from pyprune.report import check_charts
+    from pyprune.runtime.files import check_output
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
     given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
              "tensor_parallel": tensor_parallel}  # fmt: skip
     options = _options(given, set_ or ())
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
-    if sweep:
-        from pyprune.runtime.files import check_output
-
-        check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
-    else:
-        from pyprune.fitting.flow import check_outputs
-
-        check_outputs(out, model, options, resume=resume, overwrite=overwrite)
     engine, weights = _target(engine, weights, named=profile is not None)
-    wanted = _profile(model, budgets, profile, engine, weights, allow=allow_mismatch, **source)
+    # What cannot be written or read is refused before a profile is measured, which takes long.
+    check_sources(options.data.sources)
+    if sweep:
+        if resume or no_recover:
+            raise ConfigError("--sweep trains and writes no model: leave out --resume and --no-recover.")
+        check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
+        check_charts()
+    else:
+        check_outputs(out, model, options, resume=resume, overwrite=overwrite)
+        if weights is not None:
+            check_export(out, weights, overwrite=overwrite)
+    wanted = _profile(model, budgets, profile, engine, weights, options, allow=allow_mismatch, **source)
     shared: dict[str, Any] = {
         "options": options,
         "weights": weights or (wanted.dtype if wanted else "bfloat16"),
@@ -163,13 +171,14 @@ def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str 
         raise ConfigError(did_you_mean(engine, ENGINES, "inference engine"))
     if weights is None:
         return engine, None if named or engine == "auto" else default_dtype(engine)
-    if weight_format(weights).layout == "gguf":
-        if engine not in ("auto", "llamacpp"):
-            raise ConfigError(
-                f"--weights is {weights!r}, a format of GGUF files, which --engine {engine} does not run; use llamacpp."
-            )
-        return "llamacpp", weights
-    return engine, weights
+    layout = weight_format(weights).layout
+    runs = {"gguf": ("llamacpp",), "plain": ("vllm", "transformers")}.get(layout, ("vllm",))
+    if engine not in ("auto", *runs):
+        raise ConfigError(
+            f"--weights is {weights!r}, which --engine {engine} does not run; use --engine {' or '.join(runs)}, or "
+            "another format."
+        )
+    return runs[0] if layout == "gguf" else engine, weights
 
 
 def _profile(
@@ -178,6 +187,7 @@ def _profile(
     named: str | None,
     engine: str,
     weights: str | None,
+    options: FitOptions,
     *,
     allow: bool,
     **source: Any,
@@ -189,8 +199,8 @@ def _profile(
         found = Profile.load(named)
         if engine not in ("auto", found.engine):
             raise ConfigError(
-                f"--engine is {engine}, and the profile {found.name} is of {found.engine}, which would run the model. "
-                "Leave out one of them."
+                f"{engine} is to run the model, by --engine or the format of --weights, and the profile {found.name} "
+                f"is of {found.engine}. Leave out one of them."
             )
         if not allow:
             found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
@@ -198,9 +208,11 @@ def _profile(
     quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
     if not quantities:
         return None
+    from pyprune.fitting.flow import check_counted
     from pyprune.fitting.timed import profile_of
 
-    return profile_of(model, engine=engine, dtype=weights, quantities=quantities, **source)
+    before = partial(check_counted, budgets=budgets, options=options)
+    return profile_of(model, engine=engine, dtype=weights, quantities=quantities, allow=allow, before=before, **source)
 
 
 def _fit(

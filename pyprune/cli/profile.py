@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pyprune.budget.measured import MeasuredCosts
     from pyprune.budget.profile import Profile
+    from pyprune.budget.quantities import Quantity
     from pyprune.plan import PrunePlan
     from pyprune.report import Cell, Table
 
@@ -143,9 +144,11 @@ def predict(
 
     batch, tokens = _batch(context) if "x" in context else (1, _count(context, context))
     known = Profile.load(profile)
-    plan = plan_of(target, known)
+    plan = plan_of(target)
     known.check(plan, allow=allow_mismatch)
-    formats = comma_separated(weights) if weights else (known.dtype,)
+    formats = (known.dtype,) if weights is None else comma_separated(weights)
+    if not formats:
+        raise ConfigError(f"--weights is {shown(weights or '')}, which names no format; name one, such as bfloat16.")
     rows = _predictions(plan, MeasuredCosts(known), _config(known), formats, (batch, tokens))
     data = {"plan": plan.to_dict(), "profile": known.name, "predicted": dict(rows)}
     output(data, json_file, _prediction_table(plan, rows))
@@ -224,12 +227,11 @@ def fit_table(costs: MeasuredCosts) -> Table:
     return Table(f"Profile {profile.name}", columns, tuple(rows), note)
 
 
-def plan_of(target: str, profile: Profile) -> PrunePlan:
+def plan_of(target: str) -> PrunePlan:
     """The plan in a file or checkpoint; a folder without a record is taken for the dense model.
 
     Args:
         target: a plan's JSON file or a checkpoint folder.
-        profile: whose dense model a folder without a record must be.
 
     Raises:
         PlanError, CheckpointError: it cannot be read.
@@ -272,7 +274,6 @@ def _predictions(
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
     """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
-    from pyprune.budget.cost import Costs, ExactCosts, common_multiple
     from pyprune.budget.quantities import Quantity
     from pyprune.plan import PrunePlan
 
@@ -285,21 +286,28 @@ def _predictions(
         else:
             tokens = quantity.batch * quantity.tokens
             rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
-    multiple = common_multiple(plan)
-    costs = {name: Costs(ExactCosts.of(config, name, multiple=multiple), measured) for name in formats}
-    counted = Quantity("parameters")
-    first = next(iter(costs.values()))
-    rows.append(("parameters", {"dense": first.predicted(counted, dense), "plan": first.predicted(counted, plan)}))
     batch, tokens = context
-    for name, each in costs.items():
-        empty, full = Quantity("memory", 0), Quantity("memory", tokens, batch)
-        rows.append((f"weights in {name} (MB)", _megabytes(each, empty, dense, plan)))
-        rows.append((f"weights in {name} + {full} (MB)", _megabytes(each, full, dense, plan)))
+    rows.append(("parameters", _counted(Quantity("parameters"), config, formats[0], dense, plan)))
+    for name in formats:
+        for quantity in (Quantity("memory", 0), Quantity("memory", tokens, batch)):
+            cache = f" + {quantity}" if quantity.tokens else ""
+            found = _counted(quantity, config, name, dense, plan)
+            rows.append((f"weights in {name}{cache} (MB)", {who: amount / 1e6 for who, amount in found.items()}))
     return rows
 
 
-def _megabytes(costs: Any, quantity: Any, dense: PrunePlan, plan: PrunePlan) -> dict[str, float]:
-    return {"dense": costs.predicted(quantity, dense) / 1e6, "plan": costs.predicted(quantity, plan) / 1e6}
+def _counted(
+    quantity: Quantity, config: PretrainedConfig, weights: str, dense: PrunePlan, plan: PrunePlan
+) -> dict[str, float]:
+    """What both take, each as its own export has it: in w4a16 the groups of scales follow from the widths."""
+    from pyprune.budget.cost import ExactCosts, common_multiple
+    from pyprune.budget.quantities import predicted
+
+    counts = (ExactCosts.of(config, weights), ExactCosts.of(config, weights, multiple=common_multiple(plan)))
+    return {
+        who: predicted(costs, quantity, own)
+        for who, costs, own in zip(("dense", "plan"), counts, (dense, plan), strict=True)
+    }
 
 
 def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]]) -> Table:

@@ -18,17 +18,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyprune.budget.cost import no_profile
+from pyprune.budget.choices import Space
+from pyprune.budget.cost import Costs, ExactCosts, no_profile
 from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import DEFAULT_CONTEXT, Budget
 from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
 from pyprune.budget.quantities import Quantity
+from pyprune.budget.sizes import MULTIPLES, SizeRules
+from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.errors import BudgetError
+from pyprune.families import family_for
 from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
 from pyprune.fitting.timed import WINNER
@@ -36,6 +40,7 @@ from pyprune.pipeline import prune
 from pyprune.report import check_charts, write_report
 from pyprune.run_folder import kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
+from pyprune.runtime.device import parked
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
 from pyprune.runtime.records import digest
@@ -43,6 +48,9 @@ from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_installed, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
 from pyprune.serving.table import speed_facts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
 """What a sweep tells of every point, beside what any of its budgets limits and what a profile says of times."""
@@ -99,8 +107,11 @@ def fit(
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, **settings)
+    if fitting.is_dense_enough(wanted):
+        raise BudgetError(f"{_as_it_is(fitting, wanted)} Give a tighter budget.")
+    fitting.continued = resume and kept is not None
     found = fitting.fit(wanted, timed=timed)
-    writing = {"recover": recover, "resume": resume and kept is not None, "overwrite": overwrite}
+    writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
     found = write_winner(fitting, found, place, **writing, **reading)
     conditions = _conditions(options, fitting, profile)
     if timed:  # which can be interrupted, or take the process with it: what is known by now is kept first
@@ -179,6 +190,8 @@ def sweep(
     check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     check_charts()
     fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
+    for budget in filter(fitting.is_dense_enough, wanted):
+        warn(_as_it_is(fitting, budget))
     limited = [quantity for budget in wanted for quantity in budget.quantities]
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
     points = tuple(fitting.fit(budget, timed=timed, also=shown) for budget in wanted)
@@ -189,6 +202,12 @@ def sweep(
         write_report(sweep_report(points, str(model_id), conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
+
+
+def _as_it_is(fitting: Fitting, budget: Budget) -> str:
+    dense = fitting.dense_amounts(budget.quantities)
+    taken = ", ".join(limit.written(dense[limit.quantity], dense[limit.quantity]) for limit in budget.limits)
+    return f"The dense model keeps {budget} as it is (it takes {taken}): nothing has to go."
 
 
 def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
@@ -259,7 +278,8 @@ def write_winner(
     plan = fitting.cache / f"winner-{digest(found.winner.plan.to_dict())[:12]}.json"
     write_text(plan, found.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
-    result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
+    with parked(fitting.model, fitting.model.device):  # the run loads one of its own
+        result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
     exported = _export(out, fitting.weights, overwrite=overwrite)
     found = _weighed(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
@@ -305,9 +325,16 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
     place = exported_as(out, weights)
     if place is None:
         return None
-    if weight_format(weights).layout == "gguf":
-        return Path(export_gguf(out, place, quantise=weights, overwrite=overwrite).path)
-    return Path(export(out, place, dtype="bfloat16", quantise=weights, overwrite=overwrite).path)
+    runs_files = weight_format(weights).layout == "gguf"
+    try:
+        if runs_files:
+            return Path(export_gguf(out, place, quantise=weights, overwrite=overwrite).path)
+        return Path(export(out, place, dtype="bfloat16", quantise=weights, overwrite=overwrite).path)
+    except BaseException:
+        form = "--format gguf" if runs_files else "--dtype bfloat16"
+        warn(f"{out} is complete; its export is not. Write it with: pyprune export {out} --out {place} {form} "
+             f"--quantise {weights}")  # fmt: skip
+        raise
 
 
 def stored_bytes(place: Path) -> int:
@@ -343,6 +370,43 @@ def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
     timed = [str(limit) for limit in budget.limits if limit.quantity in budget.timed]
     if timed and profile is None:
         raise no_profile(", ".join(timed))
+
+
+def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[Budget], options: FitOptions) -> None:
+    """Refuse limits on parameters and memory that no plan keeps, before the times of a profile are measured.
+
+    Multiples of widths are learnt from the profile: what any of them would keep is not refused here.
+
+    Args:
+        config: of the dense model.
+        weights: format that memory is counted in.
+        budgets: whose limits on times are left aside.
+        options: of the search.
+
+    Raises:
+        BudgetError: it says which limit cannot be kept and what is nearest.
+    """
+    counted = [Budget(tuple(x for x in budget.limits if not x.quantity.is_timed)) for budget in budgets]
+    usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
+    identity = family_for(config).plan(config)
+
+    def check(budget: Budget, rules: SizeRules) -> None:
+        choices = options.choices if options.keep_multiples else options.choices.with_rules(rules)
+        costs = Costs(ExactCosts.of_choices(config, weights, choices))
+        check_feasible(Space.of(identity, choices).without_losses(), budget, costs, options.solve)
+
+    steps = [step * options.tensor_parallel for step in MULTIPLES]
+    learnt = [replace(usual, ffn_multiple=step, hidden_multiple=1) for step in steps]
+    for budget in filter(lambda budget: budget.limits, counted):
+        refused: list[BudgetError] = []
+        for rules in (replace(usual, hidden_multiple=1), *learnt):
+            try:
+                check(budget, rules)
+                break
+            except BudgetError as error:
+                refused.append(error)
+        else:
+            raise refused[0]
 
 
 def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, allow: bool) -> None:

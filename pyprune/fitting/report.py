@@ -25,13 +25,16 @@ def limits_table(found: Fitted) -> Table:
 
 
 def _limit_row(found: Fitted, limit: Limit) -> tuple[Cell, ...]:
+    """What is relative to the dense model is told as the budget has it: predictions beside its predicted amount."""
     dense = found.dense[limit.quantity]
+    whole = found.predicted_dense.get(limit.quantity, dense)
     predicted = found.winner.solution.predicted[limit.quantity]
-    row = (str(limit), limit.written(dense, dense), limit.written(predicted, dense))
+    row = (str(limit), limit.written(dense, dense), limit.written(predicted, whole))
     measured = found.winner.measured.get(limit.quantity)
     if measured is None:
         return (*row, None if limit.quantity.is_timed else "counted", None)
-    return (*row, limit.written(measured, dense), f"{predicted / measured - 1:+.1%}")
+    error = limit.value(predicted, whole) / limit.value(measured, dense) - 1
+    return (*row, limit.written(measured, dense), f"{error:+.1%}")
 
 
 def attempts_table(found: Fitted) -> Table:

@@ -7,7 +7,6 @@ corrects the predictions of the next search.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pyprune.budget.attempts import Attempt, Corrected, Tries
-from pyprune.budget.choices import Search, Space, UnitScores
+from pyprune.budget.choices import ChoiceOptions, Search, Space, UnitScores
 from pyprune.budget.cost import Costs, ExactCosts
 from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import Budget, Limit
@@ -44,7 +43,7 @@ from pyprune.runtime.device import parked
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
-from pyprune.serving.gguf.tokenizer import read_vocabulary
+from pyprune.serving.gguf.tokenizer import read_tokenizer
 from pyprune.serving.quantise import why_not_quantised
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.widths import why_not_split
@@ -72,6 +71,7 @@ class Fitted:
         result: of the run that wrote it.
         speed: of what was written, beside the dense model; None = it was not run.
         not_run: why it was not, where it should have been.
+        predicted_dense: what the dense model was predicted to take, where it was timed too.
     """
 
     budget: Budget
@@ -85,6 +85,7 @@ class Fitted:
     result: PruneResult | None = None
     speed: SpeedReport | None = None
     not_run: str = ""
+    predicted_dense: Mapping[Quantity, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -93,6 +94,7 @@ class Fitted:
             "winner": self.winner.to_dict(),
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "dense": {str(quantity): amount for quantity, amount in self.dense.items()},
+            "predicted_dense": {str(quantity): amount for quantity, amount in self.predicted_dense.items()},
             "dense_perplexities": dict(self.dense_perplexities),
             "searches": self.searches,
             "out": str(self.out) if self.out else None,
@@ -115,6 +117,7 @@ class Fitting:
         profile: of this machine; None = no limit on times can be kept.
         cache: folder for what is measured.
         version: what tells the weights from others.
+        continued: an interrupted search goes on: what it timed is not timed again, or another candidate might win.
     """
 
     model_id: str
@@ -125,6 +128,7 @@ class Fitting:
     profile: Profile | None
     cache: Path
     version: str
+    continued: bool = False
 
     @classmethod
     def of(
@@ -170,7 +174,7 @@ class Fitting:
             raise UnsupportedModelError(f"{reason} Choose another format of the weights, or another engine.")
         found.check_shared()
         if weight_format(weights).layout == "gguf":
-            read_vocabulary(tokenizer, found.identity.dense.vocab_size)
+            read_tokenizer(tokenizer, found.identity.dense.vocab_size)
         return found
 
     def check_shared(self) -> None:
@@ -193,10 +197,18 @@ class Fitting:
     def costs(self) -> Costs:
         """Counts parameters and bytes, and predicts times where there is a profile."""
         measured = MeasuredCosts(self.profile) if self.profile is not None else None
+        return Costs(ExactCosts.of_choices(self.model.config, self.weights, self.choices), measured)
+
+    @cached_property
+    def dense_costs(self) -> Costs:
+        """The same for the dense model alone: in w4a16 its scales are of larger groups than most plans allow."""
+        return Costs(ExactCosts.of(self.model.config, self.weights), self.costs.measured)
+
+    @cached_property
+    def choices(self) -> ChoiceOptions:
+        """What layers may become, in the multiples that run well unless the options keep their own."""
         o = self.options
-        ffn_multiple = o.choices.ffn_multiple if o.keep_multiples else self.rules.ffn_multiple
-        multiple = math.gcd(ffn_multiple, self.identity.dense.head_dim)
-        return Costs(ExactCosts.of(self.model.config, self.weights, multiple=multiple), measured)
+        return o.choices if o.keep_multiples else o.choices.with_rules(self.rules)
 
     @cached_property
     def why_not(self) -> Callable[[PrunePlan], str]:
@@ -242,10 +254,23 @@ class Fitting:
     @cached_property
     def space(self) -> Space:
         """The choices of every layer."""
-        choices = self.options.choices
-        if not self.options.keep_multiples:
-            choices = choices.with_rules(self.rules)
-        return self._held(Space.of(self.identity, choices))
+        return self._held(Space.of(self.identity, self.choices))
+
+    def dense_amounts(self, quantities: Iterable[Quantity]) -> dict[Quantity, float]:
+        """What the dense model takes of these: counted as it is exported, or predicted.
+
+        Raises:
+            BudgetError: a time, without a profile or outside of what the profile measured.
+        """
+        return {quantity: self.dense_costs.predicted(quantity, self.identity) for quantity in quantities}
+
+    def _asked(self, budget: Budget) -> Budget:
+        """The same, where the search counts the dense model otherwise than it is exported: shares of it as bytes."""
+        limits = []
+        for limit in budget.limits:
+            own, counted = (c.predicted(limit.quantity, self.identity) for c in (self.dense_costs, self.costs))
+            limits.append(limit if own == counted else limit.absolute(own))
+        return Budget(tuple(limits))
 
     def check(self, budget: Budget) -> None:
         """Refuse a budget that nothing keeps, before anything is measured.
@@ -256,7 +281,12 @@ class Fitting:
         Raises:
             BudgetError: it says which limit cannot be kept and what is nearest, or that a profile is needed.
         """
-        check_feasible(self.space.without_losses(), budget, self.costs, self._solving)
+        check_feasible(self.space.without_losses(), self._asked(budget), self.costs, self._solving)
+
+    def is_dense_enough(self, budget: Budget) -> bool:
+        """Whether the dense model keeps a budget as it is."""
+        dense = self.dense_amounts(budget.quantities)
+        return not budget.broken(dense, dense)
 
     @cached_property
     def search(self) -> Search:
@@ -349,8 +379,8 @@ class Fitting:
         Raises:
             BudgetError: nothing keeps the budget, or nothing that was timed did.
         """
-        quantities = dict.fromkeys([*budget.quantities, *also])
-        state = _State(budget, {q: self.costs.predicted(q, self.identity) for q in quantities})
+        dense = self.dense_amounts(dict.fromkeys([*budget.quantities, *also]))
+        state = _State(budget, dense, self._asked(budget), predicted=dense)
         profile = self.profile if timed and budget.timed else None
         for _ in range(self.options.rounds):
             try:
@@ -432,11 +462,21 @@ class Fitting:
         return self._best(state)
 
     def _timed(self, attempt: Attempt, quantities: Sequence[Quantity], profile: Profile) -> Attempt:
-        """Run a candidate beside the dense model."""
-        plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
-        with parked(self.model, self.model.device):
-            seconds = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
-        return replace(attempt, measured=seconds[CANDIDATE], dense=seconds[DENSE])
+        """Run a candidate beside the dense model, or take what an interrupted search found."""
+        what = [self.version, profile.to_json(), attempt.plan.to_dict(), list(map(str, quantities))]
+        key = digest([*what, self.options.repeats])
+        records = RecordFile(self.cache / "times.jsonl", program="pyprune fit", option="--cache")
+        known = records.of("times").get(key) if self.continued else None
+        if known is None:
+            plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
+            with parked(self.model, self.model.device):
+                found = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
+            seconds = {name: {str(q): own[q] for q in quantities} for name, own in found.items()}
+            known = records.add({"kind": "times", "key": key, "seconds": seconds})
+        candidate, dense = (
+            {q: float(known["seconds"][name][str(q)]) for q in quantities} for name in (CANDIDATE, DENSE)
+        )
+        return replace(attempt, measured=candidate, dense=dense)
 
     def _best(self, state: _State) -> Attempt:
         """The candidate of the smallest loss among those that keep the budget by what is known now."""
@@ -452,7 +492,9 @@ class Fitting:
     def _fitted(self, state: _State, winner: Attempt) -> Fitted:
         order = tuple(sorted(state.attempts.values(), key=lambda attempt: attempt.loss))
         dense = state.dense | winner.dense  # of the winner's own turns, if it was timed
-        return Fitted(state.budget, winner, order, dense, self.dense_perplexities, state.searches)
+        return Fitted(
+            state.budget, winner, order, dense, self.dense_perplexities, state.searches, predicted_dense=state.predicted
+        )
 
 
 @dataclass
@@ -463,6 +505,7 @@ class _State:
         budget: as it was asked.
         dense: what the dense model takes of what is limited: predicted, then measured.
         asked: the budget of the next search; without relative limits once the dense model was timed.
+        predicted: what the dense model takes, before anything was measured.
         factors: by what predicted times are multiplied, learnt from the timed candidates.
         attempts: by the digest of the plan.
         searches: how often was solved.
@@ -471,21 +514,19 @@ class _State:
 
     budget: Budget
     dense: dict[Quantity, float]
-    asked: Budget = field(init=False)
+    asked: Budget
+    predicted: Mapping[Quantity, float]
     factors: dict[Quantity, float] = field(default_factory=dict)
     attempts: dict[str, Attempt] = field(default_factory=dict)
     searches: int = 0
     variant: str = ""
-
-    def __post_init__(self) -> None:
-        self.asked = self.budget
 
     def keep(self, attempt: Attempt) -> Attempt:
         """Remember a candidate; one with measured times takes the place of the same one without."""
         key = digest(attempt.plan.to_dict())
         if attempt.measured or key not in self.attempts:
             self.attempts[key] = attempt
-        self.dense |= attempt.dense
+        self.dense = self.dense | attempt.dense
         return self.attempts[key]
 
     def taken(self, attempt: Attempt) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ WINNER = "fitted"
 """The written model's name in tables of speed."""
 LONG_S = 10.0
 """Seconds of a turn that is itself the mean of many steps, so that two that agree are enough."""
+RELATIVE = {"prefill": "speedup", "generation": "throughput_increase"}
+"""What a time is limited by where the dense model's is the measure."""
 AGREE = 0.01
 """Share by which they may differ."""
 
@@ -160,7 +162,14 @@ def _is_served(source: str) -> bool:
 
 
 def profile_of(
-    model: str | Path, *, engine: str, dtype: str | None, quantities: Sequence[Quantity], **reading: Any
+    model: str | Path,
+    *,
+    engine: str,
+    dtype: str | None,
+    quantities: Sequence[Quantity],
+    allow: bool = False,
+    before: Callable[[PretrainedConfig, str], None] | None = None,
+    **reading: Any,
 ) -> Profile:
     """The stored profile of a model, engine and dtype; measured and stored where there is none that holds here.
 
@@ -169,6 +178,9 @@ def profile_of(
         engine: auto, vllm, transformers or llamacpp.
         dtype: of the weights; None = the engine's default.
         quantities: workloads that it must know.
+        allow: use a stored one of another machine or version, with a warning.
+        before: (dense configuration, dtype) -> nothing; called where one has to be measured, which takes long, to
+            refuse what would fail after it.
         reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
@@ -179,10 +191,13 @@ def profile_of(
     chosen, _ = choose_engine(engine)
     config = dense_config(model, **reading)
     _check_read(config, quantities)
-    known = _stored(config, chosen, dtype or default_dtype(chosen))
+    weights = dtype or default_dtype(chosen)
+    known = _stored(config, chosen, weights, allow=allow)
     if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
         return known
+    if before is not None:
+        before(config, weights)
     usual = ProfileOptions(engine=chosen, dtype=dtype).within(position_limit(config))
     wanted = dict.fromkeys([*(known.quantities if known else usual.quantities), *quantities])
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
@@ -203,11 +218,12 @@ def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> Non
         if needed <= limit:
             continue
         most = quantity.tokens - (needed - int(limit))
-        nearest = f" Limit {replace(quantity, tokens=most)} instead, for a speed-up speedup@{most}." if most > 0 else ""
+        shorter, gain = replace(quantity, tokens=most), RELATIVE[quantity.kind]
+        nearest = f" Limit {shorter} instead, or {gain}@{shorter.place}." if most > 0 else ""
         raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 
 
-def _stored(config: PretrainedConfig, engine: str, dtype: str) -> Profile | None:
+def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool) -> Profile | None:
     """The profile of the default name, if there is one and it holds on this machine."""
     plan = family_for(config).plan(config)
     path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
@@ -215,7 +231,8 @@ def _stored(config: PretrainedConfig, engine: str, dtype: str) -> Profile | None
         return None
     try:
         found = Profile.load(path)
-        found.check(plan)
+        if not allow:  # else it is said where the profile is used
+            found.check(plan)
     except BudgetError as error:
         warn(f"{error} It is measured again.")
         return None

@@ -62,11 +62,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
     Raises:
         CheckpointError: there is none, or llama.cpp would split text in another way; the message says why.
     """
-    if tokenizer is None:
-        raise CheckpointError(
-            "The checkpoint has no tokenizer, and a GGUF file holds one. Put its files into the folder."
-        )
-    vocabulary = read_vocabulary(tokenizer, rows)
+    vocabulary, (before, after) = read_tokenizer(tokenizer, rows)
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
     writer.add_token_list(vocabulary.tokens)
@@ -80,10 +76,26 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    before, after = _added_ids(tokenizer)
     writer.add_add_bos_token(before)
     writer.add_add_eos_token(after)
     return _add_chat_template(writer, tokenizer.chat_template)
+
+
+def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, bool]]:
+    """What a GGUF file holds of a tokenizer: the vocabulary, and whether bos and eos stand around a text.
+
+    Args:
+        tokenizer: see :func:`add_tokenizer`.
+        rows: see there.
+
+    Raises:
+        CheckpointError: see there.
+    """
+    if tokenizer is None:
+        raise CheckpointError(
+            "The checkpoint has no tokenizer, and a GGUF file holds one. Put its files into the folder."
+        )
+    return read_vocabulary(tokenizer, rows), _added_ids(tokenizer)
 
 
 def _add_chat_template(writer: Any, template: Any) -> list[str]:

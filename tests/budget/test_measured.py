@@ -133,10 +133,9 @@ def test_too_few_probes_are_refused() -> None:
         MeasuredCosts(_without(profile, {DENSE}))
 
 
-def test_throughput_and_first_token_follow_from_the_times() -> None:
+def test_times_come_from_what_was_measured() -> None:
     measured = MeasuredCosts(fake_profile())
     costs = Costs(measured, measured)
-    assert costs.time_to_first_token(identity(), 512) == pytest.approx(_seconds(identity(), PREFILL))
-    assert costs.tokens_per_second(identity(), 128, 64) == pytest.approx(64 * 128 / _seconds(identity(), GENERATION))
+    assert costs.predicted(GENERATION, identity()) == pytest.approx(_seconds(identity(), GENERATION))
     assert predicted(costs, PREFILL, _plan()) == pytest.approx(_seconds(_plan(), PREFILL))
     assert measured.layer(PREFILL, 512, Widths(0, 0, 0)) < measured.layer(PREFILL, 512, Widths(8, 4, 1536)) / 10

@@ -42,23 +42,6 @@ def test_bad_rules_are_refused() -> None:
         SizeRules(hidden_multiple=-8)
 
 
-def test_ffn_widths_are_the_multiples_and_the_dense_one() -> None:
-    rules = SizeRules(ffn_multiple=512)
-    assert rules.ffn_widths(1500) == (512, 1024, 1500)
-    assert rules.nearest_ffn(700, 1500) == 512
-    assert rules.nearest_ffn(768, 1500) == 1024
-    assert rules.nearest_ffn(5, 1500) == 512
-    assert SizeRules(ffn_multiple=512).ffn_widths(300) == (300,)
-
-
-def test_heads_for_tensor_parallelism() -> None:
-    rules = SizeRules.of(tensor_parallel=2)
-    assert rules.allows_heads(4, 2, (9, 3))
-    assert rules.allows_heads(9, 3, (9, 3))  # dense: nothing can be done about it here
-    assert rules.allows_heads(0, 0, (9, 3))
-    assert not rules.allows_heads(6, 3, (9, 3))
-
-
 def test_each_layer_is_named_and_not_the_global_width() -> None:
     plan = PLAN.with_layer(1, ffn=range(1001)).with_layer(3, ffn=range(1001)).with_layer(4, ffn=range(1024))
     assert slow_sizes(plan.drop_layers([0]), SizeRules()) == ["layers 1,3: 1001 FFN channels are not a multiple of 64."]
