@@ -3,6 +3,7 @@ r"""A whole training step, ours and a plain PyTorch loop's, at equal work: secon
     python -m bench.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8] [--length 256]
     python -m bench.train_step --shapes 7B --batch 1 --length 2048      # on a GPU: LLaMA-2's shapes, random weights
     python -m bench.train_step --recipes      # what the shipped recipes hold at 7B and 13B on 76 GiB; measures nothing
+    python -m bench.train_step --padding FILE # what of a step on instruction records (a .jsonl file) is padding
 
 The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Forms:
 
@@ -17,6 +18,8 @@ of a plain loop: torch's fused AdamW, autocast, the penalty by autograd, torch's
 take turns; the learning rate is so small that the weights stay. Peaks are of torch's allocator, with everything that
 lives between steps; beside them stands what :mod:`pyprune.train.memory` predicts. Every sample is appended to --jsonl.
 
+--compiled adds ours with every decoder layer under torch.compile; what compiling takes is in the warm-up.
+
 With --shapes the models would not fit beside each other, so one follows another, each with random weights of its own. A
 plain loop on bfloat16 weights is added, and an implementation that does not fit alone is recorded as out of memory.
 """
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import gzip
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +45,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 
 from bench._timing import Case, Target, conditions, interleave, print_targets, worst
 from bench.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
+from pyprune.config.recoveries import recovery
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
+from pyprune.data.sampling import split_disjoint
 from pyprune.data.tokens import Batch
 from pyprune.families import family_for
 from pyprune.methods.regularise.dress import DressOptions
@@ -60,6 +66,7 @@ from pyprune.train.lora import adapted
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
+from pyprune.train.samples import batch_indices
 from pyprune.train.sharded import Whole
 
 Form = Literal["dress", "elder", "lora", "distil"]
@@ -72,8 +79,10 @@ LABELS: dict[Form, str] = {
 }
 PLAIN, FULL, LEAN = "plain PyTorch loop", "ours, full memory", "ours, lean memory"
 PLAIN_NARROW = "plain PyTorch loop, bfloat16 weights"
+COMPILED = "ours, full memory, layers compiled"
 LAYERS = range(13, 20)
 CLIP = 1.0
+PASSES = (1, 2, 4, 8, 16, 32, 64)
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -149,6 +158,9 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Co
     teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
     recover = _recover(name, form, options.batch)
     with adapted(model, recover) as trained:
+        if name == COMPILED:
+            for layer in family_for(trained).layers(trained):
+                layer.compile()
         make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
         with make(form, trained, teacher, recover, options) as (step, held):
             yield Contender(name, step, held)
@@ -287,7 +299,8 @@ def _weights(*models: nn.Module | None) -> list[Tensor]:
 def measure(form: Form, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Records of all implementations: in turns where weights are copied, else one after another."""
     if options.dense.model is not None:
-        yield from _measured(form, (PLAIN, FULL, LEAN), options)
+        compiled = (COMPILED,) if options.compiled else ()
+        yield from _measured(form, (PLAIN, FULL, LEAN, *compiled), options)
         return
     for name in (PLAIN, PLAIN_NARROW, FULL, LEAN):
         yield _measured_alone(form, name, options)
@@ -413,6 +426,39 @@ def print_recipes() -> None:
         print(f"\n{name}, LLaMA-2-{size}\n\n{memory_table(found, device, GPU)}")
 
 
+def padding_table(samples: Batch, batch_size: int) -> str:
+    """What of the tokens of a step is padding, by the sequences in a pass: what packing them could save at most.
+
+    Args:
+        samples: padded on the right.
+        batch_size: sequences in a step.
+    """
+    steps = [batch_indices(len(samples), batch_size, step + 1, 0) for step in range(len(samples) // batch_size)]
+    rows: list[tuple[Cell, ...]] = []
+    for size in (size for size in PASSES if size <= batch_size):
+        passes = [micro for rows_of in steps for micro in samples[rows_of].micro_batches(size)]
+        drawn = [samples[some] for rows_of in steps for some in rows_of.split(size)]
+        sorted_, unsorted = (
+            1 - sum(b.fed() for b in found) / sum(len(b) * int(b.real.sum(1).max()) for b in found)
+            for found in (passes, drawn)
+        )
+        rows.append((str(size), f"{sorted_:.1%}", f"{unsorted:.1%}"))
+    whole = 1 - samples.fed() / samples.ids.numel()
+    columns = ("sequences in a pass", "padding", "in the order of drawing")
+    title = f"{len(samples)} records, steps of {batch_size}; {whole:.1%} where all are as long as the cutoff"
+    return f"{title}\n\n{markdown_table(Table(title, columns, tuple(rows)))}"
+
+
+def print_padding(file: Path, tokenizer: Any) -> None:
+    """That of the recovery alpaca-lora on the records of a file."""
+    config = recovery("alpaca-lora")
+    content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    distinct = len(set(content.splitlines()))
+    data = replace(config.data, source=str(file), samples=distinct * 9 // 10)
+    size = config.recover.train.batch_size
+    print(padding_table(split_disjoint(tokenizer, {"records": data})["records"], size))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure the forms, report."""
     parser = argparse.ArgumentParser(description="Time whole training steps against a plain PyTorch loop.")
@@ -422,9 +468,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7, help="samples per implementation")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--compiled", action="store_true", help="also with every layer under torch.compile")
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
     parser.add_argument("--recipes", action="store_true", help="only what the shipped recipes hold")
+    parser.add_argument("--padding", type=Path, metavar="FILE", help="only what of these records' steps is padding")
     options = parser.parse_args(arguments)
+    if options.padding is not None:
+        return print_padding(options.padding, the_model(options.model)[2])
     if options.recipes:
         return print_recipes()
     options.dense = _dense(options)

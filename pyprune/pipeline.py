@@ -103,8 +103,8 @@ def prune(
 
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
+    check_alike(str(model_id), str(source["weights"]))
     if division.on_host:
-        check_alike(str(model_id), str(source["weights"]))
         _say_where(model_id, config, taught_in, **reading)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         note = why_loaded(model_id, config, **reading)

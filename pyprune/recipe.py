@@ -177,8 +177,26 @@ def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
                 f"{list(config.stages.before)}, stages.after {list(config.stages.after)}). "
                 f"{_with_stage(stage, config.method)}"
             )
+    found += _without_effect(chosen, config)
     if found:
         raise ConfigError(found)
+
+
+def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str]:
+    """Dotted names of options that do nothing beside the values of others -> the option and the value that are why."""
+    own = config.options.idle if isinstance(config, PruneConfig) and config.options is not None else {}
+    places = ((config.method if isinstance(config, PruneConfig) else "", own), ("recover", config.recover.idle))
+    return {f"{place}.{name}": f"{place}.{why}" for place, idle in places for name, why in idle.items()}
+
+
+def _without_effect(chosen: Mapping[str, Any], config: PruneConfig | RecoverCheckpointConfig) -> list[str]:
+    """One sentence for each option that was given by name, and that the values of others switch off."""
+    return [
+        f"{name} would do nothing beside {why}; leave it out, or change that."
+        for option, why in switched_off(config).items()
+        for name in dotted_names(chosen)
+        if is_among(name, [option])
+    ]
 
 
 def unread(config: PruneConfig) -> dict[str, list[str]]:
@@ -235,7 +253,11 @@ def build_recovery(
         from pyprune.config.recoveries import recovery
 
         start = recovery(named).to_dict()
-    return RecoverCheckpointConfig.from_dict(merge(merge(start, data), _chosen(options, settings)))
+    chosen = _chosen(options, settings)
+    config = RecoverCheckpointConfig.from_dict(merge(merge(start, data), chosen))
+    if found := _without_effect(chosen, config):
+        raise ConfigError(found)
+    return config
 
 
 def build_reconstruction(

@@ -173,12 +173,12 @@ def recover_checkpoint(
     _check_places(pruned, config, dense, out, overwrite=overwrite)
     record = read_pruning_json(pruned) if has_record(pruned) else None
     reading = {"trust_remote_code": trust_remote_code}
+    plan = record.plan if record else None
+    config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
     wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
     if dense.model is not None:
         wanted.append(Loaded(dense.model, TEACHER_DTYPE, teacher_dtype(config), **dense.reading))
     say_what_is_copied(wanted)
-    plan = record.plan if record else None
-    config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
     place = _place_before_training(config.device)
     with _reworked(pruned, config, dense, out, "recoveries", place, resume=resume, overwrite=overwrite) as work:
         if config.keep_adapter:

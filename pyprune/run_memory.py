@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime import processes
 from pyprune.runtime.device import agree_on_bfloat16, device_memory, resolve_device, working_dtype
+from pyprune.runtime.modes import frozen
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
 from pyprune.train.lora import adapted
@@ -76,6 +77,8 @@ class Source:
 def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     """Decide ``memory`` of every training that says auto, print what each will hold, and refuse what cannot be held.
 
+    The training by which a method decides (gates of layers) is one of them; it has no ``memory`` of its own.
+
     Auto is full where all trainings of all weights fit so in the memory of the device, and lean where one does not;
     lean loads the weights in bfloat16. A run of a small model on a large device is looked at no further.
 
@@ -88,15 +91,15 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
 
     Raises:
-        ConfigError: a training that the device cannot hold; the message has the options that would help.
+        ConfigError: trainings that the device cannot hold; the message has the options that would help each.
         DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
     """
     config = _with_dtype_of_lean(config)
-    trainings = list(config.trainings())
+    trainings = _all_trainings(config)
     if not trainings:
         return config
-    for training in trainings:
+    for training in config.trainings():
         check_shares(training.train.batch_size, f"{training.name}.batch_size")
     device = resolve_device(config.device)
     capacity = _capacity(device)
@@ -110,10 +113,10 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
     say(memory_table(found, device, capacity))
-    for training, memory in found:
-        if memory.total > capacity:
-            look = _Look(source, decided, device)
-            raise ConfigError(_refusal(training, memory, look, decided.dtype, device, capacity))
+    look = _Look(source, decided, device)
+    beyond = [(training, memory) for training, memory in found if memory.total > capacity]
+    if beyond:
+        raise ConfigError([_refusal(*each, look, decided.dtype, device, capacity) for each in beyond])
     return decided
 
 
@@ -172,9 +175,9 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
         placement = "host" if not remote and weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
     if placement == "device":
         return Division()
-    deciding = config.options.decision_batch if config.options is not None and config.plan is None else None
+    deciding = config.deciding()
     if deciding is not None:
-        check_shares(deciding[1], f"{config.method}.{deciding[0]}")
+        check_shares(deciding.train.batch_size, f"{deciding.name}.batch_size")
     return Division(device, "first")
 
 
@@ -191,12 +194,19 @@ def memory_of(
     """The options with ``memory`` decided for a device of ``capacity`` bytes, and what each training then holds."""
     look = _Look(source, config, device)
     config = _decided(config, look, capacity)
-    return config, [(training, look.at(training, config.dtype)) for training in config.trainings()]
+    return config, [(training, look.at(training, config.dtype)) for training in _all_trainings(config)]
+
+
+def _all_trainings(config: PruneConfig | RecoverCheckpointConfig) -> list[Training]:
+    """Those of the decision and of all stages, in order."""
+    deciding = config.deciding()
+    return [*([] if deciding is None else [deciding]), *config.trainings()]
 
 
 def _with_dtype_of_lean(config: Run) -> Run:
-    """Where a training is lean, the weights are loaded in bfloat16."""
-    lean = any(training.train.memory == "lean" for training in config.trainings())
+    """Where all weights are trained lean, they are loaded in bfloat16; without such a training, where one is lean."""
+    trainings = list(config.trainings())
+    lean = any(t.train.memory == "lean" for t in [t for t in trainings if t.all_weights] or trainings)
     return replace(config, dtype="bfloat16") if lean and config.dtype == "float32" else config
 
 
@@ -262,6 +272,8 @@ class _Look:
                 device=self.device,
                 teacher=teacher,
                 teacher_divided=self.source.on_host,
+                # A whole model on each device decides as a whole.
+                shares=1 if training.action == "decide" and not self.source.on_host else None,
             )
 
     def _teacher(self, training: Training) -> PreTrainedModel | None:
@@ -282,22 +294,25 @@ class _Look:
             with adapted(model, recover) as trained:
                 yield trained, objective
         elif training.action == "regularise" and isinstance(config, PruneConfig):
-            yield model, _regularisation(model, config)
+            yield model, _of_method(get_method(config.method).objective, model, config)
+        elif training.action == "decide" and isinstance(config, PruneConfig):
+            with frozen(model):
+                yield model, _of_method(get_method(config.method).decides_by, model, config)
         else:
             yield model, Objective()
 
 
-def _regularisation(model: PreTrainedModel, config: PruneConfig) -> Objective:
-    """The objective of a method, towards a plan of the wanted size: which layers or channels go changes no memory."""
+def _of_method(make: Callable[[PrunePlan, Any], Any] | None, model: PreTrainedModel, config: PruneConfig) -> Objective:
+    """An objective of a method, towards a plan of the wanted size: which layers or channels go changes no memory."""
     method = get_method(config.method)
-    if method.objective is None:
+    if make is None:
         return Objective()
     plan = family_for(model).plan(model.config)
     if method.axis == "layers":
         plan = plan.drop_layers(range(max(1, int(config.ratio * len(plan.layers)))))
     elif method.axis == "hidden":
         plan = plan.keep_hidden(range(max(1, int((1 - config.ratio) * len(plan.hidden)))))
-    found: Objective = method.objective(plan, config.options or method.options())
+    found: Objective = make(plan, config.options or method.options())
     return found
 
 
@@ -331,6 +346,10 @@ def _refusal(
         total = look.at(other, other_dtype).total
         if total < found.total:
             lines.append(f"- {', '.join(options)}: {_gib(total)}")
+    if processes.count() > 1 and isinstance(look.config, PruneConfig) and not look.source.on_host:
+        total = _Look(replace(look.source, on_host=True), look.config, device).at(training, dtype).total
+        if total < found.total:
+            lines.append(f"- --placement host: {_gib(total)}")
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
     held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in PARTS)
     return (
@@ -343,9 +362,11 @@ def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Traini
     """Options that hold less, one after the other on top of those before: (what to set, the training, dtype)."""
     train, options = training.train, []
     steps: list[tuple[str, dict[str, Any]]] = []
+    deciding = training.action == "decide"  # by its own batch, with the checkpointing of the method's training
     if not train.gradient_checkpointing:
-        steps.append((f"{training.name}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
-    if train.sequences_per_pass > 1:
+        place = f"{training.name.partition('.')[0]}.train" if deciding else training.name
+        steps.append((f"{place}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
+    if train.sequences_per_pass > 1 and not deciding:
         steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
     lean: dict[str, Any] = {"memory": "lean"} | ({"dtype": "bfloat16"} if train.dtype == "float32" else {})
     if training.all_weights and train.memory == "full" and not replace(train, **lean).problems():

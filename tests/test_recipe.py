@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,34 @@ def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> Non
 )
 def test_options_that_a_stage_or_the_gates_read_are_taken(settings: list[str]) -> None:
     assert build_config(settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "off", "why"),
+    [
+        ("dress-anneal", [], "dress.penalty_weight=0.1", "dress.schedule 'anneal'"),
+        ("dress-anneal", [], "dress.solver=prox", "dress.schedule 'anneal'"),
+        ("dress-paper", [], "dress.anneal_share=0.1", "dress.schedule 'published'"),
+        ("dress-paper", [], "dress.prox_step=0.1", "dress.solver 'subgradient'"),
+        ("dress-paper", [], "dress.segments=3", "dress.select 'last'"),
+        ("elder-anneal", [], "elder.penalty_weight=0.1", "elder.schedule 'anneal'"),
+        ("trsp-paper", [], "trsp.anneal_share=0.1", "trsp.schedule 'published'"),
+        ("elder", ["elder.layers=[1]"], "elder.gates.batch_size=2", "elder.layers [1]"),
+        ("elder", ["recover.adapters=none"], "recover.rank=8", "recover.adapters 'none'"),
+    ],
+)
+def test_options_that_other_values_switch_off_are_refused(preset: str, settings: list[str], off: str, why: str) -> None:
+    name = off.partition("=")[0]
+    assert build_config(preset=preset, settings=settings)
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} would do nothing beside {re.escape(why)}"):
+        build_config(preset=preset, settings=[*settings, off])
+
+
+def test_options_that_a_given_value_switches_on_are_taken() -> None:
+    config = build_config(preset="dress-paper", settings=["dress.solver=prox", "dress.prox_step=0.1"])
+    assert config.options.prox_step == 0.1
+    with pytest.raises(ConfigError, match=r"recover\.rank would do nothing beside recover\.adapters 'none'"):
+        build_recovery(settings=["recover.adapters=none", "recover.rank=8"])
 
 
 def test_dress_penalises_in_its_paper_preset_alone() -> None:

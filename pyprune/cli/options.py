@@ -36,35 +36,36 @@ def options(
     from pyprune.recipe import is_among
     from pyprune.report import Table
 
-    config, idle = _of(name)
-    left_out = [option for options in idle.values() for option in options]
+    config, idle, off = _of(name)
+    left_out = [*off, *(option for options in idle.values() for option in options)]
     found = [each for each in described(config) if not is_among(each.name, left_out)]
     if find is not None:
         found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
         if not found:
             raise ConfigError(f"No option of {name} has {find!r} in its name or meaning. Leave out --find to see all.")
     rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in found)
-    note = "; ".join(f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items())
+    notes = [f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items()]
+    note = "; ".join([*notes, *(f"{option} (beside {why})" for option, why in off.items())])
     table = Table(f"Options of {name}", ("option", "value", "may be", "what it is"), rows)
     output(
-        {"name": name, "options": [vars(each) for each in found], "unread": idle},
+        {"name": name, "options": [vars(each) for each in found], "unread": idle, "switched_off": off},
         json_file,
         table,
         *([f"Left out, because nothing in this run would read it: {note}."] if note else []),
     )
 
 
-def _of(name: str) -> tuple[Config, dict[str, list[str]]]:
-    """The options of a name, and what of them no stage would read."""
+def _of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:
+    """The options of a name, what of them no stage would read, and what the values of others switch off."""
     from pyprune.methods.registry import presets
-    from pyprune.recipe import build_config, unread
+    from pyprune.recipe import build_config, switched_off, unread
 
     if name in OTHERS:
-        return _of_command(name), {}
+        return _of_command(name), {}, {}
     if name not in presets():
         raise ConfigError(did_you_mean(name, [*presets(), *OTHERS], "method, preset or command"))
     config = build_config(preset=name)
-    return config, unread(config)
+    return config, unread(config), switched_off(config)
 
 
 def _of_command(name: str) -> Config:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pyprune.config.base import Config
 from pyprune.config.train import TrainConfig
+
+
+class Deciding(NamedTuple):
+    """A training by which a method decides.
+
+    Attributes:
+        name: of its options among the method's own, which hold its ``batch_size``.
+        train: how it trains, but for its steps and seed.
+    """
+
+    name: str
+    train: TrainConfig
 
 
 @dataclass(frozen=True)
@@ -36,13 +48,20 @@ class MethodOptions(Config):
         changed: dict[str, Any] = {"train": train}
         return replace(self, **changed)
 
-    @property
-    def decision_batch(self) -> tuple[str, int] | None:
-        """(option, sequences in a step) of the training by which the method decides; None where it trains nothing.
+    def deciding(self, sequence_length: int) -> Deciding | None:
+        """The training by which the method decides what goes; None where it trains nothing for that.
 
-        Several processes divide that training where no device holds a whole model.
+        Several processes divide it where no device holds a whole model.
+
+        Args:
+            sequence_length: tokens of the text's sequences.
         """
         return None
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        return {}
 
     @property
     def preserved_goal(self) -> float | None:

@@ -18,6 +18,8 @@ from pyprune.errors import ConfigError, shown
 
 RatioOf = Literal["layers", "hidden", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
+TrainingAction = Literal["decide", "regularise", "recover", "finetune"]
+"""A stage's, or the method's decision."""
 
 
 class Training(NamedTuple):
@@ -31,7 +33,7 @@ class Training(NamedTuple):
         all_weights: whether the model's own weights are trained (adapters are float32 whatever the model is).
     """
 
-    action: StageAction
+    action: TrainingAction
     name: str
     train: TrainConfig
     data: DataConfig
@@ -99,7 +101,10 @@ class RecoverCheckpointConfig(Config):
         """The one training."""
         yield Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
 
-    def with_training(self, action: StageAction, train: TrainConfig) -> Self:
+    def deciding(self) -> None:
+        """Nothing is decided here."""
+
+    def with_training(self, action: TrainingAction, train: TrainConfig) -> Self:
         """The same with other options of the training."""
         return replace(self, recover=replace(self.recover, train=train))
 
@@ -277,8 +282,17 @@ class PruneConfig(Config):
             elif self.options is not None and self.options.training is not None:
                 yield Training(action, f"{self.method}.train", self.options.training, data, True)
 
-    def with_training(self, action: StageAction, train: TrainConfig) -> Self:
-        """The same with other options of a training."""
+    def deciding(self) -> Training | None:
+        """The training by which the method decides what goes, if it does; the stages' are others."""
+        if self.plan is not None or self.options is None:
+            return None
+        found = self.options.deciding(self.data.sequence_length)
+        if found is None:
+            return None
+        return Training("decide", f"{self.method}.{found.name}", found.train, self.data, all_weights=False)
+
+    def with_training(self, action: TrainingAction, train: TrainConfig) -> Self:
+        """The same with other options of a stage's training."""
         if action == "recover":
             return replace(self, recover=replace(self.recover, train=train))
         if action == "finetune":

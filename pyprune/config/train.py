@@ -17,6 +17,11 @@ LONGEST_RUN = 100_000_000
 """Steps."""
 
 
+def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 2048) -> int:
+    """The largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
+    return largest_divisor(batch_size, max(1, max_tokens // sequence_length))
+
+
 def largest_divisor(number: int, at_most: int) -> int:
     """The largest divisor of ``number`` (at least 1) that is not above ``at_most`` (at least 1)."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
@@ -147,6 +152,10 @@ class DistillConfig(Config):
         return found
 
 
+OF_ADAPTERS = ("targets", "rank", "alpha", "dropout")
+"""Options of a recovery that its adapters alone read."""
+
+
 @dataclass(frozen=True)
 class RecoverConfig(Config):
     """Recovery of a pruned model: what is trained (adapters or all weights) and on which loss.
@@ -169,6 +178,11 @@ class RecoverConfig(Config):
     dropout: float = option(0.0, at_least=0, below=1)
     distill: DistillConfig | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        return {} if self.adapters == "lora" else dict.fromkeys(OF_ADAPTERS, f"adapters {self.adapters!r}")
 
     @property
     def teacher_dtype(self) -> str:

@@ -42,8 +42,11 @@ class NormalEquations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while a solution is made: the sums (of all processes too), the factor and the solution."""
-        return (3 if processes.divided() else 2) * (self.gram.nbytes + self.moment.nbytes)
+        """Bytes held while a solution is made: the sums (of all processes too), and the factor beside what it is of or
+        beside the solution.
+        """
+        sums = (2 if processes.divided() else 1) * (self.gram.nbytes + self.moment.nbytes)
+        return sums + self.gram.nbytes + max(self.gram.nbytes, self.moment.nbytes)
 
     def add(self, x: Tensor, r: Tensor, weight: Tensor) -> None:
         """Add tokens.
@@ -87,7 +90,8 @@ class NormalEquations:
         if self.constant:
             penalty[-1] = 0.0
         mean = diagonal[: len(diagonal) - self.constant].mean()
-        matrix = gram + torch.diag(penalty * mean)
+        matrix = gram.clone()
+        matrix.diagonal().add_(penalty * mean)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         del matrix
         found = None if failed else torch.cholesky_solve(moment, factor)

@@ -42,10 +42,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.config.cut import ReconstructConfig
+from pyprune.config.train import micro_batch_for
 from pyprune.cut._sides import Chunk, CompactedLayers, CutSide, MaskedLayers
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._walk import Solved, Walk, chunks_of
-from pyprune.data.tokens import Batch, micro_batch_for
+from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
 from pyprune.plan import PrunePlan
@@ -309,12 +310,16 @@ def _chunks(
     dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
 ) -> tuple[list[Chunk], list[str], int]:
     """This process's share of the text; the kinds of text, and how many tokens, that all together hold back."""
+    processes.check_same_text(samples.digest)
     count = len(samples)
     labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
     if len(labels) != count:
         raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
     size = batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
     found = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
+    while batch_size is None and size > 1 and processes.divided() and len(found) < processes.count():
+        size = -(-size // 2)  # or some processes would have nothing to do
+        found = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
     judging = sorted({kind for _, _, kind, judges in found if judges})
     if not judging:
         raise DataError(
@@ -336,6 +341,6 @@ def _share(chunks: list[T]) -> list[T]:
     if len(chunks) < processes.count():
         raise DataError(
             f"Reconstruction's text makes {len(chunks)} forward passes, and {processes.count()} processes share them; "
-            "give more text or a smaller cut.batch_size, or start fewer processes."
+            "give more text or a smaller batch_size, or start fewer processes."
         )
     return chunks[processes.number() :: processes.count()]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyprune.config.train import largest_divisor
-
 IGNORED = -100
 """In ids: padding, on the right only. In labels: a token that is fed but not predicted."""
 UNNAMED = "text"
@@ -110,8 +108,3 @@ class Batch:
         for tensor in (self.ids, self.labels):
             digest.update(tensor.contiguous().cpu().numpy().tobytes())
         return digest.hexdigest()
-
-
-def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 2048) -> int:
-    """The largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
-    return largest_divisor(batch_size, max(1, max_tokens // sequence_length))

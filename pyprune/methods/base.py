@@ -229,6 +229,8 @@ class Method:
         objective: (plan, the method's own options) -> what ``regularise`` trains on, an
             :class:`~pyprune.train.objective.Objective`; what it will hold in memory is found with it. None = the
             language model alone.
+        decides_by: the same of the training by which ``decide`` chooses (``deciding`` of the options); None = it trains
+            nothing.
         from_disk: whether ``decide`` can read the weights from disk, a tensor or a layer at a time (``run.stored``), so
             that a model larger than memory is decided on; with which options, :meth:`why_loaded` says.
         removes: what it removes, in words; empty = what the axis says.
@@ -246,6 +248,7 @@ class Method:
     prepare: Prepare | None = None
     rotates: bool = False
     objective: Callable[[PrunePlan, Any], Any] | None = None
+    decides_by: Callable[[PrunePlan, Any], Any] | None = None
     from_disk: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.data.tokens import micro_batch_for
+from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.modes import evaluating, frozen

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.data.tokens import micro_batch_for
+from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
 from pyprune.families import decoder_layers
 from pyprune.probe.activations import still

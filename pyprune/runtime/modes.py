@@ -23,6 +23,24 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing in training mode, which gradient checkpointing needs, and as much as before after the block."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) is float and (name.endswith(("dropout", "layerdrop")) or isinstance(module, nn.Dropout))
+    ]
+    try:
+        for module, name, _ in found:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
+
+
+@contextmanager
 def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: bool) -> Iterator[None]:
     """Training mode and a private random stream, put back after the block.
 

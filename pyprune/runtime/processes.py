@@ -9,13 +9,13 @@ files and prints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from pyprune.errors import ConfigError, PypruneError
+from pyprune.errors import ConfigError, DataError, PypruneError
 from pyprune.runtime.progress import printing_nothing
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=6)
 """How long a process waits for the others: while the first writes a checkpoint, say."""
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What torch says when another process has gone."""
+_WAITED = ("Timed out waiting", "timed out")
+"""What it says when one has not come in time."""
 _joined = False
 
 
@@ -103,6 +105,11 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
             yield
             barrier()
     except RuntimeError as error:
+        if any(sign in str(error) for sign in _WAITED):
+            raise PypruneError(
+                f"The other processes of this run did not come within {LONGEST_WAIT}: they hang, or one of them works "
+                "alone for longer than that. Look at their messages and at what the machines do."
+            ) from error
         lost = any(sign in str(error) for sign in _LOST)
         if not lost and not isinstance(error, dist.DistNetworkError):
             raise
@@ -202,6 +209,22 @@ def alike(value: object) -> bool:
     found: list[object] = [None] * count()
     dist.all_gather_object(found, value)
     return all(other == value for other in found)
+
+
+def check_same_text(digest: Callable[[], str]) -> None:
+    """Refuse to divide a text that is not the same in all processes, which may be on several machines.
+
+    Args:
+        digest: gives what the text is known by; called where there are several processes.
+
+    Raises:
+        DataError: it differs.
+    """
+    if divided() and not alike(digest()):
+        raise DataError(
+            "The processes of this run read different text. Put the same files on all machines, or name a folder that "
+            "they share."
+        )
 
 
 def agreed(value: bool) -> bool:

@@ -177,6 +177,7 @@ class _Run:
 
     def execute(self, resume: bool, description: str) -> TrainReport:
         started = time.monotonic()
+        processes.check_same_text(self.samples.digest)
         self.objective.setup(self.model, self.config)
         self._make_optimizer()
         self._restore(resume)

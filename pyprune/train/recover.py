@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.train import RecoverConfig, TrainConfig
+from pyprune.config.train import OF_ADAPTERS, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, TrainingError
 from pyprune.plan import PrunePlan
@@ -31,8 +31,7 @@ class _Recovery(Objective):
     def run_facts(self) -> dict[str, Any]:
         """Places, rank, scale and dropout of the adapters; options and teacher of the distillation."""
         config = self.config
-        names = ("targets", "rank", "alpha", "dropout")
-        adapters = {name: getattr(config, name) for name in names}
+        adapters = {name: getattr(config, name) for name in OF_ADAPTERS}
         return {
             **(adapters if config.adapters == "lora" else {}),
             **(self.distillation.run_facts() if self.distillation else {}),

@@ -125,6 +125,12 @@ class Sharded(Whole):
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"Training in several processes needs torch 2.9 or newer; this is {torch.__version__}.")
+        layerdrop = getattr(getattr(model, "config", None), "layerdrop", 0)
+        if layerdrop:
+            raise ConfigError(
+                f"The model's configuration has layerdrop {layerdrop}: each process would leave out other "
+                "layers, and they would wait for each other. Set layerdrop to 0 in config.json."
+            )
         self.processes = processes.count()
         self.rank = processes.number()
         self.mesh = _mesh(model, how)

@@ -131,12 +131,23 @@ def test_a_torn_last_line_loses_its_cell_only(inputs: list[str]) -> None:
 def test_an_option_that_the_others_leave_unused_is_named(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--set", "elder.layers=[1]", "--set", "elder.schedule=anneal"]
     assert (
-        main([*inputs, *fixed, "--grid", "elder.penalty_weight=1,2", "--grid", "elder.train.learning_rate=1e-3,1e-2"])
+        main(
+            [
+                *inputs,
+                *fixed,
+                "--grid",
+                "elder.train.last_good_interval=1,2",
+                "--grid",
+                "elder.train.learning_rate=1e-3,1e-2",
+            ]
+        )
         == 0
     )
     message = capsys.readouterr().err
-    assert "elder.penalty_weight made no difference" in message
+    assert "elder.train.last_good_interval made no difference" in message
     assert "learning_rate made no" not in message
+    assert main([*inputs, *fixed, "--grid", "elder.penalty_weight=1,2"]) == 2
+    assert "elder.penalty_weight would do nothing beside elder.schedule 'anneal'" in capsys.readouterr().err
 
 
 def test_training_text_is_no_test_text(inputs: list[str], tmp_path: Path) -> None:
@@ -160,7 +171,12 @@ def test_grids_are_read_as_yaml_and_may_be_joined() -> None:
         with pytest.raises(ConfigError):
             parse_grid(wrong)
     joined = "data.samples+recovery_data.samples=800+200,500+500"
-    cases = make_cases([], "dress", ["stages.before=[regularise]"], [joined, "dress.penalty_weight=1e-5,1e-1"])
+    cases = make_cases(
+        [],
+        "dress",
+        ["stages.before=[regularise]", "dress.schedule=published"],
+        [joined, "dress.penalty_weight=1e-5,1e-1"],
+    )
     sizes = [(c.config.data.samples, c.config.recovery_data.samples) for c in cases if c.config.recovery_data]
     assert sizes == [(800, 200), (800, 200), (500, 500), (500, 500)]
     assert [c.config.options.penalty_weight for c in cases] == [1e-5, 1e-1] * 2

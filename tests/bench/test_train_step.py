@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench import train_step
 from bench.train_step import FORMS, FULL, LABELS, LEAN, PLAIN, PLAIN_NARROW
+from pyprune.data.tokens import IGNORED, Batch
+from tests._support.tokenizer import tiny_tokenizer
 
 SHAPES = LlamaConfig(
     vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=21, num_attention_heads=4,
@@ -61,3 +63,24 @@ def test_what_does_not_fit_alone_is_recorded(
     assert faster[PLAIN_NARROW] == "1.00"
     assert faster[PLAIN] == faster[FULL] == "-"
     assert float(faster[LEAN]) > 0
+
+
+def test_padding_is_what_passes_hold_beyond_their_tokens() -> None:
+    """Lengths 2, 8, 2, 8 in steps of four: in pairs of like length nothing is padded, in any order a half may be."""
+    ids = torch.full((4, 10), IGNORED)
+    for row, length in enumerate((2, 8, 2, 8)):
+        ids[row, :length] = 5
+    printed = train_step.padding_table(Batch.of(ids), 4)
+    assert "4 records, steps of 4; 50.0% where all are as long as the cutoff" in printed
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith(("| 1", "| 2", "| 4"))]
+    assert [row[:2] for row in rows] == [["1", "0.0%"], ["2", "0.0%"], ["4", "37.5%"]]
+    assert rows[0][2] == "0.0%"
+    assert rows[2][2] == "37.5%"
+
+
+def test_padding_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"instruction": f"say {i} " * (1 + i % 9), "output": "word " * (1 + i % 5)} for i in range(100)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr(train_step, "the_model", lambda _: ("tiny", None, tiny_tokenizer()))
+    train_step.main(["--padding", str(tmp_path / "records.jsonl")])
+    assert "90 records, steps of 64" in capsys.readouterr().out

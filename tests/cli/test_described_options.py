@@ -10,7 +10,7 @@ from pyprune.budget.options import FitOptions
 from pyprune.cli.options import OTHERS, _of
 from pyprune.config.describe import described
 from pyprune.methods.registry import presets
-from pyprune.recipe import build_config, is_among, unread
+from pyprune.recipe import build_config, is_among, switched_off, unread
 from tests._support.cli import refused, run
 
 
@@ -26,7 +26,7 @@ def test_every_option_has_a_meaning_and_says_what_it_may_be(name: str) -> None:
 @pytest.mark.parametrize("name", ["elder-paper", "dress-anneal", "taylor", "flap", "obs"])
 def test_every_option_can_be_set_by_its_name(name: str) -> None:
     config = build_config(preset=name)
-    idle = [option for options in unread(config).values() for option in options]
+    idle = [*switched_off(config), *(option for options in unread(config).values() for option in options)]
     outer = build_config(preset=name, recovery="alpaca-lora-distill")  # with a recovery, and options inside it
     for start, recovery in ((config, None), (outer, "alpaca-lora-distill")):
         found = list(described(start))
@@ -48,6 +48,7 @@ def test_the_command_lists_them_and_says_what_nothing_reads() -> None:
     )
     published = run("options", "elder-paper", "--find", "penalty_weight")
     assert "| elder.penalty_weight | 0.001 | number, at least 0" in published.stdout
+    assert "elder.anneal_share (beside elder.schedule 'published')" in published.stdout
 
 
 def test_the_options_of_fit_are_those_of_its_class() -> None:

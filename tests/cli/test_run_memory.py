@@ -14,7 +14,7 @@ from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.recipe import build_config
-from pyprune.run_memory import Source, division_of, memory_of, within_memory
+from pyprune.run_memory import Source, _with_dtype_of_lean, division_of, memory_of, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import TrainingMemory
@@ -102,6 +102,29 @@ def test_what_the_device_cannot_hold_is_refused_with_what_would_help(
     assert "recover.train.gradient_checkpointing=true" in message
     assert "recover.train.memory=lean" in message
     assert not (tmp_path / "out").exists()
+
+
+def test_the_gates_are_looked_at_too(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are learnt before anything else, with gradients through all layers."""
+    untrained = ("--set", "stages.after=[]", "--set", "data.sequence_length=32")
+    result = run(*tiny_elder(checkpoint, text, "--dry-run", *untrained))
+    assert result.exit_code == 0, result.output
+    assert "| elder.gates | full |" in result.stderr
+    device_of(100_000, monkeypatch)
+    result = run(*tiny_elder(checkpoint, text, "--dry-run", *untrained))
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert "elder.gates would hold" in message
+    assert "elder.train.gradient_checkpointing=true" in message
+    replayed = build_config(options={"method": "elder"}, settings=["elder.layers=[1]", "stages.after=[]"])
+    assert replayed.deciding() is None
+
+
+def test_adapters_in_lean_memory_leave_the_training_of_all_weights_as_it_is() -> None:
+    lean = ["recover.adapters=lora", "recover.train.dtype=bfloat16", "recover.train.memory=lean"]
+    whole = ["stages.after=[recover]", "dress.train.memory=full"]
+    assert _with_dtype_of_lean(build_config(preset="dress-anneal", settings=[*whole, *lean])).dtype == "float32"
+    assert _with_dtype_of_lean(build_config(settings=lean)).dtype == "bfloat16"
 
 
 def test_a_recovery_is_looked_at_too(
@@ -207,7 +230,7 @@ def test_processes_that_divide_a_model_on_the_host_divide_its_teacher(
     config = build_config(options={"method": "elder"})
     device = torch.device("cpu")
     held = [
-        memory_of(Source(checkpoint, {}, on_host=on_host), config, device, 2**40)[1][0][1].teacher
+        memory_of(Source(checkpoint, {}, on_host=on_host), config, device, 2**40)[1][-1][1].teacher
         for on_host in (False, True)
     ]
     assert held[1] < held[0]

@@ -9,8 +9,12 @@ from pyprune.cut._fit import Projection, Tally
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._steps import steps_of
 from pyprune.cut._walk import chunks_of
+from pyprune.cut.reconstruct import _chunks
+from pyprune.data.tokens import Batch
+from pyprune.errors import DataError
 from pyprune.families import family_for
 from pyprune.probe.streams import LayerRunner, Part, parts_of
+from pyprune.runtime import processes
 from tests._support.models import TINY, tiny_batch, tiny_model
 
 
@@ -109,3 +113,26 @@ def test_parts_one_after_the_other_are_the_layers_bit_for_bit(name: str) -> None
                 for part in parts_of(runner.family, index):
                     stream = runner.run(layer, part, stream)
         assert torch.equal(stream, expected[3])
+
+
+def test_more_processes_than_passes_take_shorter_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has nothing to do otherwise, which would end a run after all that came before the reconstruction."""
+    model = tiny_model("llama")
+    runner, samples = LayerRunner(model, family_for(model)), Batch.of(tiny_batch(batch=16, length=8))
+
+    def passes(batch_size: int | None = None) -> list[int]:
+        return [len(chunk.ids) for chunk in _chunks(runner, samples, None, 0.25, batch_size)[0]]
+
+    whole = passes()
+    assert len(whole) == 2
+    shares = []
+    monkeypatch.setattr(processes, "divided", lambda: True)
+    monkeypatch.setattr(processes, "alike", lambda _: True)
+    monkeypatch.setattr(processes, "count", lambda: 4)
+    for number in range(4):
+        monkeypatch.setattr(processes, "number", lambda number=number: number)
+        shares.append(passes())
+    assert all(shares)
+    assert sum(map(sum, shares)) == sum(whole) == 16
+    with pytest.raises(DataError, match="makes 2 forward passes, and 4 processes share them"):
+        passes(batch_size=16)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluating, without_dropout
+from tests._support.models import tiny_batch, tiny_model
 
 
 def model() -> nn.Sequential:
@@ -37,3 +39,18 @@ def test_an_error_leaves_the_modes_as_they_were() -> None:
     with pytest.raises(KeyboardInterrupt), evaluating(made):
         raise KeyboardInterrupt
     assert modes(made) == before
+
+
+def test_nothing_is_dropped_in_training_mode_and_as_much_as_before_afterwards() -> None:
+    made = tiny_model("opt", dropout=0.5, layerdrop=0.5)
+    made.add_module("more", nn.Dropout(0.25))
+    made.train()
+    batch = tiny_batch()
+    with torch.no_grad():
+        with without_dropout(made):
+            assert made.training
+            still = made(batch).logits
+            assert torch.equal(made(batch).logits, still)
+        assert not torch.equal(made(batch).logits, still)
+        assert torch.equal(made.eval()(batch).logits, still)
+    assert (made.get_submodule("more").p, made.model.decoder.layerdrop) == (0.25, 0.5)

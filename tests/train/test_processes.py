@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyprune.checkpoint.record import read_pruning_json
-from pyprune.errors import CheckpointError, ConfigError
+from pyprune.errors import CheckpointError, ConfigError, DataError
 from pyprune.rework import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
+from pyprune.runtime.processes import Division
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
-from pyprune.train.sharded import check_shares
+from pyprune.train.sharded import Sharded, check_shares
 from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared
 from pyprune.train.state import TrainState, save_state
@@ -414,6 +415,14 @@ def test_models_that_are_not_alike_or_not_shared_are_named(
     monkeypatch.setattr(processes, "alike", lambda _: False)
     with pytest.raises(ConfigError, match="different weights in one or in its dense model"):
         check_alike("one", "a", "")
+    monkeypatch.setattr(processes, "divided", lambda: True)
+    with pytest.raises(DataError, match="read different text"):
+        processes.check_same_text(lambda: "a")
+
+
+def test_layers_that_processes_would_leave_out_at_random_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layerdrop 0\.1: each process would leave out other layers"):
+        Sharded(tiny_model("opt", layerdrop=0.1), Division())
 
 
 def test_without_torchrun_nothing_is_divided() -> None:

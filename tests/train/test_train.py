@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import IGNORED, micro_batch_for
+from pyprune.config.train import TrainConfig, micro_batch_for
+from pyprune.data.tokens import IGNORED
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, TrainingError
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.layers import StoredLayers
-from pyprune.data.tokens import micro_batch_for
+from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions

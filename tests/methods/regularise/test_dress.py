@@ -463,8 +463,12 @@ def test_frozen_weights_keep_the_proximal_map_outside() -> None:
     objective = DressObjective(R, config)
     run_training(model, samples(), config.train, objective)
     assert not objective.in_optimizer
-    assert not torch.equal(frozen[:, list(R)], before[:, list(R)])
-    assert torch.equal(frozen[:, :36], before[:, :36])
+    assert torch.equal(frozen, before), "what is frozen stays"
+    trained, start = (m.get_parameter("model.layers.0.mlp.gate_proj.weight") for m in (model, tiny_model()))
+    assert float(trained[:, list(R)].detach().abs().sum()) < float(start[:, list(R)].detach().abs().sum())
+    lean = replace(config.train, memory="lean", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="some weights with hidden channels are frozen"):
+        run_training(model.bfloat16(), samples(), lean, DressObjective(R, config))
 
 
 def test_erasing_what_has_no_gradient_is_refused() -> None:

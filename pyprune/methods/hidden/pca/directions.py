@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.data.tokens import micro_batch_for
+from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError, ScoreError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreConfig
-from pyprune.data.tokens import micro_batch_for
+from pyprune.config.train import micro_batch_for
 from pyprune.families import NamedParam
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches

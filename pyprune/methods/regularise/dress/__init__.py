@@ -68,6 +68,16 @@ class DressOptions(MethodOptions):
 
     @property
     @override
+    def idle(self) -> dict[str, str]:
+        annealed = self.schedule == "anneal"
+        off = ("penalty_weight", "solver", "prox_step") if annealed else ("anneal_share",)
+        found = dict.fromkeys(off, f"schedule {self.schedule!r}")
+        if self.solver != "prox":
+            found.setdefault("prox_step", f"solver {self.solver!r}")
+        return found | ({} if self.select == "segments" else {"segments": f"select {self.select!r}"})
+
+    @property
+    @override
     def preserved_goal(self) -> float:
         return self.target_preserved_ratio
 

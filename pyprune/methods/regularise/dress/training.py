@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -36,7 +37,8 @@ from pyprune.methods.regularise.dress import DressOptions
 from pyprune.ops import add_group_penalty_, group_penalty, group_prox, group_soft_threshold, shrink
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.plan import PrunePlan
-from pyprune.probe.effects import preserved_ratio, preserved_warnings, weight_sums
+from pyprune.probe.effects import Sums, preserved_ratio, preserved_warnings, weight_sums
+from pyprune.runtime import processes
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, TrainReport
 from pyprune.train.sharded import channels_of, is_divided, part_of
@@ -176,6 +178,12 @@ class DressObjective(Objective):
         """The whole penalty, where the optimizer's own pass gives the same result as a separate one."""
         apart = self.config.solver == "prox" and bool(self.gauge_kept)
         frozen = any(not s.param.parameter.requires_grad for s in self.slices)
+        if frozen and self.config.solver == "prox" and config.memory == "lean" and not self.annealed:
+            raise ConfigError(
+                "dress.solver is 'prox' in lean memory, but some weights with hidden channels are frozen, which keeps "
+                "the proximal map out of the optimizer's pass. Set dress.solver to subgradient, dress.train.memory to "
+                "full, or train all weights."
+            )
         if self.annealed or apart or frozen:
             return {}
         self.in_optimizer = True
@@ -269,6 +277,8 @@ class DressObjective(Objective):
         threshold = penalty_weight * (learning_rate if step_size is None else step_size)
         for slices in self.slices:
             parameter = slices.param.parameter
+            if not parameter.requires_grad:
+                continue
             scale = scales.get(parameter)
             if scale is None and self.config.norm == "l2" and self.config.penalise == "all":
                 # Every channel is a group: there is nothing to select.
@@ -343,8 +353,7 @@ def regularise_dress(
     plan = family_for(model).plan(model.config) if removed else None
     if plan is not None:
         plan = plan.keep_hidden(set(plan.hidden) - set(removed))
-    before = weight_sums(model, plan) if plan is not None else {}
-    penalty_before = _plain_penalty(model, removed, config)
+    before, penalty_before = _looked_at(model, plan, removed, config)
     trained = train(
         model,
         samples,
@@ -355,7 +364,7 @@ def regularise_dress(
         resume=run.resume,
         description="DReSS",
     )
-    after = weight_sums(model, plan) if plan is not None else {}
+    after, penalty_after = _looked_at(model, plan, removed, config)
     ratio = preserved_ratio(before, after)
     missed = preserved_warnings(ratio, config.target_preserved_ratio) if ratio is not None else []
     return DressReport(
@@ -363,13 +372,24 @@ def regularise_dress(
         preserved_ratio=ratio,
         target_preserved_ratio=config.target_preserved_ratio,
         penalty_before=penalty_before,
-        penalty_after=_plain_penalty(model, removed, config),
+        penalty_after=penalty_after,
         train=trained,
         warnings=missed + trained.warnings,
     )
 
 
 @torch.no_grad()
+def _looked_at(
+    model: PreTrainedModel, plan: PrunePlan | None, removed: Sequence[int], config: DressOptions
+) -> tuple[dict[str, Sums], float]:
+    """|W| of what a plan keeps and removes, and the penalty; nothing where another process has the weights."""
+    if not processes.gets_result():
+        return {}, 0.0
+    how = processes.division()
+    with processes.alone() if how is not None and how.on_host else nullcontext():
+        return weight_sums(model, plan) if plan is not None else {}, _plain_penalty(model, removed, config)
+
+
 def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> float:
     if not removed:
         return 0.0

@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
 from pyprune.config.data import DataConfig
-from pyprune.config.method import MethodOptions
+from pyprune.config.method import Deciding, MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
-from pyprune.config.train import LARGEST_BATCH, TrainConfig
+from pyprune.config.train import LARGEST_BATCH, TrainConfig, micro_batch_for
 from pyprune.methods.base import Deferred, Method, own_options
 from pyprune.methods.training import published_recovery, published_training, reconstructed, short_training
 
@@ -76,10 +76,32 @@ class ElderOptions(MethodOptions):
     def training(self) -> TrainConfig:
         return self.train
 
+    @override
+    def deciding(self, sequence_length: int) -> Deciding | None:
+        return None if self.layers else Deciding("gates", self.gate_training(sequence_length))
+
+    def gate_training(self, sequence_length: int) -> TrainConfig:
+        """How stage 1 trains, but for its steps and seed.
+
+        Args:
+            sequence_length: tokens of the text's sequences.
+        """
+        return TrainConfig(
+            optimizer="adam",
+            learning_rate=self.gates.learning_rate,
+            batch_size=self.gates.batch_size,
+            micro_batch_size=micro_batch_for(self.gates.batch_size, sequence_length),
+            max_grad_norm=None,
+            memory="full",  # of the gates: the weights are frozen
+            **{name: getattr(self.train, name) for name in READ_BY_GATES},
+        )
+
     @property
     @override
-    def decision_batch(self) -> tuple[str, int] | None:
-        return None if self.layers else ("gates.batch_size", self.gates.batch_size)
+    def idle(self) -> dict[str, str]:
+        off = ("penalty_weight",) if self.schedule == "anneal" else ("anneal_share",)
+        found = dict.fromkeys(off, f"schedule {self.schedule!r}")
+        return found | ({"gates": f"layers {list(self.layers)}"} if self.layers else {})
 
 
 def _elder_paper() -> PruneConfig:
@@ -158,6 +180,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     objective=Deferred(f"{__name__}.penalty:objective"),
+    decides_by=Deferred(f"{__name__}.gates:objective"),
     options=ElderOptions,
     presets={
         "elder": _elder,

@@ -10,7 +10,8 @@ removal.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,15 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig
-from pyprune.data.tokens import micro_batch_for
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_layer_count
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
+from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.runtime import processes
-from pyprune.runtime.modes import frozen
+from pyprune.runtime.modes import frozen, without_dropout
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, ParameterGroup, TrainReport
 from pyprune.train.sharded import is_divided
@@ -101,6 +102,7 @@ class GateObjective(Objective):
         self.rounds: list[GateRound] = []
         self.gates = nn.Parameter(torch.empty(0))
         self.hooks: LayerHooks | None = None
+        self.quiet = ExitStack()
 
     @property
     def steps(self) -> int:
@@ -118,7 +120,9 @@ class GateObjective(Objective):
         layers = family_for(dense).layers(dense)
         self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
         self.hooks = LayerHooks(layers, range(len(layers)), self._gate)
-        if not config.gradient_checkpointing:  # which Transformers only does in training mode
+        if config.gradient_checkpointing:  # which Transformers only does in training mode
+            self.quiet.enter_context(without_dropout(model))
+        else:
             model.eval()
 
     def _gate(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
@@ -184,7 +188,8 @@ class GateObjective(Objective):
             self._mask(chosen)
 
     def teardown(self, model: nn.Module) -> None:
-        """Take the gates off."""
+        """Take the gates off, and switch dropout on again."""
+        self.quiet.close()
         if self.hooks is not None:
             self.hooks.remove()
 
@@ -213,35 +218,27 @@ def learn_layer_gates(
     total = len(family_for(model).layers(model))
     if not 0 < count < total:
         raise ConfigError(f"{count} of {total} layers cannot be removed; use 1 to {total - 1}.")
-    gates = config.gates
-    objective = GateObjective(count, gates)
-    training = TrainConfig(
-        optimizer="adam",
-        learning_rate=gates.learning_rate,
-        steps=objective.steps,
-        batch_size=gates.batch_size,
-        micro_batch_size=micro_batch_for(gates.batch_size, samples.shape[1]),
-        max_grad_norm=None,
-        memory="full",  # of the gates: the weights are frozen
-        dtype=config.train.dtype,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        checkpoint_interval=config.train.checkpoint_interval,
-        seed=seed,
-    )
+    learnt = GateObjective(count, config.gates)
+    training = replace(config.gate_training(samples.shape[1]), steps=learnt.steps, seed=seed)
     # Before the model is divided, so that its weights stay where they are.
     with frozen(model):
         trained = train(
             model,
             samples,
             training,
-            objective,
+            learnt,
             checkpoint_dir=run.folder("gates"),
             resume=run.resume,
             keep_last_good=False,
             description="layer gates",
         )
-    warnings = trained.warnings + _gate_warnings(objective)
-    return GateReport(tuple(objective.removed), objective.rounds, trained, warnings)
+    warnings = trained.warnings + _gate_warnings(learnt)
+    return GateReport(tuple(learnt.removed), learnt.rounds, trained, warnings)
+
+
+def objective(plan: PrunePlan, options: ElderOptions) -> GateObjective:
+    """What :func:`decide` trains on, to remove as many layers as a plan does."""
+    return GateObjective(plan.dense.num_layers - len(plan.layers), options.gates)
 
 
 def _gate_warnings(objective: GateObjective) -> list[str]:

@@ -47,6 +47,12 @@ class LoraPruneOptions(MethodOptions):
             "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
             found,
         )
+        _require(
+            self.train.memory != "lean",
+            "train.memory is 'lean', which would round the model's weights, and a score leaves them as they are; "
+            "set it to full.",
+            found,
+        )
         return found
 
 

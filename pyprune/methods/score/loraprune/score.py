@@ -20,6 +20,7 @@ In later rounds of an iterative run the factors are held at zero where earlier r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,8 +58,10 @@ def score(run: Scoring) -> None:
         try:
             # Weights, gradients and both moments of the factors live through all steps.
             account.state = 4 * sum(p.numel() * p.element_size() for p in adapted.parameters() if p.requires_grad)
+            # Of the factors: the weights are frozen, and stay as they are.
+            training = replace(config.train, memory="full")
             report = train(
-                adapted, run.samples, config.train, objective, keep_last_good=False, description="LoRAPrune's factors"
+                adapted, run.samples, training, objective, keep_last_good=False, description="LoRAPrune's factors"
             )
         finally:
             adapted.unload()
