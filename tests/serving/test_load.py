@@ -21,6 +21,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import INTERRUPTED_CODE
 from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError
+from pyprune.serving import measure as measuring
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
@@ -551,7 +552,7 @@ def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
 def test_the_command_says_and_keeps_everything(
     fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_run, "IDLE_SHARE", -1.0)
+    monkeypatch.setattr(measuring, "IDLE_SHARE", -1.0)
     fake.noise = (1.0, 1.1)
     out, samples = tmp_path / "a.json", tmp_path / "a.jsonl"
     result = run(
