@@ -108,7 +108,9 @@ def fit(
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, **settings)
     if fitting.is_dense_enough(wanted):
-        raise BudgetError(f"{_as_it_is(fitting, wanted)} Give a tighter budget.")
+        plain = weight_format(weights).layout == "plain"
+        instead = "" if plain else f", or write it in {weights} with `pyprune export`"
+        raise BudgetError(f"{_as_it_is(fitting, wanted)} Give a tighter budget{instead}.")
     fitting.continued = resume and kept is not None
     found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}

@@ -546,6 +546,9 @@ def test_options_that_contradict_each_other_are_refused(
 def test_a_budget_that_the_dense_model_keeps_is_refused(place: Path, tmp_path: Path) -> None:
     said = " ".join(refused(*arguments(place, tmp_path / "out", "memory@64=1GB,parameters=100%")).split())
     assert "The dense model keeps memory@64<=1GB, parameters<=100% as it is" in said
+    assert said.endswith("Give a tighter budget.")
+    rounded = refused(*arguments(place, tmp_path / "out", "memory@64=1GB"), "--weights", "w8a8-int8")
+    assert "or write it in w8a8-int8 with `pyprune export`" in " ".join(rounded.split())
     assert not (tmp_path / "out").exists()
     swept = run(*arguments(place, tmp_path / "out", "parameters=100%", "parameters=70%"), "--sweep")
     assert swept.exit_code == 0, swept.output
