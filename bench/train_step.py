@@ -159,7 +159,7 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Co
     recover = _recover(name, form, options.batch)
     with adapted(model, recover) as trained:
         if name == COMPILED:
-            for layer in family_for(trained).layers(trained):
+            for layer in family_for(model).layers(model):
                 layer.compile()
         make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
         with make(form, trained, teacher, recover, options) as (step, held):

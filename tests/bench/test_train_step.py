@@ -84,3 +84,16 @@ def test_padding_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(train_step, "the_model", lambda _: ("tiny", None, tiny_tokenizer()))
     train_step.main(["--padding", str(tmp_path / "records.jsonl")])
     assert "90 records, steps of 64" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch's own, while it traces
+def test_compiled_layers_are_timed_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = AutoModelForCausalLM.from_config(SHAPES), tmp_path / "steps.jsonl"
+    monkeypatch.setattr(train_step, "the_model", lambda folder: ("tiny", model, None))
+    options = ["--compiled", "--forms", "lora", "--batch", "2", "--length", "16", "--repeats", "1"]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    train_step.main([*options, "--jsonl", str(path)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["implementation"] for r in records] == [PLAIN, FULL, LEAN, train_step.COMPILED]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "something was compiled"
