@@ -14,14 +14,12 @@ from pyprune.budget.profile import DENSE
 from pyprune.plan import Sizes
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import Json, RecordFile
-from pyprune.serving.load.capacity import Capacity
+from pyprune.serving.load.capacity import Capacity, token_bytes_of
 from pyprune.serving.measure import KV_BLOCK_TOKENS
 from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 
 ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
-KV_ITEM = 2 * 2
-"""Bytes of a key and a value in bfloat16."""
 CAPACITY_BYTES, CAPACITY_TOKENS = 2**30, (2048, 8192)
 SHORT_PROMPT = (1 + SHORT_PROMPT_TOKENS) / 2
 """Mean length of the prompts of a generation turn."""
@@ -94,7 +92,7 @@ def capacity_table(records: Sequence[Json]) -> str:
     rows: dict[str, tuple[Cell, ...]] = {}
     for record, name in ((r, name) for r in records for name in r["names"]):
         own = parameters(sizes, record["layers"][name])
-        token = KV_ITEM * sizes.head_dim * sum(kv_heads for _, kv_heads, _ in record["layers"][name])
+        token = token_bytes_of(record["layers"][name], sizes.head_dim, "bfloat16")
         held = (Capacity(token, KV_BLOCK_TOKENS, CAPACITY_BYTES, tokens).sequences for tokens in CAPACITY_TOKENS)
         rows[name] = (name, own, f"{1 - own / whole:.1%}", token, *(f"{number:.2f}" for number in held))
     lengths = (f"sequences of {tokens:,} in 1 GiB" for tokens in CAPACITY_TOKENS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
@@ -15,6 +15,9 @@ from pyprune.config.base import LARGEST_SEED, Config, _require, option
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
+
+if TYPE_CHECKING:
+    from pyprune.budget.sizes import SizeRules
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,17 @@ class FitOptions(Config):
             found,
         )
         return found
+
+    def choices_for(self, rules: SizeRules) -> ChoiceOptions:
+        """What layers may become, in the multiples that run well unless ``keep_multiples`` is on.
+
+        Args:
+            rules: of the target.
+
+        Raises:
+            ConfigError: a hidden size that is no such multiple.
+        """
+        return self.choices if self.keep_multiples else self.choices.with_rules(rules)
 
     def texts(self, positions: float | None) -> dict[str, DataConfig]:
         """What is drawn, in this order and without overlap: "judged", "data" to reconstruct on, "valued" to measure on.

@@ -11,10 +11,11 @@ from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from transformers import PretrainedConfig
 
+    from pyprune.budget.cost import ExactCosts
     from pyprune.budget.measured import MeasuredCosts
     from pyprune.budget.profile import Profile
     from pyprune.budget.quantities import Quantity
@@ -274,6 +275,7 @@ def _predictions(
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
     """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
+    from pyprune.budget.cost import ExactCosts, common_multiple
     from pyprune.budget.quantities import Quantity
     from pyprune.plan import PrunePlan
 
@@ -287,27 +289,25 @@ def _predictions(
             tokens = quantity.batch * quantity.tokens
             rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
     batch, tokens = context
-    rows.append(("parameters", _counted(Quantity("parameters"), config, formats[0], dense, plan)))
-    for name in formats:
+    # Each as its own export has it: in w4a16 the groups of scales follow from the widths.
+    multiples = {"dense": (dense, 0), "plan": (plan, common_multiple(plan))}
+    for number, name in enumerate(formats):
+        costs = {who: (own, ExactCosts.of(config, name, multiple=m)) for who, (own, m) in multiples.items()}
+        if not number:
+            rows.append(("parameters", _counted(costs, Quantity("parameters"))))
         for quantity in (Quantity("memory", 0), Quantity("memory", tokens, batch)):
             cache = f" + {quantity}" if quantity.tokens else ""
-            found = _counted(quantity, config, name, dense, plan)
-            rows.append((f"weights in {name}{cache} (MB)", {who: amount / 1e6 for who, amount in found.items()}))
+            rows.append((f"weights in {name}{cache} (MB)", _counted(costs, quantity, 1e6)))
     return rows
 
 
 def _counted(
-    quantity: Quantity, config: PretrainedConfig, weights: str, dense: PrunePlan, plan: PrunePlan
+    costs: Mapping[str, tuple[PrunePlan, ExactCosts]], quantity: Quantity, unit: float = 1.0
 ) -> dict[str, float]:
-    """What both take, each as its own export has it: in w4a16 the groups of scales follow from the widths."""
-    from pyprune.budget.cost import ExactCosts, common_multiple
+    """What each plan takes of a quantity, in a unit."""
     from pyprune.budget.quantities import predicted
 
-    counts = (ExactCosts.of(config, weights), ExactCosts.of(config, weights, multiple=common_multiple(plan)))
-    return {
-        who: predicted(costs, quantity, own)
-        for who, costs, own in zip(("dense", "plan"), counts, (dense, plan), strict=True)
-    }
+    return {who: predicted(own, quantity, plan) / unit for who, (plan, own) in costs.items()}
 
 
 def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]]) -> Table:

@@ -18,7 +18,7 @@ from pyprune.errors import ConfigError, shown
 
 RatioOf = Literal["layers", "hidden", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
-TrainingAction = Literal["decide", "regularise", "recover", "finetune"]
+TrainingAction = Literal["decide", StageAction]
 """A stage's, or the method's decision."""
 
 

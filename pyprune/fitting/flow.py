@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.budget.choices import Space
+from pyprune.budget.choices import ChoiceOptions, Space
 from pyprune.budget.cost import Costs, ExactCosts, no_profile
 from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import DEFAULT_CONTEXT, Budget
@@ -107,10 +107,10 @@ def fit(
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
     fitting = _opened(model_id, [wanted], place, options, profile, cache, **settings)
-    if fitting.is_dense_enough(wanted):
+    if enough := fitting.dense_keeps(wanted):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
-        raise BudgetError(f"{_as_it_is(fitting, wanted)} Give a tighter budget{instead}.")
+        raise BudgetError(f"{enough} Give a tighter budget{instead}.")
     fitting.continued = resume and kept is not None
     found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
@@ -192,8 +192,8 @@ def sweep(
     check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     check_charts()
     fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
-    for budget in filter(fitting.is_dense_enough, wanted):
-        warn(_as_it_is(fitting, budget))
+    for enough in filter(None, map(fitting.dense_keeps, wanted)):
+        warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
     points = tuple(fitting.fit(budget, timed=timed, also=shown) for budget in wanted)
@@ -204,12 +204,6 @@ def sweep(
         write_report(sweep_report(points, str(model_id), conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
-
-
-def _as_it_is(fitting: Fitting, budget: Budget) -> str:
-    dense = fitting.dense_amounts(budget.quantities)
-    taken = ", ".join(limit.written(dense[limit.quantity], dense[limit.quantity]) for limit in budget.limits)
-    return f"The dense model keeps {budget} as it is (it takes {taken}): nothing has to go."
 
 
 def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
@@ -392,18 +386,18 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
     identity = family_for(config).plan(config)
 
-    def check(budget: Budget, rules: SizeRules) -> None:
-        choices = options.choices if options.keep_multiples else options.choices.with_rules(rules)
+    def check(budget: Budget, choices: ChoiceOptions) -> None:
         costs = Costs(ExactCosts.of_choices(config, weights, choices))
         check_feasible(Space.of(identity, choices).without_losses(), budget, costs, options.solve)
 
-    steps = [step * options.tensor_parallel for step in MULTIPLES]
-    learnt = [replace(usual, ffn_multiple=step, hidden_multiple=1) for step in steps]
+    steps = (usual.ffn_multiple, *(step * options.tensor_parallel for step in MULTIPLES))
+    learnt = (replace(usual, ffn_multiple=step, hidden_multiple=1) for step in steps)
+    possible = tuple(dict.fromkeys(options.choices_for(rules) for rules in learnt))
     for budget in filter(lambda budget: budget.limits, counted):
         refused: list[BudgetError] = []
-        for rules in (replace(usual, hidden_multiple=1), *learnt):
+        for choices in possible:
             try:
-                check(budget, rules)
+                check(budget, choices)
                 break
             except BudgetError as error:
                 refused.append(error)

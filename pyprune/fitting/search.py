@@ -207,8 +207,7 @@ class Fitting:
     @cached_property
     def choices(self) -> ChoiceOptions:
         """What layers may become, in the multiples that run well unless the options keep their own."""
-        o = self.options
-        return o.choices if o.keep_multiples else o.choices.with_rules(self.rules)
+        return self.options.choices_for(self.rules)
 
     @cached_property
     def why_not(self) -> Callable[[PrunePlan], str]:
@@ -243,13 +242,17 @@ class Fitting:
         o = self.options
         samples = _some(self.text["valued"], o.score_samples)
         key = digest([self.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores"])
-        records = RecordFile(self.cache / "scores.jsonl", program="pyprune fit", option="--cache")
+        records = self._records("scores")
         known = records.of("scores").get(key)
         if known is None:
             say("Scoring heads and FFN channels.")
             found = score_units(self.model, samples.ids, hidden=bool(o.choices.hidden))
             known = records.add({"kind": "scores", "key": key, "scores": found.to_dict()})
         return UnitScores.from_dict(known["scores"], self.identity.dense)
+
+    def _records(self, kind: str) -> RecordFile:
+        """What the cache has of a kind."""
+        return RecordFile(self.cache / f"{kind}.jsonl", program="pyprune fit", option="--cache")
 
     @cached_property
     def space(self) -> Space:
@@ -283,10 +286,13 @@ class Fitting:
         """
         check_feasible(self.space.without_losses(), self._asked(budget), self.costs, self._solving)
 
-    def is_dense_enough(self, budget: Budget) -> bool:
-        """Whether the dense model keeps a budget as it is."""
+    def dense_keeps(self, budget: Budget) -> str:
+        """That the dense model keeps a budget as it is, in a sentence; empty where it does not."""
         dense = self.dense_amounts(budget.quantities)
-        return not budget.broken(dense, dense)
+        if budget.broken(dense, dense):
+            return ""
+        taken = ", ".join(limit.written(dense[limit.quantity], dense[limit.quantity]) for limit in budget.limits)
+        return f"The dense model keeps {budget} as it is (it takes {taken}): nothing has to go."
 
     @cached_property
     def search(self) -> Search:
@@ -465,7 +471,7 @@ class Fitting:
         """Run a candidate beside the dense model, or take what an interrupted search found."""
         what = [self.version, profile.to_json(), attempt.plan.to_dict(), list(map(str, quantities))]
         key = digest([*what, self.options.repeats])
-        records = RecordFile(self.cache / "times.jsonl", program="pyprune fit", option="--cache")
+        records = self._records("times")
         known = records.of("times").get(key) if self.continued else None
         if known is None:
             plans = {DENSE: self.identity, CANDIDATE: attempt.plan}

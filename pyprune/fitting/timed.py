@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.formats import weight_format
+from pyprune.budget.limits import MEASURES
 from pyprune.budget.measured import MeasuredCosts, ratios_to_dense, relative_seconds
 from pyprune.budget.probes import dense_config, write_served
 from pyprune.budget.profile import DENSE, Profile, Timing, profile_name, stored_as
@@ -33,8 +34,6 @@ WINNER = "fitted"
 """The written model's name in tables of speed."""
 LONG_S = 10.0
 """Seconds of a turn that is itself the mean of many steps, so that two that agree are enough."""
-RELATIVE = {"prefill": "speedup", "generation": "throughput_increase"}
-"""What a time is limited by where the dense model's is the measure."""
 AGREE = 0.01
 """Share by which they may differ."""
 
@@ -218,7 +217,8 @@ def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> Non
         if needed <= limit:
             continue
         most = quantity.tokens - (needed - int(limit))
-        shorter, gain = replace(quantity, tokens=most), RELATIVE[quantity.kind]
+        shorter = replace(quantity, tokens=most)
+        gain = next(name for name, m in MEASURES.items() if (m.kind, m.is_a) == (quantity.kind, "gain"))
         nearest = f" Limit {shorter} instead, or {gain}@{shorter.place}." if most > 0 else ""
         raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyprune.serving.widths import layer_widths
+from pyprune.serving.widths import LayerSizes, layer_widths
 
 CONCURRENCY = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 BLOCK = re.compile(r"Setting kv cache block size to (\d+)")
@@ -90,5 +90,16 @@ def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
         dtype: of the cache: bfloat16, float16 or float32.
     """
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return token_bytes_of(layer_widths(config), int(head_dim), dtype)
+
+
+def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
+    """The same, where the widths are known.
+
+    Args:
+        layers: their widths.
+        head_dim: channels of a head.
+        dtype: of the cache.
+    """
     item = 4 if dtype == "float32" else 2
-    return 2 * int(head_dim) * item * sum(kv_heads for _, kv_heads, _ in layer_widths(config))
+    return 2 * head_dim * item * sum(kv_heads for _, kv_heads, _ in layers)

@@ -115,7 +115,8 @@ class Server:
         return self._asked("POST", path, json.dumps(body), timeout=timeout)
 
     def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> str | None:
-        """Not urllib, which would ask a proxy of the user's."""
+        """Ask the server; None where it gives no answer or another status than 200."""
+        # Not urllib, which would ask a proxy of the user's.
         headers = {} if body is None else {"Content-Type": "application/json"}
         with closing(HTTPConnection(HOST, self._port, timeout=timeout)) as connection:
             try:
