@@ -225,7 +225,8 @@ def relative_seconds(timings: Iterable[Timing], quantity: Quantity) -> tuple[dic
     """Seconds of every probe for one workload, freed of the machine's drift, and the spread of what they come from.
 
     Every turn is divided by what the dense model would have taken at that moment, interpolated between its turns in
-    the same group of engines. The median of these ratios times the median of all dense turns is the probe's time.
+    the same group of engines; where these all came before, because one engine fits at a time, by their median. The
+    median of these ratios times the median of all dense turns is the probe's time.
 
     Returns:
         (probe -> seconds, probe -> median absolute deviation of the ratios over their median).
@@ -250,15 +251,19 @@ def ratios_to_dense(timings: Iterable[Timing]) -> dict[str, list[float]]:
     Args:
         timings: of one workload; groups of engines without a turn of the dense model say nothing.
     """
-    own = list(timings)
+    together: dict[tuple[int, str], list[Timing]] = defaultdict(list)
+    for timing in timings:
+        together[timing.group, timing.probe].append(timing)
     ratios: dict[str, list[float]] = defaultdict(list)
-    for timing in own:
-        beside = [t for t in own if t.probe == DENSE and t.group == timing.group]
-        if beside:
-            ratios[timing.probe].append(timing.seconds / _dense_at(beside, timing.start))
+    for (group, probe), turns in together.items():
+        dense = sorted(together.get((group, DENSE), ()), key=lambda turn: turn.start)
+        if dense:
+            ratios[probe] += [turn.seconds / _dense_at(dense, turns, turn.start) for turn in turns]
     return dict(ratios)
 
 
-def _dense_at(turns: Sequence[Timing], moment: float) -> float:
-    ordered = sorted(turns, key=lambda turn: turn.start)
-    return float(np.interp(moment, [t.start for t in ordered], [t.seconds for t in ordered]))
+def _dense_at(dense: Sequence[Timing], turns: Sequence[Timing], moment: float) -> float:
+    """What the dense model takes at a moment of a model's turns: between its own; if it was timed before, usually."""
+    if dense[-1].start < min(turn.start for turn in turns):
+        return median(turn.seconds for turn in dense)
+    return float(np.interp(moment, [t.start for t in dense], [t.seconds for t in dense]))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pyprune.budget.cost import Costs
-from pyprune.budget.measured import PAIRS, MeasuredCosts, relative_seconds
-from pyprune.budget.profile import DENSE, Probe, Profile
+from pyprune.budget.measured import PAIRS, MeasuredCosts, ratios_to_dense, relative_seconds
+from pyprune.budget.profile import DENSE, Probe, Profile, Timing
 from pyprune.budget.quantities import Quantity, Widths, predicted
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan
@@ -79,6 +79,15 @@ def test_turns_are_compared_with_the_dense_ones_of_their_group() -> None:
     (one, _), (two, _) = relative_seconds(profile.timings, PREFILL), relative_seconds(both.timings, PREFILL)
     for name in one:
         assert two[name] / two[DENSE] == pytest.approx(one[name] / one[DENSE])
+
+
+def test_a_dense_model_that_was_timed_before_counts_by_its_median() -> None:
+    def turn(probe: str, start: float, seconds: float) -> Timing:
+        return Timing(probe, PREFILL, 0, start, seconds)
+
+    dense = [turn(DENSE, number, seconds) for number, seconds in enumerate((1.0, 1.0, 1.0, 1.0, 2.0))]
+    other = [turn("half", 10 + number, 0.5) for number in range(5)]
+    assert ratios_to_dense([*dense, *other])["half"] == [0.5] * 5, "not of the last dense turn, which was slow"
 
 
 def test_lengths_between_measured_ones_are_interpolated() -> None:
