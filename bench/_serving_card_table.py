@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from bench._machine import machine_of
 from bench._serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
 from bench._serving_card_plans import UNEQUAL, UNIFORM
 from pyprune.budget.profile import DENSE
@@ -58,11 +59,6 @@ def _of_machine(records: RecordFile, rates: Json) -> list[str]:
     if starts:
         found += ["### Start until /health", startup_table(starts)]
     return found
-
-
-def machine_of(environment: Mapping[str, Any]) -> tuple[str, int]:
-    """What tells one machine's records from another's: its device, and how many CPUs it has."""
-    return environment["device"], environment["cpus"]
 
 
 def _firsts(records: Sequence[Json], *names: str) -> list[Json]:

@@ -205,6 +205,7 @@ class Bench:
                 "perplexity": perplexity,
                 "parameters": count_parameters(model),
                 "tokens_trained": trained * tokens,
+                "train_tokens": tokens,
                 "tokens_calibrated": tokens * sum(step["name"].startswith("reconstruct") for step in steps),
                 "steps": steps,
                 "plan": plan.summary() if plan else "",

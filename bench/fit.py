@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
+from bench._machine import machine_of, named, profiled_on
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss, reconstructed
 from pyprune.budget.options import FitOptions
 from pyprune.budget.profile import DENSE
-from pyprune.errors import BudgetError, CheckpointError
+from pyprune.errors import BudgetError, CheckpointError, ConfigError
 from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
@@ -98,6 +99,11 @@ class Bench:
         self.profile: Profile | None = Profile.load(options.profile) if options.profile else None
         self.budgets = [Budget.parse(text) for text in options.budget]
         self.environment = environment_record()
+        if self.profile is not None and profiled_on(self.profile) != machine_of(self.environment):
+            raise ConfigError(
+                f"{options.profile} was measured on {named(profiled_on(self.profile))}; this is "
+                f"{named(machine_of(self.environment))}. Measure one here (python -m bench.profile_error)."
+            )
         self.name, dense, self.tokenizer = load_dense(None)
         self.mixture = write_demo_mixture(work)
         self.texts = evaluation_texts(self.tokenizer, self.mixture.tests, options.data)
@@ -115,9 +121,16 @@ class Bench:
             self._time(self.profile)
 
     def _key(self, budget: Budget, arm: str, seed: int) -> str:
-        where = self.profile.name if self.profile is not None and budget.timed else ""
-        search = [SEARCH] if arm == "fitted" else []
-        return digest([self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW, *search])[:16]
+        where: list[Any] = []
+        if self.profile is not None and budget.timed:
+            where = [self.profile.name, machine_of(self.environment)]
+        found = [self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW]
+        return digest([*found, *([self._search(budget)] if arm == "fitted" else [])])[:16]
+
+    def _search(self, budget: Budget) -> dict[str, Any]:
+        """What decides which plan is the fitted one."""
+        times = {"times": self.options.times} if budget.timed else {}
+        return {**SEARCH, "solutions": self.options.solutions, **times}
 
     def _fit(self, seed: int) -> None:
         fittings: dict[bool, Fitting] = {}
@@ -273,8 +286,9 @@ def _alike(records: RecordFile) -> list[dict[str, Any]]:
 
 
 def _limit(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """The engine, budget and seed of a row: what its arms are compared within."""
-    return row.get("engine", "counted"), row["budget"], row["seed"]
+    """The engine and machine, budget and seed of a row: what its arms are compared within."""
+    where = f"{row['engine']}, {named(machine_of(row['environment']))}" if "engine" in row else "counted"
+    return where, row["budget"], row["seed"]
 
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._command import exit_status
+from bench._machine import machine_of
 from bench._quality import evaluation_texts
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.progress import say
@@ -106,7 +107,8 @@ class Bench:
         found = {**report.to_dict(), "perplexity": perplexity, "protocol": o.protocol, "pruned": pruned}
         for model in found["models"].values():
             model["path"] = Path(model["path"]).name  # the folder is temporary
-        key = digest([self.name, self.engine, pruned, found["workload"]])[:16]
+        where = [machine_of(found["environment"]), str(o.pruned and o.pruned.resolve())]
+        key = digest([self.name, self.engine, *where, sorted(self.texts), o.protocol, found["workload"]])[:16]
         return {"kind": "run", "key": key, "sizes": {name: _bytes(file) for name, file in files.items()}, **found}
 
     def _written(self, model: str, form: str, out: Path) -> Path:

@@ -117,12 +117,13 @@ def predicted(number: int) -> TrainingMemory:
 
 def measured_table(records: Sequence[dict[str, Any]]) -> str:
     """Peaks and seconds by the number of processes, as Markdown."""
+    one = next((r["peak_bytes"] for r in records if r["processes"] == 1), None)
     rows: list[tuple[Cell, ...]] = [
         (
             str(r["processes"]),
             f"{median(r['seconds']):.2f}",
             f"{r['peak_bytes'] / 1e6:.0f}",
-            f"{r['peak_bytes'] / records[0]['peak_bytes']:.2f}",
+            f"{r['peak_bytes'] / one:.2f}" if one else None,
             f"{r['predicted_bytes'] / 1e6:.0f}",
         )
         for r in records

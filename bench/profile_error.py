@@ -30,6 +30,7 @@ from typing import Any
 from bench._beside import beside_dense
 from bench._command import exit_status, known
 from bench._demo_data import config_folder
+from bench._machine import machine_of, named, profiled_on
 from bench._profile_plans import never_profiled
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import Model, dense_config, write_served
@@ -91,21 +92,30 @@ class Bench:
                 resident=self.options.resident,
             )
             take_profile(self.source, chosen).save(path)
-        Profile.load(path).check(self.dense, engine=self.engine, dtype=self.dtype)
+        profile = Profile.load(path)
+        if profiled_on(profile) != machine_of(self.environment):
+            raise ConfigError(
+                f"{path} was measured on {named(profiled_on(profile))}; this is {named(machine_of(self.environment))}. "
+                "Name another file with --profile, which is measured if it is not there."
+            )
+        profile.check(self.dense, engine=self.engine, dtype=self.dtype)
         plans = {name: plan for name, plan in never_profiled(self.dense).items() if name in self.options.plans}
         missing = [name for name, plan in plans.items() if self._key(plan) not in self.records.of("row")]
         if missing:
             self._measure({name: plans[name] for name in missing})
 
     def _key(self, plan: PrunePlan) -> str:
-        return digest([self.engine, self.dtype, plan.to_dict()])[:16]
+        return digest([self.engine, self.dtype, plan.to_dict(), machine_of(self.environment)])[:16]
 
     def _measure(self, plans: Mapping[str, PrunePlan]) -> None:
         dense = self._written(DENSE, self.dense)
         size, cache = written_bytes(self.work), cache_bytes(dense[1], WORKLOADS, self.dtype)
         room = self.options.resident or room_for(self.engine, size, cache)
         if room < 2:
-            raise ConfigError("There is not enough free memory for two engines at once; end other programs.")
+            raise ConfigError(
+                "There is room for one engine at a time here; end other programs, or name --resident 2 if two "
+                "fit (on a GPU each takes what is left)."
+            )
         vocab, seed, repeats = int(self.config.vocab_size), self.options.seed, self.options.repeats
         with EngineGroup(self.engine, self.dtype, WORKLOADS, vocab, seed) as engines:
 
@@ -149,7 +159,10 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
         ConfigError: there is no row.
     """
     if not rows:
-        raise ConfigError(f"No row of {profile.engine} is recorded; run the bench without --only-table first.")
+        raise ConfigError(
+            f"No row of {profile.engine} is recorded on the machine of this profile; run the bench there, without "
+            "--only-table."
+        )
     costs = MeasuredCosts(profile)
     dense = PrunePlan.identity(profile.model_type, profile.dense)
     cells: list[tuple[str | float, ...]] = []
@@ -195,8 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only_table:
             with tempfile.TemporaryDirectory(prefix="pyprune-profile-error-") as work:
                 Bench(options, records, Path(work)).run()
-        rows = [row for row in records.of("row").values() if row["engine"] == options.engine]
-        print(table(rows, Profile.load(options.profile)))
+        profile = Profile.load(options.profile)
+        there = [row for row in records.of("row").values() if row["engine"] == options.engine]
+        print(table([row for row in there if machine_of(row["environment"]) == profiled_on(profile)], profile))
 
     return exit_status(run)
 

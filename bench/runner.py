@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", default="auto", help="auto, vllm or transformers")
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="prompts in a request")
     parser.add_argument("--new-tokens", type=int, default=default.new_tokens, help="generated for each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=default.prompt_tokens, help="of the long prompt")
+    parser.add_argument("--prompt-tokens", type=int, help="of the long prompt; default: 2048, or as many as all read")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="timed turns of each model")
     parser.add_argument("--dtype", default=default.dtype, help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=default.seed, help="of the random prompts")

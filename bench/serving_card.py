@@ -36,9 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
+from bench._machine import machine_of
 from bench._serving_card_ideal import measure_rates
 from bench._serving_card_plans import card_plans
-from bench._serving_card_table import card, machine_of
+from bench._serving_card_table import card
 from pyprune.budget.profile import DENSE
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.turns import EngineGroup, longest_sequence

@@ -23,6 +23,7 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime.records import Json, append_jsonl
 from tests._support.models import tiny_batch, tiny_model
 
+MACHINE = {"device": "a CPU", "cpus": 2, "isa": []}
 PROSE, MIXTURE = tiny_batch(seed=1, batch=8, length=16), tiny_batch(seed=2, batch=8, length=16)
 
 
@@ -116,6 +117,7 @@ def row(arm: str, seed: int, prose: float, case: str = "layers-7", **changes: An
         "kind": "row", "key": f"{case}{arm}{seed}", "case": case, "arm": arm, "seed": seed,
         "perplexity": {"prose": prose, "code": 2 * prose}, "parameters": 109_734_336, "tokens_trained": 36_864,
         "tokens_calibrated": 0, "steps": [step, step], "removed": {"layers": 7, "heads": 63, "ffn": 9, "hidden": 0},
+        "limits": {"prose": 12288, "code": 8192}, "dtype": "bfloat16", "environment": MACHINE,
         **changes,
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +13,11 @@ from bench._profile_plans import never_profiled
 from pyprune.budget import turns
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import probe_plans
-from pyprune.budget.profile import Profile
+from pyprune.budget.profile import Profile, this_machine
 from pyprune.plan import PrunePlan
 from pyprune.runtime.records import RecordFile, append_jsonl
 from tests._support.models import tiny_model
-from tests.budget._profiles import fake_profile
+from tests.budget._profiles import MACHINE, fake_profile
 
 
 def test_no_plan_is_a_probe() -> None:
@@ -29,6 +30,9 @@ def test_no_plan_is_a_probe() -> None:
     assert not set(shapes) & set(probes)
     for plan in plans.values():
         plan.validate()
+
+
+ENVIRONMENT = {"device": MACHINE["device"], "cpus": MACHINE["cores"], "isa": MACHINE["isa"]}
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def records(tmp_path: Path) -> tuple[Path, Path]:
             measured[str(quantity)] = {"seconds": [1.05 * seconds], "share_of_dense": 1.1 * share}
         rows.append(
             {"kind": "row", "key": name, "name": name, "engine": "transformers", "plan": plan.to_dict(),
-             "measured": measured}
+             "measured": measured, "environment": ENVIRONMENT}
         )  # fmt: skip
     append_jsonl(tmp_path / "rows.jsonl", rows)
     return profile.save(tmp_path / "p.json"), tmp_path / "rows.jsonl"
@@ -60,6 +64,16 @@ def test_the_table_shows_both_errors(records: tuple[Path, Path], capsys: pytest.
     summary = "2 plans; seconds: median 4.8%, worst -4.8%; share of the dense model: median 9.1%, worst -9.1%."
     assert f"prefill@2048: {summary}" in printed
     assert f"generation@64x128: {summary}" in printed
+
+
+def test_rows_of_another_machine_are_not_shown(records: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    profile, rows = records
+    other = replace(Profile.load(profile), machine={**MACHINE, "isa": ["avx2", "amx_bf16"]}).save(profile)
+    given = ["--engine", "transformers", "--profile", str(other), "--jsonl", str(rows)]
+    assert profile_error.main([*given, "--only-table"]) == 2
+    assert "No row of transformers is recorded on the machine of this profile" in capsys.readouterr().err
+    assert profile_error.main(given) == 2
+    assert "was measured on cpu one (2 CPUs, AMX); this is" in " ".join(capsys.readouterr().err.split())
 
 
 def test_rows_of_another_engine_are_not_shown(records: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +108,8 @@ def test_plans_are_timed_beside_the_dense_model_and_recorded(tmp_path: Path, mon
     monkeypatch.setattr(turns, "Engine", _Engine)
     monkeypatch.setattr(turns, "QUICK_S", 0.0)
     monkeypatch.setattr(Profile, "check", lambda *_, **__: None)
-    profile = fake_profile(quantities=profile_error.WORKLOADS).save(tmp_path / "p.json")
+    here = replace(fake_profile(quantities=profile_error.WORKLOADS), machine=this_machine())
+    profile = here.save(tmp_path / "p.json")
     tiny_model("llama").config.save_pretrained(tmp_path / "dense")
     (tmp_path / "work").mkdir()
     given = ["--engine", "transformers", "--model", tmp_path / "dense", "--profile", profile, "--repeats", 1]

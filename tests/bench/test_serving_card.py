@@ -27,7 +27,7 @@ from tests._support.tokenizer import tiny_tokenizer
 
 TINY = Sizes(2, 4, 2, 1, 2, 6, 10)
 WHOLE = [(2, 1, 6), (2, 1, 6)]
-MACHINE = {"device": "a CPU", "cpus": 2}
+MACHINE = {"device": "a CPU", "cpus": 2, "isa": []}
 RATES = {"flops": 100.0, "bytes": 100.0, "threads": 1}
 
 
@@ -167,7 +167,7 @@ def test_what_was_missed_is_said() -> None:
 
 def test_machines_are_told_apart_and_judged_by_their_own_rates() -> None:
     file = records_of(record())
-    other = {"device": "another CPU", "cpus": 8}
+    other = {"device": "another CPU", "cpus": 8, "isa": []}
     fast = {"flops": 1000.0, "bytes": 1.0, "threads": 8}
     file.add({"kind": "machine", "key": "n", **fast, "environment": other})
     file.add(record(key="b", environment=other))
