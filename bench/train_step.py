@@ -60,6 +60,7 @@ from pyprune.run_memory import Source, memory_of, memory_table
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.stats import mad, median
+from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import to_bfloat16
 from pyprune.train.loop import _Run
 from pyprune.train.lora import adapted
@@ -158,11 +159,11 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Co
     teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
     recover = _recover(name, form, options.batch)
     with adapted(model, recover) as trained:
-        if name == COMPILED:
-            for layer in family_for(model).layers(model):
-                layer.compile()
         make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
-        with make(form, trained, teacher, recover, options) as (step, held):
+        with (
+            compiled_layers(trained, recover.train),
+            make(form, trained, teacher, recover, options) as (step, held),
+        ):
             yield Contender(name, step, held)
 
 
@@ -170,7 +171,7 @@ def _recover(name: str, form: Form, size: int) -> RecoverConfig:
     """The options of a recovery, whose training is that of the other forms too."""
     config = TrainConfig(
         optimizer="fused_adamw", learning_rate=RATE, batch_size=size, micro_batch_size=size, max_grad_norm=CLIP,
-        dtype="bfloat16", memory="lean" if name == LEAN else "full", steps=100_000,
+        dtype="bfloat16", memory="lean" if name == LEAN else "full", compile=name == COMPILED, steps=100_000,
     )  # fmt: skip
     return RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0, train=config)
 

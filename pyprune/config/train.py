@@ -46,6 +46,8 @@ class TrainConfig(Config):
         dtype: that is computed in: float32, bfloat16 (autocast over float32 weights), or auto: bfloat16 where the
             device multiplies faster in it or the weights are (lean ``memory``), else float32.
         gradient_checkpointing: recompute activations in the backward pass.
+        compile: run the decoder layers under torch.compile, each size of a layer compiled at its first step. It needs a
+            C++ compiler on a CPU and Triton on a GPU. What a run says it will hold is without it, which holds more.
         memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
             rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:
             full where that fits in the device's memory, else lean. Lean clips each gradient by its own norm, and holds
@@ -73,6 +75,7 @@ class TrainConfig(Config):
     max_grad_norm: float | None = option(1.0, above=0, otherwise=", or null for no clipping")
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    compile: bool = False
     memory: Literal["auto", "full", "lean"] = "auto"
     copies: Literal["auto", "device", "host", "off"] = "auto"
     last_good_interval: int = option(10, at_least=1, at_most=LONGEST_RUN)

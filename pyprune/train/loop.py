@@ -38,6 +38,7 @@ from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
+from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward, to_bfloat16
 from pyprune.train.objective import LossTerms, Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
@@ -132,7 +133,12 @@ def train(
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
     warn_of_slow_dtype(run.config.dtype, run.device)
-    with shards.training(), training(run.model, run.device, gradient_checkpointing=config.gradient_checkpointing):
+    checkpointing = config.gradient_checkpointing
+    with (
+        shards.training(),
+        training(run.model, run.device, gradient_checkpointing=checkpointing),
+        compiled_layers(run.model, config),
+    ):
         try:
             return run.execute(resume, description or run.objective.name)
         finally:

@@ -1,0 +1,82 @@
+"""Decoder layers under torch.compile while they are trained (``train.compile``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyprune.config.train import TrainConfig
+from pyprune.errors import ConfigError
+from pyprune.families import decoder_layers
+from pyprune.train.head import causal_lm
+
+FORMS_OF_A_LAYER = 4
+"""Times that one layer may be compiled: for a first length, for any length, and the same again for another dtype."""
+
+
+@contextmanager
+def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """In the block, every decoder layer runs compiled where its gradients are wanted; does nothing without ``compile``.
+
+    Each layer is compiled by itself, so that layers of equal sizes share one result and hooks stay outside of it. A
+    pass without gradients (a validation) runs as it is, instead of being compiled for itself.
+
+    Args:
+        model: a causal LM, with adapters or without, whose layers are :func:`~pyprune.families.decoder_layers`.
+        config: whose ``compile`` says whether.
+
+    Raises:
+        ConfigError: torch.compile does not work here, or the model has no decoder layers that are known.
+    """
+    if not config.compile:
+        yield
+        return
+    base = causal_lm(model)
+    if base is None:
+        raise ConfigError(
+            f"compile is on, but {type(model).__name__} is no model of Transformers; set compile to false."
+        )
+    _check_compiler(next(model.parameters()).device)
+    layers = list(decoder_layers(base))
+    before = [vars(layer).get("forward") for layer in layers]
+    # Layers of one class share a limit, and unequal ones are compiled each.
+    room = max(torch._dynamo.config.recompile_limit, FORMS_OF_A_LAYER * len(layers))
+    with torch._dynamo.config.patch(recompile_limit=room):
+        try:
+            for layer in layers:
+                layer.forward = _with_gradients(layer.forward)
+            yield
+        finally:
+            for layer, own in zip(layers, before, strict=True):
+                vars(layer).pop("forward", None)
+                if own is not None:
+                    layer.forward = own
+
+
+def _with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return run
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Compile something small, or say what is missing: a layer would fail after the model was loaded."""
+    try:
+        torch.compile(_small)(torch.ones(2, device=device))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"compile is on, but torch.compile does not work on {device.type} here: {type(error).__name__}: {reason} "
+            "On a CPU it needs a C++ compiler (g++ or clang++), on a GPU Triton. Install it, or set compile to false."
+        ) from error
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) + x
