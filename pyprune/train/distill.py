@@ -5,10 +5,14 @@ Two signals, both at the positions whose next token counts (the prompt of an ins
 * the distribution of the next token, temperature^2 KL(teacher || student) (Hinton, Vinyals and Dean, "Distilling the
   Knowledge in a Neural Network", 2015, section 2). Logits are made chunk by chunk and their gradient is taken at once,
   so that neither model's [B, T, V] ever exists;
-* the residual stream x after every kept layer. The student's layer j is dense layer k_j, its channels are the kept
-  ones C, and the cut scales its stream by s (:func:`pyprune.cut.compact.stream_scale`), so
+* the residual stream x after every kept layer. What follows the student's layer j in the dense model reads the stream
+  after its layer k_j: the last one before the student's next layer, so that a layer stands for those that were removed
+  behind it, as a reconstruction of the cut and LaCo's merged layers have it. The student's channels are the kept ones
+  C, and the cut scales its stream by s (:func:`pyprune.cut.compact.stream_scale`), so
 
       D = mean over j and tokens of |x_j - s x^teacher_{k_j}[C]|^2 / |s x^teacher_{k_j}[C]|^2.
+
+  Layers before one without attention are left out: what follows them reads the middle of a dense layer.
 
   Relative per token, because the size of the stream differs by orders of magnitude between layers and tokens. Where
   LayerNorm is cut through the gauge, the teacher's mean over C is taken out first, as the cut did for the student.
@@ -19,7 +23,7 @@ An unpruned copy of the teacher has exactly zero of both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -96,8 +100,8 @@ class Distillation:
             return
         layers = decoder_layers(cast(PreTrainedModel, causal_lm(student)))
         self.hooks = [
-            LayerHooks(layers, range(len(layers)), self._hear_student),
-            LayerHooks(decoder_layers(self.read), self.view.layers, self._hear_teacher),
+            LayerHooks(layers, [own for own, _ in self.view.pairs], self._hear_student),
+            LayerHooks(decoder_layers(self.read), [dense for _, dense in self.view.pairs], self._hear_teacher),
         ]
 
     def stop(self) -> None:
@@ -156,7 +160,7 @@ class Distillation:
     def _stream_difference(self, view: _StreamView) -> Tensor:
         """D of the module's docstring, a scalar."""
         found = []
-        for j, k in enumerate(view.layers):
+        for j, k in view.pairs:
             own = at_rows(self.student_stream[j], self.rows).float()
             expected = view.expected(self.teacher_stream[k].float()).to(own.device)
             size = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -170,7 +174,7 @@ class _StreamView:
     """How the teacher's residual stream looks from inside the cut student.
 
     Attributes:
-        layers: dense index of each of the student's layers, in order.
+        pairs: (the student's layer, the dense layer behind which its stream should be), in order.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel, plan: PrunePlan | None) -> None:
@@ -185,7 +189,7 @@ class _StreamView:
                 f"{have[1]}, and what stayed of the teacher is {wanted[0]} layers of {wanted[1]} ({plan.summary()}). "
                 "Give the plan that the student was cut to, or set distill.hidden to 0."
             )
-        self.layers: Sequence[int] = plan.kept_layers
+        self.pairs = _pairs(plan)
         self.kept: Tensor | None = torch.tensor(plan.hidden) if plan.removed_hidden else None
         self.scale = stream_scale(family, plan, tied=bool(teacher.config.tie_word_embeddings))
         self.centred = self.kept is not None and family.gauges(teacher.config)
@@ -198,6 +202,16 @@ class _StreamView:
         if self.centred:
             kept = kept - kept.mean(-1, keepdim=True)
         return self.scale * kept
+
+
+def _pairs(plan: PrunePlan) -> list[tuple[int, int]]:
+    """Which layers' streams are compared; see the module's docstring."""
+    following = [*plan.layers[1:], None]
+    return [
+        (own, (plan.dense.num_layers if after is None else after.index) - 1)
+        for own, after in enumerate(following)
+        if after is None or after.query_heads
+    ]
 
 
 class _InChunks(torch.autograd.Function):

@@ -155,6 +155,33 @@ def test_the_cut_model_agrees_with_the_masked_one_on_every_axis(name: str) -> No
             assert float(dense.parts["kl"]) > 1e-4, axis
 
 
+def test_a_layer_stands_for_those_that_were_removed_behind_it() -> None:
+    """Its stream is compared with what the next kept layer, or the head, reads in the dense model."""
+    teacher = tiny_model(num_hidden_layers=6)
+    plan = family_for(teacher).plan(teacher.config).drop_layers([2, 5])
+    student = copy.deepcopy(teacher)
+    compact_(student, plan)
+    with torch.no_grad():
+        found = terms(student, teacher, CONFIG, plan).parts["hidden"]
+        own, dense = streams(student, batch()), streams(teacher, batch())
+    at = batch().labels[:, 1:] >= 0
+    expected = []
+    for x, t in zip(own, (dense[k] for k in (0, 2, 3, 5)), strict=True):
+        x, t = x[:, :-1][at], t[:, :-1][at]
+        expected.append(((x - t).norm(dim=-1) ** 2 / t.norm(dim=-1) ** 2).mean())
+    assert float(found) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+
+
+def test_layers_before_one_without_attention_are_left_out() -> None:
+    teacher = tiny_model(num_hidden_layers=4)
+    plan = family_for(teacher).plan(teacher.config).with_layer(2, query_heads=[], kv_heads=[])
+    student = copy.deepcopy(teacher)
+    compact_(student, plan)
+    distillation = Distillation(student, teacher, CONFIG, plan)
+    assert distillation.view is not None
+    assert distillation.view.pairs == [(0, 0), (2, 2), (3, 3)]
+
+
 def test_the_teacher_of_a_gauged_student_is_centred() -> None:
     """LayerNorm does not see a shift of all channels, and Phi's cut takes it out: no teacher may differ by it."""
     teacher = tiny_model("phi")
