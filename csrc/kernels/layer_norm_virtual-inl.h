@@ -1,27 +1,9 @@
-// Bodies of the LayerNorm with a virtual size, compiled once per instruction set. Sums run in double over a fixed
-// number of lanes, so that the result is the same on every instruction set.
-#include "kernels/common/storage-inl.h"
+// Bodies of the LayerNorm with a virtual size, compiled once per instruction set.
+#include "kernels/common/lanes-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
-
-constexpr int kNormLanes = 32;
-
-// The sum of at(0), ..., at(count - 1).
-template <class At>
-inline double lane_sum(std::int64_t count, const At& at) {
-  double lanes[kNormLanes] = {};
-  std::int64_t i = 0;
-  for (; i + kNormLanes <= count; i += kNormLanes) {
-    for (int lane = 0; lane < kNormLanes; ++lane) lanes[lane] += at(i + lane);
-  }
-  for (int lane = 0; i < count; ++i, ++lane) lanes[lane] += at(i);
-  for (int width = kNormLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
-}
 
 template <class T>
 void norm_forward(const T* x, const T* weight, const T* bias, float eps, T* out, float* means, float* rstds,

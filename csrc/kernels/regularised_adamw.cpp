@@ -1,12 +1,11 @@
 #include "kernels/regularised_adamw.h"
 
-#include <cmath>
 #include <cstdint>
 
 #include "dispatch.h"
 #include "kernels/group_penalty.h"
 #include "kernels/group_prox.h"
-#include "kernels/common/parallel.h"
+#include "kernels/common/groups.h"
 #include "kernels/common/simd.h"
 
 namespace pyprune {
@@ -96,10 +95,7 @@ void l2_prox(const AdamTensor& t, const AdamKernels& kernels, const AdamOptions&
   const std::vector<double> sums = group_squares(t.weight, selection_of(t, options));
   std::vector<float> scales;
   scales.reserve(sums.size());
-  for (double sum : sums) {
-    const double norm = std::sqrt(sum);
-    scales.push_back(norm <= t.penalty_weight ? 0.0f : static_cast<float>(1.0 - t.penalty_weight / norm));
-  }
+  for (double sum : sums) scales.push_back(shrink_scale(sum, t.penalty_weight));
   parallel_for(static_cast<std::int64_t>(pieces.size()), 1, options.threads,
                [&](std::int64_t begin, std::int64_t end) {
                  kernels.scale(t, options, pieces.data() + begin, end - begin, scales.data());

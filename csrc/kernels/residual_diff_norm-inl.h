@@ -1,12 +1,9 @@
-// Bodies of the residual-difference norm, compiled once per instruction set. Sums run in double over a fixed number of
-// lanes: squares of float32 can neither overflow nor vanish, and the result is the same on every instruction set.
-#include "kernels/common/storage-inl.h"
+// Bodies of the residual-difference norm, compiled once per instruction set.
+#include "kernels/common/lanes-inl.h"
 
 namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
-
-constexpr int kDiffLanes = 32;
 
 template <bool kL1>
 inline double term(float difference) {
@@ -16,16 +13,7 @@ inline double term(float difference) {
 
 template <class T, bool kL1>
 double row_sum(const T* __restrict a, const T* __restrict b, std::int64_t count) {
-  double lanes[kDiffLanes] = {};
-  std::int64_t i = 0;
-  for (; i + kDiffLanes <= count; i += kDiffLanes) {
-    for (int lane = 0; lane < kDiffLanes; ++lane) lanes[lane] += term<kL1>(load(b[i + lane]) - load(a[i + lane]));
-  }
-  for (int lane = 0; i < count; ++i, ++lane) lanes[lane] += term<kL1>(load(b[i]) - load(a[i]));
-  for (int width = kDiffLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  return lane_sum(count, [&](std::int64_t i) { return term<kL1>(load(b[i]) - load(a[i])); });
 }
 
 template <class T>

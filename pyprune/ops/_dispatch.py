@@ -70,7 +70,9 @@ def available_isas() -> list[str]:
 def backend_report() -> dict[str, str]:
     """One line per backend for ``pyprune env``: whether it can run here, and why not."""
     module = extension()
-    cpp = f"available, {module.active_isa()}" if module is not None else _no_extension()
+    cpp = _no_extension() if module is None else f"available, {module.active_isa()}"
+    if module is not None and not module.openmp:
+        cpp += "; one thread, because it was built without OpenMP"
     triton = no_triton() or ("available" if torch.cuda.is_available() else "available, but there is no GPU")
     return {"selected": requested_backend(), "triton": triton, "cpp": cpp, "python": "available"}
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import OpError, _dispatch, available_isas, perturb
+from pyprune.ops._philox import philox
 from pyprune.ops.perturb import reference
-from pyprune.ops.perturb.reference import normals, philox
+from pyprune.ops.perturb.reference import normals
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 

@@ -7,13 +7,6 @@ namespace pyprune {
 namespace PYPRUNE_TARGET_NAMESPACE {
 namespace {
 
-// The factor of a group in the group soft-threshold, 0 for a group that is removed. The comparison is written so that a
-// NaN norm gives a NaN factor, and so spreads over its group.
-inline float shrink_scale(double squared_norm, double threshold) {
-  const double norm = __builtin_sqrt(squared_norm);
-  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
-}
-
 // A source: the weights with their offset.
 template <class T>
 struct Weights {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -17,6 +18,13 @@ constexpr std::int64_t kColumnBlock = 32;
 // Threads get whole blocks of columns, and whole cache lines of most matrices.
 constexpr std::int64_t kColumnGrain = 64;
 static_assert(kColumnGrain % kColumnBlock == 0, "no block is shared between threads");
+
+// The factor of a group in the group soft-threshold, 0 for a group that is removed. The comparison is written so that a
+// NaN norm gives a NaN factor, and so spreads over its group.
+inline float shrink_scale(double squared_norm, double threshold) {
+  const double norm = std::sqrt(squared_norm);
+  return norm <= threshold ? 0.0f : static_cast<float>(1.0 - threshold / norm);
+}
 
 // Neighbouring columns; begins at a block. whole: all of them are selected.
 struct Panel {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -20,14 +21,23 @@ void parallel_for(std::int64_t count, std::int64_t grain, int threads, const Bod
     body(std::int64_t{0}, count);
     return;
   }
+  std::exception_ptr failure;  // no memory for a buffer; what leaves a parallel region ends the process
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(static_cast<int>(pieces)) schedule(static, 1)
 #endif
   for (std::int64_t piece = 0; piece < pieces; ++piece) {
     const std::int64_t begin = std::min(count, blocks * piece / pieces * grain);
     const std::int64_t end = std::min(count, blocks * (piece + 1) / pieces * grain);
-    if (begin < end) body(begin, end);
+    try {
+      if (begin < end) body(begin, end);
+    } catch (...) {
+#ifdef _OPENMP
+#pragma omp critical(pyprune_failure)
+#endif
+      failure = std::current_exception();
+    }
   }
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace pyprune

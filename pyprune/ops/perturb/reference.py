@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
+from pyprune.ops._philox import MASK, philox
+
 CHUNK = 64
 """Normals are numbered in chunks of 16 Philox counters with 4 words each."""
-
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_MASK = 0xFFFFFFFF
 
 
 def perturb(w0: torch.Tensor, delta: torch.Tensor, sigma: float, seed: int, offset: int) -> torch.Tensor:
@@ -34,37 +31,11 @@ def normals(count: int, seed: int, offset: int) -> torch.Tensor:
     first, last = offset // CHUNK, -(-(offset + count) // CHUNK)
     counter = torch.arange(16 * first, 16 * last, dtype=torch.int64)
     zero = torch.zeros_like(counter)
-    words = philox((counter & _MASK, counter >> 32, zero, zero), (seed & _MASK, seed >> 32))
+    words = philox((counter & MASK, counter >> 32, zero, zero), (seed & MASK, seed >> 32))
     pairs = [_box_muller(words[0], words[1]), _box_muller(words[2], words[3])]
     rows = [z.view(-1, 16) for pair in pairs for z in pair]
     begin = offset - first * CHUNK
     return torch.stack(rows, dim=1).flatten()[begin : begin + count]
-
-
-def philox(counter: Sequence[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
-    """Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC11).
-
-    Args:
-        counter: four int64 tensors that hold 32-bit words.
-        key: two 32-bit words.
-
-    Returns:
-        Four int64 tensors that hold 32-bit words.
-    """
-    x0, x1, x2, x3 = counter
-    key0, key1 = key
-    for _ in range(10):
-        (high0, low0), (high2, low2) = _product(x0, _MULTIPLIERS[0]), _product(x2, _MULTIPLIERS[1])
-        x0, x1, x2, x3 = high2 ^ x1 ^ key0, low2, high0 ^ x3 ^ key1, low0
-        key0, key1 = (key0 + _KEY_STEPS[0]) & _MASK, (key1 + _KEY_STEPS[1]) & _MASK
-    return [x0, x1, x2, x3]
-
-
-def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upper and lower word of a product of 32-bit words, in halves that int64 can hold."""
-    lower = a * (b & 0xFFFF)
-    upper = a * (b >> 16) + (lower >> 16)
-    return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
 def _box_muller(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
