@@ -39,6 +39,7 @@ from pyprune.cut.reconstruct import reconstruct_
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import check_plan, family_for
+from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod, scoring
@@ -47,7 +48,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
-from pyprune.probe.streams import BLOCKS, LayerRunner, Part, parts_of, replaced_forwards
+from pyprune.probe.streams import LayerRunner, Part, parts_of, replaced_forwards
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
 from pyprune.runtime.records import RecordFile, digest

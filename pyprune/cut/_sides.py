@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -214,6 +214,18 @@ class _OneLayer(nn.Module):
         place.add_module(str(index), layer)
 
 
+def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:
+    """Whether weights are the same as far as the coarser dtype tells; biases that the dense model lacks are zero."""
+    if not dense.keys() <= own.keys():
+        return False
+    for name, weight in own.items():
+        wanted = dense.get(name, torch.zeros_like(weight))
+        dtype = min(weight.dtype, wanted.dtype, key=lambda found: found.itemsize)
+        if weight.shape != wanted.shape or not torch.equal(weight.to(dtype), wanted.to(weight.device, dtype)):
+            return False
+    return True
+
+
 class CompactedLayers(CutSide):
     """A model that is cut already; everything that is left of it is solved.
 
@@ -241,6 +253,27 @@ class CompactedLayers(CutSide):
         self.kept = torch.tensor(plan.hidden, device=pruned.model.device)
         self.gauge = bool(plan.removed_hidden) and self.family.gauges(config)
         self.scale = stream_scale(self.family, plan, tied=bool(config.tie_word_embeddings))
+
+    def untrained(self, steps: Sequence[Step], dense: LayerRunner) -> list[Step]:
+        """The steps, exact as far as the weights are the dense model's: the model may have been trained since."""
+        found, exact = [], True
+        for step in steps:
+            exact = exact and step.exact and self._is_dense(step, dense)
+            found.append(replace(step, exact=exact))
+        return found
+
+    def _is_dense(self, step: Step, dense: LayerRunner) -> bool:
+        """Whether the blocks of a step have the dense model's weights."""
+        index = step.part.layer
+        place = f"{self.family.layers_path}.{index}"
+
+        def of_step(layer: nn.Module) -> dict[str, Tensor]:
+            named = dict(layer.named_parameters())
+            blocks = {name: self.family.match(f"{place}.{name}")[0].block for name in named}
+            return {name: weight for name, weight in named.items() if blocks[name] in step.part.blocks}
+
+        with dense.layer(index) as whole:
+            return _same_weights(of_step(self.runner.layers[self.position[index]]), of_step(whole))
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The pruned model's own embeddings."""

@@ -23,12 +23,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pyprune.cut.target import Target, choose_target
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, check_plan, family_for
-from pyprune.families.base import Block, kept_indices
+from pyprune.families.base import BLOCKS, Block, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.activations import gather_moments
 from pyprune.probe.streams import LayerRunner
-
-BLOCKS: tuple[Block, ...] = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,9 @@ def compensate_(
     runner = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
     family = runner.family
     check_plan(plan, family, runner.model.config)
-    removed = {(layer.index, block): _removed(layer, block, plan) for layer in plan.layers for block in BLOCKS}
+    removed = _removed_inputs(plan)
     losing = {place: gone for place, gone in removed.items() if gone}
-    skipped = sum(gone is None for gone in removed.values())
+    skipped = sum(gone is None for gone in removed.values()) + len(BLOCKS) * len(plan.removed_layers)
     if not losing:
         return CompensationReport(0, skipped, 0, 0)
     names = {place: f"{family.layers_path}.{place[0]}.{family.output_projection(place[1])}" for place in losing}
@@ -98,6 +96,11 @@ def compensate_(
             _add_lost_mean(cast(nn.Linear, layer.get_submodule(name)), gone, moments[names[place]].mean)
             runner.keep(index, [f"{name}.bias"])
     return CompensationReport(len(losing), skipped, samples.numel(), added)
+
+
+def _removed_inputs(plan: PrunePlan) -> dict[tuple[int, Block], list[int] | None]:
+    """(layer, block) -> :func:`_removed`, of the layers that stay."""
+    return {(layer.index, block): _removed(layer, block, plan) for layer in plan.layers for block in BLOCKS}
 
 
 def _removed(layer: LayerPlan, block: Block, plan: PrunePlan) -> list[int] | None:
@@ -142,13 +145,14 @@ def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Targe
     Args:
         model: dense.
         plan: what stays.
-        biases: whether the cut will give back biases.
+        biases: whether the cut will give back biases, where a block loses some of its heads or channels.
 
     Raises:
         UnsupportedModelError: the family cannot carry the biases.
     """
     family = family_for(model)
-    return choose_target(family, compensated_config(model, family) if biases else model.config, plan)
+    added = biases and any(_removed_inputs(plan).values())
+    return choose_target(family, compensated_config(model, family) if added else model.config, plan)
 
 
 def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConfig:

@@ -235,6 +235,8 @@ def _reconstruct(
     dtype = working_dtype(options.dtype, dense.model.device)
     warn_of_slow_dtype(dtype, dense.model.device)
     steps, lost = steps_of(dense.family, plan)
+    if isinstance(side, CompactedLayers):
+        steps = side.untrained(steps, dense)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
     held_back = 0
     solved: tuple[SolvedPart, ...] = ()

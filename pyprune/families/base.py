@@ -8,7 +8,7 @@ No torch is imported: a table also describes a model whose weights are not in me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,6 +29,8 @@ one after another."""
 FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
 """Axes that may share a dimension with others."""
 Block = Literal["attention", "mlp"]
+BLOCKS: tuple[Block, ...] = ("attention", "mlp")
+"""In the order in which a layer runs them."""
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
     "reader",  # reads the stream, normalised where the family has pre-norms
@@ -406,15 +408,6 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def match_all(family: Family, names: Iterable[str]) -> dict[str, tuple[Row, int | None]]:
-    """Match every name.
-
-    Raises:
-        UnsupportedModelError: the first name that no row describes.
-    """
-    return {name: family.match(name) for name in names}
 
 
 def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> None:

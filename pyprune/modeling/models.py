@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from pyprune.families import Family, all_families, resolve
-from pyprune.families.base import Block
+from pyprune.families.base import BLOCKS
 from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, layer_view
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
 
@@ -74,8 +74,7 @@ def _skip_block(layer: nn.Module, block: Any, index: int, family: Family) -> Non
 
 def _give_output_biases(layer: nn.Module, family: Family) -> None:
     """Let the output projections that the layer has carry a bias (bias compensation)."""
-    blocks: tuple[Block, ...] = ("attention", "mlp")
-    for name in map(family.output_projection, blocks):
+    for name in map(family.output_projection, BLOCKS):
         parent, _, last = name.rpartition(".")
         owner = dict(layer.named_modules()).get(parent)
         projection = getattr(owner, last, None)

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.families import Family, decoder_layers
-from pyprune.families.base import Block
-
-BLOCKS: tuple[Block, ...] = ("attention", "mlp")
+from pyprune.families.base import BLOCKS, Block
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
-from pyprune.cut.compensate import compensate_, compensated_config
+from pyprune.cut.compensate import compensate_, compensated_config, target_of
 from pyprune.cut.mask import mask_, masked
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for, named_axes
@@ -197,6 +197,15 @@ def test_what_cannot_carry_a_bias_is_refused_before_anything_changes() -> None:
     assert not hasattr(model.config, "output_bias")
     with pytest.raises(DataError, match="give samples"):
         compensate_(tiny_model("llama"), plan_of(tiny_model("llama"), "ffn"), SAMPLES[:0])
+
+
+def test_layers_that_go_count_as_not_compensated_and_need_no_biases() -> None:
+    model = tiny_model("qwen3")
+    plan = family_for(model).plan(model.config).drop_layers([1])
+    assert target_of(model, plan, biases=True).stock is not None, "no block loses channels, so no bias comes"
+    narrow = plan.with_layer(0, ffn=range(8))
+    found = compensate_(model, narrow, SAMPLES)
+    assert (found.blocks, found.skipped) == (1, 2)
 
 
 def test_a_plan_that_takes_no_channels_says_so_and_changes_nothing() -> None:

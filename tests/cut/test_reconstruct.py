@@ -175,6 +175,20 @@ def test_the_error_on_text_held_back_falls(name: str) -> None:
     assert report.parts[0].after < report.parts[0].before
 
 
+def test_layers_that_were_trained_since_the_cut_are_solved_too() -> None:
+    dense = tiny_model("llama", num_hidden_layers=6)
+    plan = family_for(dense).plan(dense.config).drop_layers([4])
+    cut = copy.deepcopy(dense)
+    compact_(cut, plan)
+    untouched = reconstruct_compacted_(copy.deepcopy(cut), plan, dense, SAMPLES)
+    with torch.no_grad():
+        cut.model.layers[1].mlp.down_proj.weight.mul_(1.1)
+    trained = reconstruct_compacted_(cut, plan, dense, SAMPLES)
+    assert {part.split()[1].rstrip(",") for part in untouched.exact} >= {"0", "1", "2"}, untouched.exact
+    assert sorted({part.layer for part in trained.parts}) == [1, 2, 3, 5]
+    assert trained.parts[0].after < trained.parts[0].before
+
+
 def test_two_runs_are_equal_bit_for_bit() -> None:
     results = []
     for _ in range(2):

@@ -22,10 +22,11 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families import family_for
+from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
 from pyprune.probe.activations import still
-from pyprune.probe.streams import BLOCKS, LayerRunner, Part
+from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.progress import track
 from pyprune.train.loss import causal_loss
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError, ScoreError, UnsupportedModelError
 from pyprune.families import family_for
+from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
@@ -33,7 +34,7 @@ from pyprune.methods.ratio import decide_hidden_count
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.moments import add_moments_
-from pyprune.probe.streams import BLOCKS, LayerRunner, Part
+from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.progress import track
 
 NO_TEXT = "The directions of the stream are found on calibration text; give samples."

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
 from pyprune.probe.activations import still
-from pyprune.probe.streams import BLOCKS, LayerRunner, Part, parts_of
+from pyprune.probe.streams import LayerRunner, Part, parts_of
 from pyprune.runtime.progress import track
 
 
