@@ -161,9 +161,25 @@ def build_config(
         start = merge(start, as_prune_options(recovers))
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
-    config = read_config(merge(merge(start, data), chosen))
+    config = read_config(_with_amounts(merge(merge(start, data), chosen)))
     _refuse_idle(chosen, config)
     return config
+
+
+def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
+    """Other text of the cut or of recovery is as much, and cut into windows as long, as the method's unless it says."""
+    usual = options.get("data")
+    if not isinstance(usual, Mapping):
+        return options
+    amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual}
+    places: tuple[tuple[str, ...], ...] = (("cut", "data"), ("recovery_data",))
+    for place in places:
+        found: Any = options
+        for name in place:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping):
+            options = merge(options, nested(".".join(place), merge(amounts, found)))
+    return options
 
 
 def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
@@ -184,9 +200,16 @@ def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
 
 def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str]:
     """Dotted names of options that do nothing beside the values of others -> the option and the value that are why."""
-    own = config.options.idle if isinstance(config, PruneConfig) and config.options is not None else {}
-    places = ((config.method if isinstance(config, PruneConfig) else "", own), ("recover", config.recover.idle))
-    return {f"{place}.{name}": f"{place}.{why}" for place, idle in places for name, why in idle.items()}
+    places = {"recover": config.recover.idle}
+    found: dict[str, str] = {}
+    if isinstance(config, PruneConfig):
+        places["cut"] = config.cut.idle
+        if config.options is not None:
+            places[config.method] = config.options.idle
+        if config.method != "none":
+            unread_of = get_method(config.method).unread_of_score
+            found = {f"score.{name}": f"method {config.method!r}, which {why}" for name, why in unread_of.items()}
+    return found | {f"{place}.{name}": f"{place}.{why}" for place, idle in places.items() for name, why in idle.items()}
 
 
 def _without_effect(chosen: Mapping[str, Any], config: PruneConfig | RecoverCheckpointConfig) -> list[str]:

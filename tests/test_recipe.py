@@ -275,3 +275,41 @@ def test_an_unknown_name_of_a_megabyte_is_cut_off_and_not_compared() -> None:
     assert "Did you mean" not in message
     assert "..." in message
     assert did_you_mean("eldr", ["elder"], "method") == "Unknown method 'eldr'. Did you mean 'elder'? Available: elder."
+
+
+def test_other_text_of_the_cut_is_as_much_as_the_method_reads() -> None:
+    config = build_config(preset="elder", settings=["cut.data.source=mixture", "data.samples=40"])
+    assert config.cut.data is not None
+    assert (config.cut.data.samples, config.cut.data.sequence_length) == (40, config.data.sequence_length)
+    own = build_config(preset="elder", settings=["cut.data={source: mixture, samples: 9}"])
+    assert own.cut.data is not None
+    assert (own.cut.data.samples, own.cut.data.sequence_length) == (9, own.data.sequence_length)
+    after = build_config(preset="elder", settings=["recovery_data.source=wikitext2"])
+    assert after.recovery_data is not None
+    assert after.recovery_data.samples == after.data.samples
+
+
+@pytest.mark.parametrize(
+    ("preset", "setting", "words"),
+    [
+        ("taylor", "cut.least_squares.held_back=0.3", "would do nothing beside cut.reconstruct 'none'"),
+        ("taylor", "cut.batch_size=3", "would do nothing beside cut.reconstruct 'none'"),
+        ("flap", "cut.least_squares.readers=true", "would do nothing beside cut.reconstruct 'bias'"),
+        ("loraprune", "score.batch_size=1", "beside method 'loraprune', which takes no passes of its own"),
+        ("magnitude", "score.batch_size=1", "beside method 'magnitude', which takes no passes of its own"),
+        ("wanda", "score.layerwise=false", "beside method 'wanda', which takes no gradients of layers"),
+        ("elder-paper-oneshot", "elder.gates.round_steps=3", "beside elder.gates.search 'one_shot'"),
+    ],
+)
+def test_options_that_others_switch_off_are_refused(preset: str, setting: str, words: str) -> None:
+    settings = [setting]
+    if preset == "elder-paper-oneshot":
+        preset, settings = "elder", ["elder.gates.search=one_shot", setting]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        build_config(preset=preset, settings=settings)
+
+
+def test_explicit_layers_need_no_text() -> None:
+    config = build_config(preset="elder", settings=["elder.layers=[1]"])
+    assert config.options is not None
+    assert not config.options.reads_text

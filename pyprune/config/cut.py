@@ -50,7 +50,8 @@ class CutConfig(Config):
             is solved in closed form to follow the dense stream, :mod:`pyprune.cut.reconstruct`). Both read the
             calibration text.
         data: the text for it; null = what the method and the stages before the cut read. Text of several kinds keeps
-            the reconstruction from fitting one of them at the cost of the others.
+            the reconstruction from fitting one of them at the cost of the others. Samples and sequence length that it
+            does not name are those of the method's text.
         least_squares: how, for least_squares.
         batch_size: sequences in one forward pass of it; null = as many as make 2,048 tokens.
     """
@@ -59,6 +60,12 @@ class CutConfig(Config):
     data: DataConfig | None = None
     least_squares: ReconstructConfig = field(default_factory=ReconstructConfig)
     batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        unread = {"none": ("least_squares", "batch_size"), "bias": ("least_squares",), "least_squares": ()}
+        return dict.fromkeys(unread[self.reconstruct], f"reconstruct {self.reconstruct!r}")
 
     @override
     def problems(self) -> list[str]:

@@ -121,7 +121,7 @@ def resolve(path: str) -> Any:
 def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     """The family of a model or configuration.
 
-    A model that pyprune has cut to unequal sizes is not a dense model any more and has no family.
+    A model in pyprune's own architecture is not a dense model any more and has no family.
 
     Raises:
         UnsupportedModelError: an unknown model type, or a variant that the family refuses.
@@ -132,7 +132,7 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     if family is None:
         if model_type.removeprefix("pruned_") in all_families():
             raise UnsupportedModelError(
-                f"The model is of type {model_type!r}: it was cut to unequal sizes already. "
+                f"The model is of type {model_type!r}, pyprune's own architecture: it was cut already. "
                 "Start from the dense model and a new plan."
             )
         raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))

@@ -90,7 +90,7 @@ class GgufForm:
         rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
         windows: the architecture knows sliding windows; ``metadata`` states them.
         why_not: (config, sizes) -> what this architecture cannot hold of the model, or "".
-        metadata: (config) -> further keys without the architecture's name; int, float, bool or a list of them.
+        metadata: (config) -> further keys without the architecture's name; int, float or text.
     """
 
     architecture: str

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pyprune.config.method import MethodOptions
-from pyprune.config.run import PruneConfig
+from pyprune.config.run import PruneConfig, StageAction, StageConfig
 from pyprune.errors import ConfigError
 from pyprune.families import Family, family_for, parameter_shapes
 
@@ -255,7 +255,13 @@ class Method:
 
     def start(self) -> PruneConfig:
         """What a run starts from where ``presets`` has none of the method's name."""
-        return PruneConfig(method=self.name, options=self.options())
+        before: tuple[StageAction, ...] = ("regularise",) if self.regularise is not None else ()
+        return PruneConfig(method=self.name, options=self.options(), stages=StageConfig(before=before))
+
+    @property
+    def unread_of_score(self) -> dict[str, str]:
+        """Options that scoring methods share and this one does not read -> why not, in words."""
+        return {}
 
     @property
     def scores(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from fractions import Fraction
 from typing import Literal
 
@@ -40,6 +41,13 @@ def share_of_parameters(family: Family, shapes: Shapes, plan: PrunePlan) -> floa
     return 1 - parameters_after(family, shapes, plan) / total
 
 
+def rounded_up(share: Fraction | float) -> str:
+    """A share with four digits, as a ratio that reaches it: never less."""
+    exact = Fraction(share)
+    context = Context(prec=4, rounding=ROUND_CEILING)
+    return f"{context.divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize():f}"
+
+
 def floor_count(ratio: float, total: int, unit: str) -> int:
     """floor(ratio * total) without binary surprises (0.29 of 100 is 29).
 
@@ -48,10 +56,11 @@ def floor_count(ratio: float, total: int, unit: str) -> int:
     """
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio is {ratio}; it must be strictly between 0 and 1.")
-    count = math.floor(Fraction(repr(ratio)) * total)
+    count = math.floor(Fraction(repr(float(ratio))) * total)
     if count == 0:
         raise ConfigError(
-            f"ratio {ratio} of {total} {unit} removes nothing; the smallest ratio that removes one is {1 / total:.4g}."
+            f"ratio {ratio} of {total} {unit} removes nothing; the smallest ratio that removes one is "
+            f"{rounded_up(Fraction(1, total))}."
         )
     return count
 
@@ -129,8 +138,8 @@ def decide_hidden_count(request: PlanRequest, usual: RatioOf = "hidden") -> Deci
     if kept >= total:
         raise ConfigError(
             f"ratio {ratio} of {total} hidden channels removes {wanted}, but what stays must be a multiple "
-            f"of {multiple}: nothing would go. Use a ratio of at least {(total - kept_legal[-1]) / total:.4g} "
-            "or a smaller hidden_multiple."
+            f"of {multiple}: nothing would go. Use a ratio of at least "
+            f"{rounded_up(Fraction(total - kept_legal[-1], total))} or a smaller hidden_multiple."
         )
     if kept == total - wanted:
         return Decision(wanted)
@@ -157,6 +166,8 @@ def _largest_within(
         best, share = count, here
     if best == 0:
         first = share_of_parameters(request.family, request.shapes, without(counts[0]))
-        raise ConfigError(f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {first:.4g}.")
+        raise ConfigError(
+            f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {rounded_up(first)}."
+        )
     note = f"{best} {unit} are {share:.2%} of the parameters (asked for {ratio:.2%})."
     return Decision(best, (note,))

@@ -2,13 +2,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanRequest
-from pyprune.methods.ratio import decide_hidden_count, decide_layer_count, floor_count, share_of_parameters
+from pyprune.methods.ratio import (
+    decide_hidden_count,
+    decide_layer_count,
+    floor_count,
+    rounded_up,
+    share_of_parameters,
+)
 from pyprune.plan import PrunePlan
 from tests._support.models import tiny_model
 
@@ -39,6 +46,23 @@ def test_ratios_outside_the_open_interval_are_refused(ratio: float) -> None:
 def test_a_ratio_that_removes_nothing_says_the_smallest_that_does() -> None:
     with pytest.raises(ConfigError, match=r"smallest ratio that removes one is 0\.25"):
         decide_layer_count(request_of(0.2))
+
+
+@pytest.mark.parametrize("total", [4, 12, 28, 30, 36, 576, 2048])
+def test_the_ratio_that_is_advised_removes_one(total: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        floor_count(0.5 / total, total, "layers")
+    advised = float(str(refused.value).rsplit(" ", 1)[1].rstrip("."))
+    assert floor_count(advised, total, "layers") == 1
+
+
+@pytest.mark.parametrize(("share", "text"), [(1 / 3, "0.3334"), (0.25, "0.25"), (0.0017361, "0.001737")])
+def test_shares_are_rounded_up(share: float, text: str) -> None:
+    assert rounded_up(share) == text
+
+
+def test_ratios_of_numpy_are_numbers() -> None:
+    assert floor_count(np.float64(0.29), 100, "layers") == 29
 
 
 def test_layers_by_share_of_parameters() -> None:

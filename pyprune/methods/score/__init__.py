@@ -39,16 +39,24 @@ class ScoreMethod(Method):
         disk_axes: axes that it scores without the model in memory.
         gradients: whether it takes gradients, so that ``score.layerwise`` says of how many layers at once.
         holds: what it holds of all layers at once, in words, where it cannot score from disk; empty = says nothing.
+        batches: whether it takes text in passes of ``score.batch_size`` sequences.
     """
 
     scorer: Scorer
     disk_axes: tuple[ScoreAxis, ...] = ()
     gradients: bool = False
     holds: str = ""
+    batches: bool = True
 
     @override
     def start(self) -> PruneConfig:
         return scoring(self.name, self.options())
+
+    @property
+    @override
+    def unread_of_score(self) -> dict[str, str]:
+        found = {} if self.gradients else {"layerwise": "takes no gradients of layers"}
+        return found if self.batches and self.reads_text else {**found, "batch_size": "takes no passes of its own"}
 
     @override
     def why_loaded(self, config: PruneConfig) -> str:
@@ -90,6 +98,7 @@ def score_method(
     from_disk: tuple[ScoreAxis, ...] = (),
     gradients: bool = False,
     holds: str = "",
+    batches: bool = True,
     options: type[MethodOptions] = MethodOptions,
     presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
 ) -> ScoreMethod:
@@ -105,6 +114,7 @@ def score_method(
         gradients: whether the scorer takes gradients.
         holds: what it holds of all layers at once, if that is why it cannot score from disk: "displacements of all
             open weights".
+        batches: see :class:`ScoreMethod`.
         options: the class of the method's own options.
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
     """
@@ -121,6 +131,7 @@ def score_method(
         disk_axes=from_disk,
         gradients=gradients,
         holds=holds,
+        batches=batches,
         options=options,
         presets=presets or {},
     )

@@ -128,7 +128,7 @@ class Descent:
         if not math.isfinite(report.loss):
             raise ScoreError(
                 f"The loss at the noisy weights is {report.loss} in step {number + 1}: "
-                "use a smaller moreau.gamma or moreau.sigma, or dtype float32."
+                f"use a smaller {run.request.method}.gamma or {run.request.method}.sigma, or dtype float32."
             )
         # Not before: a GPU would be waited for at every parameter.
         moved, size = sum(float(s.moved) for s in sums), sum(float(s.size) for s in sums)
@@ -163,21 +163,22 @@ def score_by_descent(run: Scoring) -> None:
         run.add(param, descent.deltas.pop(param.name) / config.rho)
     run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
     if config.tolerance is not None and not descent.converged:
+        advice = _advice(descent, run.request.method)
         run.warn(
             f"The displacement did not converge: after {config.steps} steps the optimality condition is still off by "
-            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). {_advice(descent)}"
+            f"{descent.residuals[-1]:.2%} of its norm (tolerance {config.tolerance:.2%}). {advice}"
         )
 
 
-def _advice(descent: Descent) -> str:
+def _advice(descent: Descent, method: str) -> str:
     if descent.config.redraw:
-        return "Set moreau.redraw to false, for new noise never settles, and use more moreau.steps."
+        return f"Set {method}.redraw to false, for new noise never settles, and use more {method}.steps."
     if descent.rises > USUAL_RISES:
         return (
             f"{descent.rises} of the last {RECENT} steps led away from it, so they are too long for the loss's "
-            "curvature: use a smaller moreau.gamma, or a smaller moreau.rho, which keeps the minimiser near."
+            f"curvature: use a smaller {method}.gamma, or a smaller {method}.rho, which keeps the minimiser near."
         )
-    return "Use more moreau.steps or a larger moreau.gamma."
+    return f"Use more {method}.steps or a larger {method}.gamma."
 
 
 def score_by_smooth_gradient(run: Scoring) -> None:

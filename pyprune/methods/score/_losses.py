@@ -122,7 +122,8 @@ def _reason(
         why = "every smaller number is beyond the goal or fits no stock architecture"
         return why, ["a larger ratio", "score.uniform=false"]
     if score.is_local:
-        return "one unit in every open layer is beyond what the goal leaves", ["a larger ratio", "score.ranking=global"]
+        among_all = [] if "hidden" in score.axes else ["score.ranking=global"]
+        return "one unit in every open layer is beyond what the goal leaves", ["a larger ratio", *among_all]
     why = f"each of its units scores above all that goes of {' and '.join(others)}, as score.normalise compares them"
     ways = ("standard",) if score.aggregation == "prod" else ("layer", "axis")
     named = [f"score.normalise={way}" for way in ways if way != score.normalise and not standardised]

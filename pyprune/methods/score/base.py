@@ -278,18 +278,22 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     request, score = ranking.request, ranking.score
     if score.counts or request.ratio_of not in (None, "parameters") or share >= NEAR * request.ratio:
         return []
+    steps = {"ffn": "score.ffn_multiple", "hidden": "hidden_multiple"}
+    names = [steps[axis] for axis in score.axes if axis in steps]
+    closer = [f"smaller steps ({', '.join(names)})"] if names else []
     if score.is_local or score.axes == ("hidden",):
         why = "every further step is larger than what is left of the goal"
-        closer = ["smaller steps (score.ffn_multiple, hidden_multiple)", "the ranking 'global'", "more open layers"]
+        if not score.uniform and "hidden" not in score.axes:
+            closer.append("the ranking 'global'")
+        if len(ranking.scope.layers) < ranking.scope.dense.num_layers:
+            closer.append("more open layers")
     else:
         why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
-        closer = ["smaller steps (score.ffn_multiple)", "the ranking 'local', which goes on with smaller steps"]
+        closer.append("the ranking 'local', which goes on with smaller steps")
     if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
-    return [
-        f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {why}. What may come "
-        f"closer: {'; '.join(closer)}."
-    ]
+    advice = f" What may come closer: {'; '.join(closer)}." if closer else ""
+    return [f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {why}.{advice}"]
 
 
 def _goal_note(request: PlanRequest, share: float, left: int) -> str:

@@ -99,9 +99,16 @@ class ElderOptions(MethodOptions):
     @property
     @override
     def idle(self) -> dict[str, str]:
-        off = ("penalty_weight",) if self.schedule == "anneal" else ("anneal_share",)
+        off = ("penalty_weight", "norm") if self.schedule == "anneal" else ("anneal_share",)
         found = dict.fromkeys(off, f"schedule {self.schedule!r}")
+        if self.gates.search == "one_shot":
+            found["gates.round_steps"] = f"gates.search {self.gates.search!r}"
         return found | ({"gates": f"layers {list(self.layers)}"} if self.layers else {})
+
+    @property
+    @override
+    def reads_text(self) -> bool:
+        return not self.layers
 
 
 def _elder_paper() -> PruneConfig:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_layer_count
@@ -214,7 +214,10 @@ def learn_layer_gates(
 
     Raises:
         ConfigError: a count that leaves no layer.
+        DataError: there is no sample.
     """
+    if not samples.numel():
+        raise DataError("The gates of layers are learnt on calibration text; give samples.")
     total = len(family_for(model).layers(model))
     if not 0 < count < total:
         raise ConfigError(f"{count} of {total} layers cannot be removed; use 1 to {total - 1}.")

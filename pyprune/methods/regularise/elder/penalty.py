@@ -192,7 +192,7 @@ def regularise_elder(
 def _penalty_warnings(report: TrainReport) -> list[str]:
     tail = report.history[-max(1, len(report.history) // 4) :]
     first, last = report.history[0].penalty, sum(r.penalty for r in tail) / len(tail)
-    if last <= (1 - UNCHANGED_SHARE) * first:
+    if last <= (1 - UNCHANGED_SHARE) * first and first > 0:
         return []
     return [
         f"The regulariser had no effect: its penalty went from {first:.4g} to {last:.4g} (mean of the last quarter). "

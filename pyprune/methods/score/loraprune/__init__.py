@@ -67,6 +67,7 @@ METHOD = score_method(
     "LoRAPrune: Taylor scores with gradients read off LoRA factors.",
     f"{__name__}.score:score",
     holds="the LoRA factors of all open projections, which it trains",
+    batches=False,
     options=LoraPruneOptions,
     presets=with_equal_layers("loraprune", _loraprune_paper),
 )
