@@ -198,7 +198,7 @@ class Bench:
         started = time.monotonic()
         found: Json = {}
         for name, text in self.loaded.items():
-            assert_not_trained_on(folder, text.token_ids, text.source)
+            assert_not_trained_on(folder, text.passage_ids, text.source)
             found[name] = {
                 protocol: evaluate_perplexity(
                     model, tokenizer, text, protocol, max_tokens=self.setting.max_tokens

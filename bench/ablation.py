@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from bench._ablation_cases import Case, Setting, decides, make_cases
 from bench._ablation_table import make_table, without_effect
 from pyprune.config.run import PruneConfig
-from pyprune.errors import CheckpointError, ConfigError, DataError, PypruneError
+from pyprune.errors import CheckpointError, ConfigError, PypruneError
 from pyprune.report import markdown_table
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import Json, RecordFile
@@ -272,23 +272,18 @@ class Bench:
         Raises:
             DataError: a test text holds training text.
         """
-        from pyprune.checkpoint.trained_on import marked_passages, training_marks
+        from pyprune.checkpoint.trained_on import refuse_training_text, training_marks
         from pyprune.pipeline import draw_samples
+        from pyprune.stages import shapes_the_result, wanted_text
 
         model, tokenizer = self._load()
-        names = ("data", "recovery_data", "stages", "plan", "verify")
-        key = json.dumps({name: config.to_dict()[name] for name in names}, sort_keys=True)
+        key = json.dumps({name: data.to_dict() for name, data in wanted_text(config).items()}, sort_keys=True)
         if self.drawn[0] != key:
             self.drawn = key, draw_samples(model, tokenizer, config)
         data = self.drawn[1]
-        trains = bool(config.stages.before or config.stages.after)
-        marks = training_marks(data.values()) if trains else ""
+        marks = training_marks(data.values()) if shapes_the_result(config) else ""
         for source, text in self.texts.items():
-            if shared := marked_passages(marks, text.token_ids):
-                raise DataError(
-                    f"{source!r} is no test text for these options: {shared} passages of it are training text. "
-                    "Give --ppl another text or split."
-                )
+            refuse_training_text(marks, text.passage_ids(), source, "these options")
         return data
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
-from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
+from pyprune.checkpoint.record import has_record, read_record, take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
@@ -171,7 +171,7 @@ def recover_checkpoint(
     if config.recover.distill is not None and config.recover.distill.hidden:
         _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
     _check_places(pruned, config, dense, out, overwrite=overwrite)
-    record = read_pruning_json(pruned) if has_record(pruned) else None
+    record = read_record(pruned)
     reading = {"trust_remote_code": trust_remote_code}
     plan = record.plan if record else None
     config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
@@ -263,7 +263,7 @@ def reconstruct_checkpoint(
 
 def _check_same_channels(pruned: str | Path, what: str, instead: str) -> None:
     """Refuse to compare hidden channels with the dense model's where they were rotated before the cut."""
-    if has_record(pruned) and was_rotated(pruned):
+    if was_rotated(pruned):
         raise ConfigError(
             f"{what} compares the hidden channels with the dense model's, but those of {pruned} were rotated before "
             f"they were cut. {instead}"
@@ -301,7 +301,7 @@ def _reworked(
     source = {"model": str(pruned), "weights": weights_version(pruned, **remote), "teacher": str(dense.model)}
     source["teacher_weights"] = dense.weights
     check_alike(source["model"], source["weights"], source["teacher_weights"])
-    record = read_pruning_json(pruned) if has_record(pruned) else None
+    record = read_record(pruned)
     plan, known = (record.plan, dict(record.provenance)) if record else (None, {"source": str(pruned)})
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
         model, tokenizer = load_model(pruned, dtype=config.dtype, device=device, **remote)
@@ -310,7 +310,7 @@ def _reworked(
         check_sequence_length(model.config, config.data.sequence_length)
         samples = sample_sequences(tokenizer, config.data)
         marks = known.get("training_marks", "")
-        warnings = [*trained_before(marks, samples), *unguarded([samples])]
+        warnings = [*_other_weights(known, dense, pruned), *trained_before(marks, samples), *unguarded([samples])]
         work = _Work(model, samples, plan, folder, warnings=warnings)
         yield work
         earlier = take_measured(known)
@@ -403,6 +403,19 @@ def _check_unused_teacher_options(teacher: str | Path | None, **options: str | N
     unused = [f"teacher_{name}" for name, value in options.items() if value is not None]
     if teacher is None and unused:
         raise ConfigError(f"{' and '.join(unused)} without a teacher would do nothing; give the teacher too.")
+
+
+def _other_weights(known: Mapping[str, Any], dense: Dense, pruned: str | Path) -> list[str]:
+    """What to warn of where the dense model is another than the one that a checkpoint was made from."""
+    made_from = known.get("source_weights")
+    if dense.model is None or made_from in (None, dense.weights):
+        return []
+    parts = [f"{name} {known[key]}" for name in ("revision", "gguf_file") if (key := f"source_{name}") in known]
+    source = f"{known.get('source')}{''.join(f', {part}' for part in parts)}"
+    return [
+        f"The files of {dense.model} are others than those of the model that {pruned} was made from ({source}). Where "
+        "its weights are others too, the result is pulled towards another model."
+    ]
 
 
 def trained_before(marks: str, samples: TokenSamples) -> list[str]:

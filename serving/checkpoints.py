@@ -111,11 +111,12 @@ def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = ""
 
 def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
     """The model's parameters: what its record says; without one, those that its files hold."""
-    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.record import read_record
     from pyprune.checkpoint.shards import TensorFiles
 
     tensors = TensorFiles(folder)  # also of a folder with a record: a damaged header is an error
-    recorded = read_pruning_json(folder).provenance.get("parameters") if has_record(folder) else None
+    record = read_record(folder)
+    recorded = record.provenance.get("parameters") if record is not None else None
     if recorded is not None:
         return int(recorded)
     names = set(tensors.names())

@@ -178,13 +178,13 @@ def _load(
         wanted: dtype or quantisation of the weights that will be written; None = the source's.
     """
     from pyprune.checkpoint.load import load_model, stored_dtype
-    from pyprune.checkpoint.record import has_record, read_pruning_json, take_measured
+    from pyprune.checkpoint.record import read_record, take_measured
 
     dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
     model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
-    if not has_record(source):
+    record = read_record(source)
+    if record is None:
         return model, tokenizer, None, {"source": str(source), **facts}
-    record = read_pruning_json(source)
     known = dict(record.provenance)
     if wanted not in (None, dtype):
         # Rounded weights have another perplexity and speed.

@@ -70,6 +70,32 @@ def has_record(folder: str | Path) -> bool:
     return os.path.lexists(os.path.join(folder, RECORD_NAME))
 
 
+def read_record(source: str | Path, *, revision: str | None = None, verify_files: bool = False) -> PruningRecord | None:
+    """The record of a checkpoint in a folder or on the hub; None where pyprune did not write it.
+
+    Args:
+        source: folder or hub id, of which its pruning.json is fetched.
+        revision: hub revision.
+        verify_files: as in :func:`read_pruning_json`; of a folder only.
+
+    Raises:
+        CheckpointError: as :func:`read_pruning_json`.
+    """
+    if has_record(source):
+        return read_pruning_json(source, verify_files=verify_files)
+    if os.path.lexists(source) or os.path.isabs(source) or str(source).startswith(("./", "../")):
+        return None
+    from transformers.utils.hub import cached_file
+
+    kinds = ("missing_entries", "connection_errors", "gated_repo")
+    maybe: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    try:
+        found = cached_file(str(source), RECORD_NAME, revision=revision, **maybe)
+    except (OSError, ValueError):  # no repository: whoever reads the weights says so
+        return None
+    return None if found is None else read_pruning_json(Path(found).parent)
+
+
 def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> PruningRecord:
     """Read and check a checkpoint's ``pruning.json``.
 
@@ -169,19 +195,19 @@ def _are_marks(value: Any) -> bool:
         return False
 
 
-def inherited_facts(source: str | Path, *, verify_files: bool = False) -> dict[str, Any]:
+def inherited_facts(source: str | Path, *, revision: str | None = None, verify_files: bool = False) -> dict[str, Any]:
     """What the record of a checkpoint made from another one takes over from its source's, if that has one.
 
     Returns:
         "training_marks", because the new weights have seen that text too, and everything else under "before"; nothing
-        for a hub id and for folders that pyprune did not write.
+        for what pyprune did not write.
 
     Raises:
         CheckpointError: the source's record is damaged; or with ``verify_files`` one of the files it lists.
     """
-    if not has_record(source):
+    record = read_record(source, revision=revision, verify_files=verify_files)
+    if record is None:
         return {}
-    record = read_pruning_json(source, verify_files=verify_files)
     before = dict(record.provenance)
     marks = before.pop("training_marks", "")
     return {"training_marks": marks, "before": before}

@@ -2,23 +2,25 @@
 
 A mark is a 64-bit hash of :data:`pyprune.data.overlap.SHINGLE` tokens of a training window; the marks of a
 window tile it. A test text that shares twice as many tokens in a row with a window holds one of its marks.
-Of instruction records only whole marks count, and none that many records begin with (the prompt's header).
+Of instruction records only whole marks count. What is found again and again in the training text (a prompt's header,
+a licence) is no mark.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from pyprune.checkpoint.record import RECORD_NAME, has_record, read_pruning_json
+from pyprune.checkpoint.record import RECORD_NAME, read_record
 from pyprune.data.overlap import BOILERPLATE, SHINGLE, Hashes, shingle_hashes
 from pyprune.data.sampling import TokenSamples
 from pyprune.errors import CheckpointError, DataError
+from pyprune.runtime.progress import warn
 
 
 def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
@@ -38,12 +40,14 @@ def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
 
 def _marks(samples: TokenSamples) -> Hashes:
     ids = samples.ids.numpy()
-    hashes = shingle_hashes(ids, SHINGLE)[:, ::SHINGLE]
-    if not samples.records:
-        return hashes.ravel()
-    whole = ids[:, SHINGLE - 1 :: SHINGLE] >= 0  # padding is on the right, so the last token decides
-    found, counts = np.unique(hashes[whole], return_counts=True)
-    return found[counts <= BOILERPLATE]
+    everywhere = shingle_hashes(ids, SHINGLE)
+    found = everywhere[:, ::SHINGLE]
+    if samples.records:
+        whole = ids[:, SHINGLE - 1 :: SHINGLE] >= 0  # padding is on the right, so the last token decides
+        found, counts = np.unique(found[whole], return_counts=True)
+        return found[counts <= BOILERPLATE]
+    values, counts = np.unique(everywhere, return_counts=True)
+    return np.setdiff1d(found.ravel(), values[counts > BOILERPLATE])
 
 
 def _read(marks: str) -> Hashes:
@@ -84,18 +88,48 @@ def marked_passages(marks: str, tokens: Tensor) -> int:
     return int(np.isin(known, shingle_hashes(ids, SHINGLE)).sum())
 
 
-def assert_not_trained_on(folder: str | Path, tokens: Tensor, source: str) -> None:
-    """Refuse a test text that the checkpoint in ``folder`` was trained on (nothing to check without a record).
+def assert_not_trained_on(
+    model: str | Path, passages: Callable[[], Tensor], source: str, *, revision: str | None = None
+) -> None:
+    """Refuse a test text that a checkpoint was trained on, and warn of one that shares a few passages with it.
+
+    A few are those that files of many kinds share, such as the header of a licence: at most :data:`BOILERPLATE`
+    passages, and less than a tenth of the text.
+
+    Args:
+        model: folder or hub id; without a record there is nothing to check.
+        passages: gives the test text as training reads it, int64 [N]; asked where there is something to compare.
+        source: its name.
+        revision: hub revision.
 
     Raises:
         DataError: how many passages of the text were training text.
     """
-    if not has_record(folder):
+    record = read_record(model, revision=revision)
+    marks = record.provenance.get("training_marks") if record is not None else None
+    if marks:
+        refuse_training_text(str(marks), passages(), source, str(model))
+
+
+def refuse_training_text(marks: str, passages: Tensor, source: str, model: str) -> None:
+    """The same of marks that are at hand.
+
+    Args:
+        marks: of :func:`training_marks`.
+        passages: the test text as training reads it, int64 [N].
+        source: its name.
+        model: what was trained, in words.
+
+    Raises:
+        CheckpointError: the marks are damaged.
+        DataError: how many passages of the text were training text.
+    """
+    shared = marked_passages(marks, passages)
+    if not shared:
         return
-    marks = read_pruning_json(folder).provenance.get("training_marks") or ""
-    shared = marked_passages(marks, tokens)
-    if shared:
+    found = f"{shared} passages of {SHINGLE} tokens in it were used to train that checkpoint"
+    if shared > BOILERPLATE or 10 * shared * SHINGLE >= passages.numel():
         raise DataError(
-            f"{source!r} is not a test text for {folder}: {shared} passages of {SHINGLE} tokens in it were used to "
-            "train that checkpoint. Evaluate on another text or another split."
+            f"{source!r} is not a test text for {model}: {found}. Evaluate on another text or another split."
         )
+    warn(f"{source!r} shares text with {model}: {found}. So few may be what many files hold, such as a licence.")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from pyprune.errors import PypruneError, shown
+from pyprune.errors import ConfigError, PypruneError, shown
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.processes import first, joined
 from pyprune.runtime.progress import end_bars, printable, say
@@ -26,11 +26,14 @@ ERROR_CODE = 2
 FAILURE_CODE = 1
 INTERRUPTED_CODE = 130
 PATH_OPTIONS = (
-    "model", "pruned", "folder", "against", "teacher", "ppl", "calibration", "data", "out", "jsonl", "report",
+    "model", "pruned", "folder", "against", "teacher", "dense", "ppl", "calibration", "data", "out", "jsonl", "report",
+    "profile", "target", "plan", "config", "cache",
 )  # fmt: skip
 """Parameters of commands that may name something on the disk, which the file for the figures must not be."""
 DIVIDED = ("prune", "recover", "reconstruct")
 """Commands that torchrun may start in several processes."""
+CONTINUED = ("robustness",)
+"""Commands that find again what their output holds already."""
 P = ParamSpec("P")
 
 
@@ -49,16 +52,17 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             except (Exception, KeyboardInterrupt) as error:
                 if kwargs.get("debug"):
                     traceback.print_exc()
-                raise typer.Exit(_explain(error, kwargs, interrupted=interruption.came)) from error
+                code = _explain(command.__name__, error, kwargs, interrupted=interruption.came)
+                raise typer.Exit(code) from error
 
     return run
 
 
-def _explain(error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
+def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
     """Print what stopped a command; return its exit code."""
     end_bars()
     if interrupted or isinstance(error, KeyboardInterrupt):
-        say(f"Interrupted. {_kept(options)}", "yellow")
+        say(f"Interrupted. {_kept(command, options)}", "yellow")
         return INTERRUPTED_CODE
     if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
         text = f"{type(error).__name__}: {shown(str(error))}"
@@ -89,7 +93,7 @@ def _check_json_file(options: Mapping[str, Any]) -> None:
         check_figures(Path(path), *(v for value in used for v in (value if isinstance(value, list) else [value])))
 
 
-def _kept(options: Mapping[str, Any]) -> str:
+def _kept(command: str, options: Mapping[str, Any]) -> str:
     """Say what an interrupted command left behind (outputs appear whole or not at all)."""
     out, samples = options.get("out"), options.get("jsonl")
     if out is None and samples is not None and os.path.isfile(samples):
@@ -97,7 +101,9 @@ def _kept(options: Mapping[str, Any]) -> str:
     if out is None:
         return "Nothing was changed."
     if os.path.isfile(out):
-        return f"What was finished is in {out}: the same command continues from there."
+        if command in CONTINUED:
+            return f"What was finished is in {out}: the same command continues from there."
+        return f"{out} is as it was."
     kept = _kept_of(options)
     resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
     return f"{out} was not written.{resumable if kept else ''}"
@@ -151,6 +157,35 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
 ]
+
+
+Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Split of a hub data set for --ppl. Default: the one that results are published on (test, or validation).",
+        show_default=False,
+    ),
+]
+Field = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Column or .jsonl field with the text of --ppl. Default: text.", show_default=False
+    ),
+]
+
+
+def refuse_unread(needed: str, options: Mapping[str, bool]) -> None:
+    """Refuse options that were given without the one that reads them.
+
+    Args:
+        needed: the option that is missing.
+        options: option, as it is written -> whether it was given.
+    """
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        verb = "does" if len(given) == 1 else "do"
+        raise ConfigError(f"{', '.join(given)} {verb} nothing without {needed}; give {needed}, or leave it out.")
 
 
 def comma_separated(text: str) -> tuple[str, ...]:

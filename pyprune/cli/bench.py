@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Annotate, Debug, JsonFile, add_to_record, guarded, output
-from pyprune.cli.evaluate import loaded_perplexity
+from pyprune.cli.base import Annotate, Debug, Field, JsonFile, Split, add_to_record, guarded, output, refuse_unread
+from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -35,13 +35,21 @@ def _as_gguf_files(files: ExitStack, engine: str, quantise: str | None, models: 
     return {name: files.enter_context(as_gguf(path, quantise or GGUF_FORMAT)) for name, path in models.items()}
 
 
-def _perplexity(path: str, file: str | None, source: str, protocol: str) -> float:
-    """Perplexity of a checkpoint; with a GGUF file, that of what llama.cpp runs."""
+def _perplexity(
+    path: str, file: str | None, source: str, protocol: str, *, split: str | None, field: str | None
+) -> float:
+    """Perplexity of a checkpoint on a text or its ``split`` and ``field``; with a GGUF file, of what llama.cpp runs."""
     if file is None:
-        return loaded_perplexity(path, source, protocol)
+        return loaded_perplexity(path, source, protocol, split=split, field=field)
+    from pyprune.quality.measure import check_test_text
+    from pyprune.runtime.progress import say
     from pyprune.serving.gguf.perplexity import gguf_perplexity
 
-    return gguf_perplexity(file, source, protocol).perplexity
+    if file == path:
+        say(f"{path} does not say on what it was trained, so that {source} may be training text of it.", "dim")
+    else:
+        check_test_text(path, source, split=split, field=field)
+    return gguf_perplexity(file, source, protocol, split=split, field=field).perplexity
 
 
 @guarded
@@ -100,7 +108,9 @@ def bench(
         str | None,
         typer.Option(metavar="SOURCE", help="Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file."),
     ] = None,
-    protocol: Annotated[str, typer.Option(help="Protocol of --ppl: ppl-2048 or ppl-128.")] = "ppl-2048",
+    protocol: Annotated[str, typer.Option(help="Protocol of --ppl: ppl-2048 or ppl-128.")] = PROTOCOL,
+    split: Split = None,
+    field: Field = None,
     serving: Annotated[
         bool,
         typer.Option(
@@ -172,6 +182,12 @@ def bench(
     from pyprune.runtime.figures import check_lines
     from pyprune.serving.load.options import parse_prompts
 
+    if report is None:
+        refuse_unread("--report", {"--overwrite": overwrite})
+    part = {"split": split, "field": field}
+    if ppl is None:
+        given = {f"--{name}": value is not None for name, value in part.items()}
+        refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
     common: dict[str, Any] = {
         "new_tokens": new_tokens,
         "repeats": repeats,
@@ -210,13 +226,23 @@ def bench(
         if ppl:
             check_source(ppl)
             files = _as_gguf_files(written, engine, quantise, models)
-            perplexity = {name: _perplexity(path, files.get(name), ppl, protocol) for name, path in models.items()}
+            perplexity = {
+                name: _perplexity(path, files.get(name), ppl, protocol, **part) for name, path in models.items()
+            }
         found = measure(models, files, perplexity)
     output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
     if report is not None and perplexity is not None:
         _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
     for name, folder in annotated.items():
-        add_to_record(folder, speed=found.facts(name))
+        quality = {f"{protocol} {ppl}{_in_format(engine, quantise)}": round(perplexity[name], 4)} if perplexity else {}
+        add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
+
+
+def _in_format(engine: str, quantise: str | None) -> str:
+    """What a perplexity is of where it is not of the checkpoint as it is."""
+    from pyprune.serving.engines import GGUF_FORMAT
+
+    return f" (llama.cpp, {quantise or GGUF_FORMAT})" if engine == "llamacpp" else ""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,23 @@ import typer
 from pyprune.cli.base import (
     Annotate,
     Debug,
+    Field,
     GgufFile,
     JsonFile,
     RemoteCode,
     Revision,
+    Split,
     add_to_record,
     comma_separated,
     guarded,
     output,
+    refuse_unread,
 )
 
 if TYPE_CHECKING:
-    pass
+    from pyprune.quality.measure import Evaluation
+
+PROTOCOL, BATCH_SIZE = "ppl-2048", 8
 
 
 @guarded
@@ -40,15 +45,17 @@ def evaluate(
             help="ppl-2048 (windows of 2048 tokens, mean of window losses) or ppl-128 (windows of 128 tokens, "
             "mean over tokens)."
         ),
-    ] = "ppl-2048",
+    ] = PROTOCOL,
     max_tokens: Annotated[
         int | None, typer.Option(help="Use only this many tokens of each text, for a quick look. Default: all.")
     ] = None,
+    split: Split = None,
+    field: Field = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="A,B", help="lm-eval tasks, comma-separated, e.g. piqa,arc_easy.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = BATCH_SIZE,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
     device: Annotated[
         str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
@@ -69,6 +76,12 @@ def evaluate(
         raise typer.BadParameter("names no task; for example piqa,arc_easy", param_hint="--tasks")
     if not ppl and not names:
         raise typer.BadParameter("give --ppl SOURCE, --tasks A,B, or both", param_hint="--ppl / --tasks")
+    if not names:
+        refuse_unread("--tasks", {"--limit": limit is not None, "--batch-size": batch_size != BATCH_SIZE})
+    if not ppl:
+        of_text = {"--max-tokens": max_tokens, "--split": split, "--field": field}
+        given = {name: value is not None for name, value in of_text.items()}
+        refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.quality.measure import evaluate as measure
     from pyprune.report import Table
@@ -80,6 +93,8 @@ def evaluate(
         ppl=ppl or (),
         protocol=protocol,
         max_tokens=max_tokens,
+        split=split,
+        field=field,
         tasks=names,
         limit=limit,
         batch_size=batch_size,
@@ -103,16 +118,36 @@ def evaluate(
         {"model": model, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
-        quality = {f"{r.protocol} {r.source}": round(r.perplexity, 4) for r in measured}
-        quality |= {f"{t} {metric}": v for t, values in scores.items() for metric, v in values.items()}
-        add_to_record(model, quality=quality)
+        add_to_record(model, quality=_facts(found, max_tokens, split, limit, dtype))
 
 
-def loaded_perplexity(path: str, source: str, protocol: str) -> float:
+def _facts(
+    found: Evaluation, max_tokens: int | None, split: str | None, limit: int | None, dtype: str
+) -> dict[str, float]:
+    """What the record is to hold: figures under names that say what of a text or task they are of."""
+    parts = ["" if split is None else f"split {split}", "" if max_tokens is None else f"first {max_tokens:,} tokens"]
+    of_text = ", ".join(filter(None, parts))
+    of_task = f"{limit} examples" if limit is not None else ""
+    quality = {_named(f"{r.protocol} {r.source}", of_text, dtype): round(r.perplexity, 4) for r in found.perplexity}
+    return quality | {
+        _named(f"{task} {metric}", of_task, dtype): value
+        for task, values in found.tasks.items()
+        for metric, value in values.items()
+    }
+
+
+def _named(name: str, part: str, dtype: str) -> str:
+    conditions = [*filter(None, [part]), *([dtype] if dtype != "float32" else [])]
+    return f"{name} ({', '.join(conditions)})" if conditions else name
+
+
+def loaded_perplexity(
+    path: str, source: str, protocol: str, *, split: str | None = None, field: str | None = None
+) -> float:
     """Load a checkpoint, measure one text with it, and give its memory back."""
     from pyprune.quality.measure import evaluate as measure
 
-    perplexity = measure(path, ppl=source, protocol=protocol).perplexity[0].perplexity
+    perplexity = measure(path, ppl=source, protocol=protocol, split=split, field=field).perplexity[0].perplexity
     _release_device_memory()  # the engine that follows wants nearly all of it
     return perplexity
 

@@ -24,12 +24,12 @@ def inspect(
 
     Example: pyprune inspect pruned/
     """
-    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.record import read_record
     from pyprune.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
 
     checkpoint = read_checkpoint(folder)  # verifies it
-    record = read_pruning_json(folder) if has_record(folder) else None
+    record = read_record(checkpoint.folder)
     rows: list[tuple[str, Cell]] = [
         ("architecture", checkpoint.architecture),
         ("loads without pyprune", "no" if checkpoint.architecture.startswith("Pruned") else "yes"),

@@ -240,7 +240,7 @@ def plan_of(target: str) -> PrunePlan:
     import os
 
     from pyprune.budget.probes import dense_config
-    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.record import read_record
     from pyprune.errors import PlanError
     from pyprune.families import family_for
     from pyprune.plan import PrunePlan
@@ -251,10 +251,9 @@ def plan_of(target: str) -> PrunePlan:
             return PrunePlan.from_json(read_bounded(target))
         except (OSError, ValueError) as error:
             raise PlanError(f"The plan {target} cannot be read: {error}.") from error
-    if has_record(target):
-        found = read_pruning_json(target).plan
-        if found is not None:
-            return found
+    record = read_record(target)
+    if record is not None and record.plan is not None:
+        return record.plan
     config = dense_config(target)
     return family_for(config).plan(config)
 

@@ -164,6 +164,12 @@ def _text_stream(
     return TokenStream.of(part.source, ids, kind=part.label, breaks=np.array(breaks, dtype=np.int64))
 
 
+def corpus_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> TokenStream:
+    """All of a text as calibration reads it whose windows cross documents, in one row."""
+    texts = _layout(tokenizer, corpus, corpus.documents, False, corpus.joiner)
+    return TokenStream.of(corpus.name, joined(encode(tokenizer, texts, corpus.name)))
+
+
 def windows_cross(config: DataConfig, source: str) -> bool:
     """Return whether the windows of one source run on from one document into the next."""
     return crosses_documents(source) if config.cross_documents is None else config.cross_documents

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.data.sources import check_sources
 from pyprune.errors import CheckpointError, ConfigError
-from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text
-from pyprune.quality.tasks import evaluate_tasks, mean_accuracy
+from pyprune.quality.perplexity import (
+    PerplexityResult,
+    evaluate_perplexity,
+    evaluation_text,
+    window_size,
+)
+from pyprune.quality.tasks import check_tasks, evaluate_tasks, mean_accuracy
 from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.progress import say
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ def evaluate(
     ppl: str | Sequence[str] = (),
     protocol: str = "ppl-2048",
     max_tokens: int | None = None,
+    split: str | None = None,
+    field: str | None = None,
     tasks: str | Sequence[str] = (),
     limit: int | None = None,
     batch_size: int = 8,
@@ -61,6 +70,8 @@ def evaluate(
         ppl: texts to measure perplexity on: wikitext2, ptb, c4, a data set of the hub, or a .txt or .jsonl file.
         protocol: ppl-2048 or ppl-128; see :func:`pyprune.quality.perplexity.perplexity`.
         max_tokens: use only this many tokens of each text; None = all.
+        split: of hub data sets; None = the one that results are published on (PTB and C4: validation, else test).
+        field: the column or .jsonl field with the text; None finds "text" or an instruction layout by itself.
         tasks: lm-eval tasks, for example piqa.
         limit: examples of each task; None = all.
         batch_size: requests of a task in one forward pass.
@@ -71,7 +82,8 @@ def evaluate(
         trust_remote_code: run the repository's own code.
 
     Raises:
-        ConfigError: neither a text nor a task, or an option out of range.
+        ConfigError: neither a text nor a task, an unknown task or protocol, or an option out of range.
+        MissingDependencyError: tasks without lm-eval.
         CheckpointError: the model cannot be read, or has no tokenizer.
         DataError: a text cannot be read, is too short, or was training text of this checkpoint.
         EvaluationError: a loss that is not finite.
@@ -81,6 +93,8 @@ def evaluate(
     if not sources and not names:
         raise ConfigError("There is nothing to measure; give ppl (for example 'wikitext2'), tasks, or both.")
     check_sources(sources)
+    window_size(protocol)
+    manager = check_tasks(names, limit=limit, batch_size=batch_size) if names else None
     model, tokenizer = load_model(
         model_id,
         dtype=dtype,
@@ -95,8 +109,28 @@ def evaluate(
     warn_of_slow_dtype(dtype, model.device)
     measured = []
     for source in sources:
-        text = evaluation_text(tokenizer, source)
-        assert_not_trained_on(model_id, text.token_ids, source)
+        text = evaluation_text(tokenizer, source, split=split, field=field)
+        assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
         measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
-    scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size) if names else {}
+        if len(sources) > 1 or names:  # what comes next may fail
+            say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
+    scores = {}
+    if names:
+        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
     return Evaluation(tuple(measured), scores, mean_accuracy(scores, names))
+
+
+def check_test_text(model_id: str | Path, source: str, *, split: str | None = None, field: str | None = None) -> None:
+    """Refuse a text that a checkpoint was trained on, for what measures without loading it here.
+
+    Args:
+        model_id: folder or hub id.
+        source, split, field: see :func:`evaluate`.
+
+    Raises:
+        CheckpointError, DataError: as :func:`evaluate`.
+    """
+    tokenizer = load_tokenizer(str(model_id))
+    if tokenizer is not None:
+        text = evaluation_text(tokenizer, source, split=split, field=field)
+        assert_not_trained_on(model_id, text.passage_ids, source)

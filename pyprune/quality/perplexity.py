@@ -6,8 +6,9 @@ they differ in the window (2048 or 128 tokens), so in the context a prediction s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from pyprune.data.encoding import encode, joined
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
-from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids
+from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids, corpus_stream
 from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean
 from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
@@ -42,17 +43,31 @@ class EvaluationText:
         token_ids: int64 [N], with the tokenizer's own special tokens (a LLaMA tokenizer puts one bos in front).
         text_sha256: of the joined text.
         max_windows: most windows the protocol uses (C4: 256); None = all.
+        read: gives the text as calibration would read it; None = ``token_ids``.
     """
 
     source: str
     token_ids: Tensor = field(repr=False)
     text_sha256: str
     max_windows: int | None = None
+    read: Callable[[], TokenStream] | None = field(default=None, repr=False)
+
+    @cached_property
+    def passages(self) -> TokenStream:
+        """The text as calibration reads it, each document tokenised by itself, to find it in other streams.
+
+        Tokens at a document's ends are others where a tokenizer joins them to what is beside them.
+        """
+        return TokenStream.of(self.source, self.token_ids) if self.read is None else self.read()
+
+    def passage_ids(self) -> Tensor:
+        """Token ids of :attr:`passages`, int64 [N]."""
+        return torch.from_numpy(self.passages.tokens)
 
     @property
     def spans(self) -> SpanSet:
         """The whole text, to be kept out of calibration with ``split_disjoint(..., reserved=[text.spans])``."""
-        return SpanSet.whole(TokenStream.of(self.source, self.token_ids))
+        return SpanSet.whole(self.passages)
 
 
 @dataclass(frozen=True)
@@ -94,8 +109,9 @@ def evaluation_text(
     chosen = split or evaluation_split(source)
     corpus = read_corpus(source, chosen, field)
     text = corpus.text()
-    ids = joined(encode(tokenizer, [text], source, special=True))
-    return EvaluationText(source, torch.from_numpy(ids), text_sha256(text), corpus.max_windows)
+    ids = torch.from_numpy(joined(encode(tokenizer, [text], source, special=True)))
+    read = partial(corpus_stream, tokenizer, corpus)
+    return EvaluationText(source, ids, text_sha256(text), corpus.max_windows, read)
 
 
 def evaluate_perplexity(

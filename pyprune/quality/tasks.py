@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     include_path: Path | str | None = None,
     apply_chat_template: bool = False,
+    manager: Any = None,
 ) -> dict[str, dict[str, float]]:
     """Run lm-eval tasks on a model in memory (stock or pruned architecture alike).
 
@@ -41,6 +43,7 @@ def evaluate_tasks(
         num_fewshot: examples in the prompt; None = the task's own number.
         include_path: folder of further task files (YAML), for example over local jsonl files.
         apply_chat_template: wrap the prompts in the tokenizer's chat template.
+        manager: what :func:`check_tasks` returned for these tasks; None = they are looked up here.
 
     Returns:
         task -> metric -> value, for example {"piqa": {"acc": 0.68, "acc_stderr": 0.01}}. A metric under a filter
@@ -51,16 +54,15 @@ def evaluate_tasks(
         ConfigError: no task, an unknown one, or an option out of range.
         DataError: a task cannot be loaded or run: its file, its data, or the chat template of its prompts.
     """
-    _check_task_options(tasks, limit, batch_size, num_fewshot)
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise MissingDependencyError("lm-eval", "eval", "Evaluating tasks") from error
+    manager = manager or check_tasks(
+        tasks, limit=limit, batch_size=batch_size, num_fewshot=num_fewshot, include_path=include_path
+    )
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
     if apply_chat_template:
         check_chat_template(tokenizer, ", ".join(tasks))
         render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
-    manager = _task_manager(tasks, include_path)
     with evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         # The global seeds stay as they are: an evaluation must not change the training around it.
@@ -78,6 +80,25 @@ def evaluate_tasks(
         )
     results: dict[str, dict[str, Any]] = output["results"] if output else {}
     return {task: _metrics(values) for task, values in results.items()}
+
+
+def check_tasks(
+    tasks: Sequence[str],
+    *,
+    limit: int | float | None = None,
+    batch_size: int = 8,
+    num_fewshot: int | None = None,
+    include_path: Path | str | None = None,
+) -> Any:
+    """Look tasks up without running them, for runs that come to them after long work; arguments and errors as above.
+
+    Returns:
+        lm-eval's manager of these tasks.
+    """
+    _check_task_options(tasks, limit, batch_size, num_fewshot)
+    if find_spec("lm_eval") is None:
+        raise MissingDependencyError("lm-eval", "eval", "Evaluating tasks")
+    return _task_manager(tasks, include_path)
 
 
 def accuracies(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> dict[str, float]:

@@ -37,6 +37,7 @@ class Vocabulary:
         merges: "left right", of byte-level BPE.
         scores: by id, of SentencePiece; a higher one is merged first.
         space_prefix: a space is put before the text (SentencePiece).
+        composes: the tokenizer composes characters first (NFC), which llama.cpp does not.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     space_prefix: bool = False
+    composes: bool = False
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
@@ -78,7 +80,8 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
             getattr(writer, f"add_{kind}_token_id")(number)
     writer.add_add_bos_token(before)
     writer.add_add_eos_token(after)
-    return _add_chat_template(writer, tokenizer.chat_template)
+    note = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
+    return [note] * vocabulary.composes + _add_chat_template(writer, tokenizer.chat_template)
 
 
 def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, bool]]:
@@ -146,7 +149,8 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
         merges = [" ".join(_pair(merge)) for merge in model["merges"]]
         if not merges:
             raise _refused("it has no merges, without which llama.cpp does not load a file")
-        return Vocabulary("gpt2", pre, tokens, types, merges=merges)
+        composes = any(step["type"] == "NFC" for step in _steps(data.get("normalizer"), "normalizers"))
+        return Vocabulary("gpt2", pre, tokens, types, merges=merges, composes=composes)
     prefix = _space_prefix(data, steps)
     return Vocabulary("llama", "default", tokens, types, scores=_scores(data, tokens), space_prefix=prefix)
 

@@ -187,11 +187,11 @@ def _version() -> str:
 
 
 def _add_plan(writer: Any, folder: Path) -> None:
-    from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.checkpoint.record import read_record
 
-    plan = read_pruning_json(folder).plan if has_record(folder) else None
-    if plan is not None:
-        writer.add_string("pyprune.plan", json.dumps(plan.to_dict()))
+    record = read_record(folder)
+    if record is not None and record.plan is not None:
+        writer.add_string("pyprune.plan", json.dumps(record.plan.to_dict()))
 
 
 def _file_type(quantise: str) -> int:

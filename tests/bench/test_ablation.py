@@ -154,7 +154,7 @@ def test_training_text_is_no_test_text(inputs: list[str], tmp_path: Path) -> Non
     inputs[4] = str(tmp_path / "train.txt")
     inputs[inputs.index("512")] = "100000"
     assert main(inputs) == 1
-    assert "training text" in records(inputs)[-1]["error"]
+    assert "is not a test text for these options" in records(inputs)[-1]["error"]
 
 
 def test_wrong_options_stop_before_anything_runs(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

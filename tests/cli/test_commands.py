@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.models import tiny_model
+from tests._support.text import prose
 from tests._support.tokenizer import tiny_tokenizer
 
 
@@ -86,6 +88,18 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
     report = read_pruning_json(tmp_path / "out").provenance["report"]
     named = {report["reconstruction"]["dtype"], report["stages"][0]["dtype"]}
     assert named == {"bfloat16" if faster else "float32"}
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, while it traces
+def test_an_option_compiles_the_layers_that_are_trained(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    done = run(*tiny_elder(checkpoint, text, "--set", "recover.train.compile=true", "--out", tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before + 1, "only what tries the compiler"
+    assert read_pruning_json(tmp_path / "out").provenance["config"]["recover"]["train"]["compile"] is True
 
 
 @pytest.mark.parametrize("method", ["dress", "trsp"])
@@ -228,6 +242,40 @@ def test_eval_warns_of_a_dtype_that_this_machine_lacks(
     result = run("eval", checkpoint, "--ppl", text, "--max-tokens", "256", "--protocol", "ppl-128", "--dtype", dtype)
     assert result.exit_code == 0, result.output
     assert ("has no bfloat16 arithmetic" in result.stderr) is (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ppl", "t.txt", "--limit", "3", "--batch-size", "2"], "--limit, --batch-size do nothing without --tasks"),
+        (["--tasks", "piqa", "--max-tokens", "9", "--split", "x"], "--max-tokens, --split do nothing without --ppl"),
+        (["--tasks", "piqa", "--protocol", "ppl-128"], "--protocol does nothing without --ppl"),
+    ],
+)
+def test_eval_refuses_options_that_nothing_reads(checkpoint: Path, options: list[str], words: str) -> None:
+    assert words in " ".join(refused("eval", checkpoint, *options).split())
+
+
+def test_bench_refuses_options_that_nothing_reads(checkpoint: Path) -> None:
+    given = ["bench", checkpoint, "--against", checkpoint, "--engine", "transformers"]
+    assert "--overwrite does nothing without --report" in " ".join(refused(*given, "--overwrite").split())
+    said = " ".join(refused(*given, "--protocol", "ppl-128", "--field", "body").split())
+    assert "--protocol, --field do nothing without --ppl" in said
+
+
+def test_a_part_of_a_text_is_named_in_the_record(pruned: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(prose(900, 44))
+    given = ["eval", pruned, "--ppl", other, "--protocol", "ppl-128", "--max-tokens", "512", "--annotate"]
+    assert run(*given).exit_code == 0
+    assert f"ppl-128 {other} (first 512 tokens)" in read_pruning_json(pruned).provenance["quality"]
+
+
+def test_figures_do_not_replace_what_a_command_reads(checkpoint: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    said = refused("predict", checkpoint, "--profile", plan, "--json", plan)
+    assert "but the command uses" in " ".join(said.split())
 
 
 def test_eval_refuses_the_training_text(pruned: Path, text: Path) -> None:

@@ -6,18 +6,25 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pyprune import build_config, evaluate, prune
+from pyprune.checkpoint.trained_on import marked_passages, refuse_training_text, training_marks
+from pyprune.config.data import DataConfig
+from pyprune.data.sampling import TokenSamples, sample_sequences
+from pyprune.data.stream import TokenStream
 from pyprune.errors import CheckpointError, ConfigError, DataError
 from pyprune.quality import measure
-from pyprune.quality.perplexity import evaluate_perplexity
-from pyprune.quality.tasks import evaluate_tasks
+from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
+from pyprune.quality.tasks import check_tasks
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.tasks import choice_task
-from tests._support.text import write_model, write_text
+from tests._support.text import prose, write_model, write_text
 from tests._support.tokenizer import tiny_tokenizer
 
 
@@ -47,6 +54,69 @@ def test_text_that_shaped_the_checkpoint_is_refused(dense: Path, text: str, tmp_
         evaluate(tmp_path / "pruned", ppl=text, protocol="ppl-128")
 
 
+class _JoinsAtBorders:
+    """A tokenizer whose first token of a text is another than in the middle of one, as SentencePiece's is."""
+
+    is_fast = True
+    eos_token = "</s>"
+    chat_template = None
+
+    def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[300 + text.encode()[0], *text.encode()[1:]] if text else [] for text in texts]}
+
+
+def test_training_text_of_short_paragraphs_is_found_whatever_the_tokenizer_does_at_their_ends(tmp_path: Path) -> None:
+    path = tmp_path / "talk.txt"
+    path.write_text("\n\n".join(f"{i} {prose(4, i)}" for i in range(300)), encoding="utf-8")
+    tokenizer: Any = _JoinsAtBorders()
+    data = DataConfig(source=str(path), samples=8, sequence_length=128)
+    marks = training_marks([sample_sequences(tokenizer, data)])
+    text = evaluation_text(tokenizer, str(path))
+    assert marked_passages(marks, text.token_ids) == 0, "joined, it has other tokens"
+    assert marked_passages(marks, text.passage_ids()) == 16
+    with pytest.raises(DataError, match="16 passages of 64 tokens"):
+        refuse_training_text(marks, text.passage_ids(), str(path), "this")
+
+
+def test_a_passage_that_many_texts_hold_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    licence, rng = list(range(64)), np.random.default_rng(0)
+    trained = TokenSamples.cut(TokenStream.of("a", [*licence, *rng.integers(100, 10_000, 64)]), [(0, 128)])
+    test = torch.tensor([*licence, *rng.integers(100, 10_000, 5_000)])
+    refuse_training_text(training_marks([trained]), test, "code.txt", "this")
+    assert "shares text with this: 1 passages" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(DataError, match="1 passages"):
+        refuse_training_text(training_marks([trained]), test[:200], "code.txt", "this")
+
+
+def test_what_every_window_holds_is_no_mark() -> None:
+    licence, rng = list(range(64)), np.random.default_rng(0)
+    files = [[*licence, *rng.integers(100, 10_000, 64)] for _ in range(6)]
+    stream = TokenStream.of("code", [token for file in files for token in file])
+    trained = TokenSamples.cut(stream, [(i * 128, i * 128 + 128) for i in range(6)])
+    assert marked_passages(training_marks([trained]), torch.tensor(licence * 2)) == 0
+    assert marked_passages(training_marks([trained]), torch.from_numpy(stream.tokens)) == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"tasks": "piqua"}, "Did you mean 'piqa'"), ({"protocol": "ppl2048"}, "Did you mean 'ppl-2048'")],
+)
+def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
+    text: str, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], words: str
+) -> None:
+    monkeypatch.setattr(measure, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=words):
+        evaluate("nowhere", ppl=text, **wrong)
+
+
+def test_a_field_is_read(dense: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"content": prose(60, i)}) + "\n" for i in range(20)))
+    with pytest.raises(DataError, match="has no field 'text'"):
+        evaluate(dense, ppl=str(path), protocol="ppl-128")
+    assert evaluate(dense, ppl=str(path), protocol="ppl-128", field="content").perplexity[0].windows > 1
+
+
 def test_nothing_to_measure_is_refused(dense: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to measure"):
         evaluate(dense)
@@ -64,7 +134,7 @@ def test_eval_prints_the_mean_accuracy_over_the_tasks(
     pytest.importorskip("lm_eval")
     folder = choice_task(tmp_path)
     choice_task(tmp_path, "wrong_sums", label=1)
-    monkeypatch.setattr(measure, "evaluate_tasks", partial(evaluate_tasks, include_path=folder))
+    monkeypatch.setattr(measure, "check_tasks", partial(check_tasks, include_path=folder))
     found = evaluate(dense, tasks=["tiny_sums", "wrong_sums"], device="cpu")
     each = [found.tasks[task]["acc"] for task in ("tiny_sums", "wrong_sums")]
     assert sum(each) == 1.0

@@ -170,7 +170,7 @@ def test_test_text_can_be_reserved(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("".join(rng.choices("abcdefgh ", k=400)))
     text = evaluation_text(TOKENIZER, str(path))
-    with pytest.raises(DataError, match="of which 2 are not used"):  # the separator after the text
+    with pytest.raises(DataError, match="of which 0 are not used"):
         sample_sequences(TOKENIZER, DataConfig(source=str(path), samples=1, sequence_length=16), exclude=text.spans)
 
 

@@ -7,6 +7,15 @@ import pytest
 
 from pyprune.errors import OutputError
 from pyprune.runtime.figures import check_figures, check_lines
+from pyprune.runtime.files import seal
+
+
+def test_what_is_sealed_is_no_file_of_figures(tmp_path: Path) -> None:
+    """Profiles and records of checkpoints took an hour; they name the version as figures do."""
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(seal({"pyprune": "1", "profile": 1})))
+    with pytest.raises(OutputError, match="so it is not replaced"):
+        check_figures(path)
 
 
 def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:

@@ -589,7 +589,7 @@ def test_quality_against_the_speed_of_servers(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(
-        "pyprune.cli.bench.loaded_perplexity", lambda path, *_: 9.5 if path.endswith("pruned") else 7.25
+        "pyprune.cli.bench.loaded_perplexity", lambda path, *_, **__: 9.5 if path.endswith("pruned") else 7.25
     )
     (tmp_path / "text.txt").write_text("words")
     result = run(

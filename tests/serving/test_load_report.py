@@ -78,7 +78,7 @@ def test_a_report_is_replaced_only_when_asked(folder: Path, tmp_path: Path, monk
     assert "it needs the quality: give --ppl" in refused(*command, "--report", tmp_path / "new")
     shutil.copytree(folder / "report", tmp_path / "report")
     monkeypatch.setattr("pyprune.serving.measure.measure", lambda *_, **__: timings())
-    monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda *_: 7.5)
+    monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda *_, **__: 7.5)
     result = run(*command, *quality, "--report", tmp_path / "report", "--overwrite")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
