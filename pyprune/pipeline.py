@@ -44,6 +44,9 @@ from pyprune.stages import (
 )
 from pyprune.streamed import StoredRun, beside_files, decides_from_disk, why_loaded
 
+OF_SOURCE = ("weights", "revision", "gguf_file")
+"""What a record says of the dense model beside its name, each as source_...; weights are their version."""
+
 
 def prune(
     model_id: str | Path,
@@ -122,7 +125,7 @@ def prune(
                 run.stored, run.cutting = beside_files(model_id, config, work.path, **reading)
             result = _through(run)
             result.notes += [note] if note else []
-        earlier = inherited_facts(model_id)
+        earlier = inherited_facts(model_id, revision=revision)
         marks = earlier.get("training_marks", "")
         if shapes_the_result(config):
             again = [text for samples in data.values() for text in trained_before(marks, samples)]
@@ -132,6 +135,7 @@ def prune(
         provenance = {
             "method": config.method,
             "source": str(model_id),
+            **{f"source_{name}": source[name] for name in OF_SOURCE if source[name] is not None},
             "dense_parameters": result.compact.dense_parameters if result.compact else count_parameters(model),
             "config": config.to_dict(),
             "report": result.to_dict(),

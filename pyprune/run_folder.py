@@ -1,7 +1,8 @@
 """What an interrupted run keeps, in the hidden work folder next to its output, and who may resume it.
 
-``run.json`` says which run it is (model, digest of its weights, every option), ``decision.json`` holds the plan, and
-each stage of training has a folder of checkpoints. All of them carry checksums: what was changed is not resumed.
+``run.json`` says which run it is (model, digest of its weights, every option), ``text.json`` what it read,
+``decision.json`` holds the plan, and each stage of training has a folder of checkpoints. All of them carry checksums:
+what was changed is not resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
 from pyprune.runtime.records import differences
 
-RUN, DECISION = "run.json", "decision.json"
+RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
@@ -168,6 +169,26 @@ class RunFolder:
                 "The interrupted run had other options or input, so resuming would not reach its result: "
                 + ", ".join(different)
                 + ". Use the same ones, or start without --resume."
+            )
+
+    def check_text(self, digests: Mapping[str, str]) -> None:
+        """Keep what text the run reads, or compare it with what the interrupted run read.
+
+        Args:
+            digests: what is read for -> SHA-256 of the drawn samples, hexadecimal.
+
+        Raises:
+            ConfigError: it is other text.
+        """
+        if not (self.resume and (self.path / TEXT).is_file()):
+            if processes.first():
+                self._write(TEXT, digests)
+            return
+        kept = self._read(TEXT)
+        if other := [name for name, digest in digests.items() if kept.get(name) != digest]:
+            raise ConfigError(
+                f"The text of this run ({', '.join(other)}) is another than the interrupted run's, so resuming would "
+                "not reach its result. Put the old text back, or start without --resume."
             )
 
     def read_decision(self) -> PlanDecision | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.record import read_pruning_json, read_record
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.trained_on import unguarded
 from pyprune.config.data import DataConfig
@@ -216,6 +216,9 @@ class StageRun:
 
     def decide(self) -> PlanDecision:
         """Choose what to remove, or take what an interrupted run or a saved plan chose."""
+        if self.work is not None:
+            parts = {"before": self.text.before, "cut": self.text.cut, "after": self.text.after}
+            self.work.check_text({name: samples.digest() for name, samples in parts.items()})
         kept = self.work.read_decision() if self.work is not None else None
         decision = cast(PlanDecision, from_first(kept or self._new_decision()))
         check_plan(decision.plan, family_for(self.model), self.model.config)
@@ -420,6 +423,8 @@ class StageRun:
                 "Samples with masked prompts are for recovery; calibration and regularise count every token. Draw "
                 "theirs with layout 'stream'."
             )
+        if config.cut.reconstruct == "bias" and not self.text.cut.counts_every_token:
+            raise ConfigError("cut.reconstruct is 'bias', whose means count every token; give a text without padding.")
         if config.verify and not before.ids.numel():
             raise ConfigError("verify is on, which measures on calibration text; give samples under 'regularise'.")
 
@@ -460,13 +465,14 @@ def read_plan(path: str | Path) -> PrunePlan:
     return PrunePlan.from_json(text)
 
 
-def was_rotated(folder: str | Path) -> bool:
+def was_rotated(source: str | Path) -> bool:
     """Whether the hidden channels of a checkpoint are none of its dense model's: they were rotated before the cut.
 
     Raises:
         CheckpointError: as :func:`read_pruning_json`.
     """
-    return bool(read_pruning_json(folder).provenance.get("report", {}).get("decision", {}).get(ROTATED))
+    record = read_record(source)
+    return record is not None and bool(record.provenance.get("report", {}).get("decision", {}).get(ROTATED))
 
 
 def _lost_reconstruction(config: PruneConfig) -> list[str]:

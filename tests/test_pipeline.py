@@ -254,6 +254,28 @@ def test_a_run_with_other_weights_is_not_resumed(
     assert (tmp_path / ".out.work" / "decision.json").exists(), "the run may still be resumed with its own weights"
 
 
+def test_a_run_with_other_text_is_not_resumed(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates of the old text would meet a reconstruction on the new one."""
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = config(text, stages={"before": []})
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, settings, out=tmp_path / "out")
+    old = text.read_text()
+    write_text(text, seed=31)
+    with pytest.raises(ConfigError, match=r"text of this run \(before, cut, after\) is another"):
+        prune(model_folder, settings, out=tmp_path / "out", resume=True)
+    text.write_text(old)
+    prune(model_folder, settings, out=tmp_path / "out", resume=True)
+    assert read_pruning_json(tmp_path / "out").plan is not None
+
+
 @pytest.mark.parametrize("name", ["run.json", "decision.json"])
 def test_an_edited_record_of_an_interrupted_run_is_refused(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -433,10 +455,11 @@ def test_a_checkpoint_knows_the_text_it_was_trained_on(model_folder: Path, text:
     tokenizer = tiny_tokenizer()
     seen = torch.tensor(tokenizer(text.read_text())["input_ids"])
     with pytest.raises(DataError, match="were used to train"):
-        assert_not_trained_on(tmp_path / "out", seen, "text.txt")
+        assert_not_trained_on(tmp_path / "out", lambda: seen, "text.txt")
     unseen = write_text(tmp_path / "other.txt", seed=5).read_text()
-    assert_not_trained_on(tmp_path / "out", torch.tensor(tokenizer(unseen)["input_ids"]), "other.txt")
-    assert_not_trained_on(model_folder, seen, "text.txt")
+    other = torch.tensor(tokenizer(unseen)["input_ids"])
+    assert_not_trained_on(tmp_path / "out", lambda: other, "other.txt")
+    assert_not_trained_on(model_folder, lambda: seen, "text.txt")
 
 
 @pytest.mark.parametrize("method", ["dress", "elder"])

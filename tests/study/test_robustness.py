@@ -276,6 +276,18 @@ def test_what_changes_the_result_is_not_taken_from_the_file(texts: tuple[Path, P
     assert [row for row in numbers(more) if row["ratio"] == 0.2 and row["variant"] == "lora"] == first
 
 
+def test_other_calibration_text_in_the_same_file_is_scored_again(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    options, out = config(texts, methods=("taylor",), variants=("bfloat16",), ratios=(0.2,)), tmp_path / "rows.jsonl"
+    first = numbers(run(options, out))
+    lines = len(out.read_text().splitlines())
+    assert numbers(run(options, out)) == first
+    assert len(out.read_text().splitlines()) == lines
+    write_text(texts[0], seed=77)
+    again = numbers(run(options, out))
+    assert again == numbers(run(options, tmp_path / "fresh.jsonl"))
+    assert again != first
+
+
 def test_an_option_that_no_score_reads_makes_no_new_scoring(
     texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
