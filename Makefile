@@ -55,12 +55,13 @@ sanitize: setup
 
 setup: $(VENV)/.stamp-package
 
-# torch comes first and alone: asked for by another package it may bring gigabytes of CUDA libraries. The rest is
+# torch comes first and alone: asked for by another package it may be another build. PyPI's for Linux on x86-64 brings
+# gigabytes of CUDA libraries; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the one without. The rest is
 # installed without resolving, because the lock is complete and leaves out torchvision, torchaudio and torchcodec,
 # whose builds do not match a CPU torch and break `import transformers`.
 $(VENV)/.stamp-locked: requirements.lock
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --progress-bar off --no-compile torch==$(TORCH)
+	$(PIP) install --progress-bar off --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	$(PIP) install --progress-bar off --no-compile --no-deps -r requirements.lock
 	touch $@
 

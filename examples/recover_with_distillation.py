@@ -3,7 +3,7 @@
     python examples/recover_with_distillation.py HuggingFaceTB/SmolLM2-135M wikitext2 out/recovered
 
 OUT/cut holds the model as it was cut, OUT/recovered the model after the recovery. Perplexity is measured on --test,
-which is TEXT's test split unless you name another text.
+which is TEXT's test split unless you name another text (a file has none).
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a dense model")
     parser.add_argument("text", metavar="TEXT", help="text to train on: wikitext2, ptb, c4, or a file")
     parser.add_argument("out", metavar="OUT", help="folder for both checkpoints")
-    parser.add_argument("--test", help="text to measure on; default: the test split of TEXT")
+    parser.add_argument("--test", help="text to measure on; default: the test split of TEXT, if it is a data set")
     parser.add_argument("--ratio", type=float, default=0.2, help="share of the parameters to remove")
     parser.add_argument("--protocol", default="ppl-128", help="ppl-2048 or ppl-128")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="options of the recovery")
     args = parser.parse_args()
+    if args.test is None and Path(args.text).exists():
+        parser.error(f"{args.text} is a file, which has no test split; name a text to measure on with --test")
 
     cut, recovered = Path(args.out) / "cut", Path(args.out) / "recovered"
     prune(args.model, build_config(options={"method": "magnitude", "ratio": args.ratio}), out=cut)
