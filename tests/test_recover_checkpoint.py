@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from pyprune import pipeline, rework
-from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.cli.app import app
@@ -246,6 +246,17 @@ def pipeline_text(source: Path) -> list[str]:
     from pyprune.data.sources import read_documents
 
     return read_documents(str(source))
+
+
+def test_another_dense_model_than_it_was_made_from_is_a_warning(
+    pruned: Path, dense: Path, records: Path, tmp_path: Path
+) -> None:
+    assert read_pruning_json(pruned).provenance["source_weights"] == weights_version(dense)
+    same = recover_checkpoint(pruned, run_config(records), out=tmp_path / "same", teacher=dense)
+    assert not any("are others than those" in warning for warning in same.warnings)
+    other = write_model(tiny_model("llama", seed=9), tmp_path / "other")
+    found = recover_checkpoint(pruned, run_config(records), out=tmp_path / "out", teacher=other)
+    assert any(f"The files of {other} are others than those of the model" in warning for warning in found.warnings)
 
 
 def test_recovery_of_a_checkpoint_helps(pruned: Path, dense: Path, text: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import os
 import re
@@ -45,12 +46,15 @@ class PruningRecord:
         files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
         tokenizer_config: SHA-256 (hex) of what tokenizer_config.json says beside the chat template; None where there is
             no such file, and in records of early releases.
+        cards: SHA-256 (hex) of the model cards that pyprune wrote last, the new one and the one before: a card that is
+            neither was edited by somebody.
     """
 
     plan: PrunePlan | None
     provenance: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     tokenizer_config: str | None = None
+    cards: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Indented JSON with a checksum over its own content."""
@@ -61,6 +65,7 @@ class PruningRecord:
             "provenance": self.provenance,
             "files": self.files,
             **({"tokenizer_config": self.tokenizer_config} if self.tokenizer_config is not None else {}),
+            **({"cards": list(self.cards)} if self.cards else {}),
         }
         return json.dumps(seal(body), indent=2) + "\n"
 
@@ -114,7 +119,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
         data = read_json(path)
         version = data["version"]
         plan_data, provenance, files = data["plan"], data["provenance"], data["files"]
-        tokenizer = data.get("tokenizer_config")
+        tokenizer, cards = data.get("tokenizer_config"), data.get("cards", [])
         data["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {shown(error)}. Write the checkpoint again.") from error
@@ -127,20 +132,20 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
             f"{path} was changed after it was written (its checksum does not match). To use an edited "
             "plan, save it on its own and give it to `pyprune prune --plan`."
         ) from error
-    problem = next(_problems(provenance, files, tokenizer), None)
+    problem = next(_problems(provenance, files, tokenizer, cards), None)
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}. Write the checkpoint again.")
     try:
         plan = PrunePlan.from_dict(plan_data) if plan_data is not None else None
     except PlanError as error:
         raise CheckpointError(f"{path} holds an invalid plan: {error}") from error
-    record = PruningRecord(plan, provenance, files, tokenizer)
+    record = PruningRecord(plan, provenance, files, tokenizer, tuple(cards))
     if verify_files:
         verify(Path(folder), record)
     return record
 
 
-def _problems(provenance: Any, files: Any, tokenizer: Any) -> Iterator[str]:
+def _problems(provenance: Any, files: Any, tokenizer: Any, cards: Any) -> Iterator[str]:
     """What is wrong with the sections that later work relies on, which would be noticed only when that is done."""
     if not isinstance(provenance, dict) or not isinstance(files, dict):
         yield "provenance and files are JSON objects"
@@ -148,6 +153,8 @@ def _problems(provenance: Any, files: Any, tokenizer: Any) -> Iterator[str]:
     yield from _file_problems(files)
     if tokenizer is not None and not _is_sha256(tokenizer):
         yield f"the SHA-256 of tokenizer_config is {shown(tokenizer)}"
+    if not isinstance(cards, list) or not all(map(_is_sha256, cards)):
+        yield f"cards is {shown(cards)}, not a list of SHA-256"
     kinds: dict[str, type] = dict.fromkeys(("method", "source", "architecture", "dtype"), str)
     kinds |= dict.fromkeys(("quality", "speed", "measured_before", "before", "report"), dict)
     kinds |= dict.fromkeys(("parameters", "dense_parameters"), int)
@@ -231,9 +238,10 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
     inside = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (CARD_NAME, RECORD_NAME))
     names = [p.relative_to(folder).as_posix() for p in inside]
     files = {name: known.get(name) or file_digest(folder / name) for name in names}
-    (folder / CARD_NAME).write_text(model_card(record), encoding="utf-8")
+    card = model_card(record)
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
     tokenizer = digest_without_template(folder / TOKENIZER_CONFIG)
-    whole = replace(record, files=files, tokenizer_config=tokenizer)
+    whole = replace(record, files=files, tokenizer_config=tokenizer, cards=(_digest(card),))
     (folder / RECORD_NAME).write_text(whole.to_json(), encoding="utf-8")
 
 
@@ -267,20 +275,32 @@ def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     merged = {section: {**record.provenance.get(section, {}), **facts} for section, facts in measured.items()}
     provenance = record.provenance | merged
     updated = replace(record, provenance=provenance)
-    texts = {RECORD_NAME: updated.to_json()}
-    if _card_is_ours(folder / CARD_NAME, record):
-        texts[CARD_NAME] = model_card(updated)
-    for name, text in texts.items():
-        write_text(folder / name, text)
+    card = model_card(updated)
+    ours, known = _card_of_ours(folder / CARD_NAME, record)
+    if ours:  # what is there stays known: the process may end between the two
+        updated = replace(updated, cards=(_digest(card), *known))
+    write_text(folder / RECORD_NAME, updated.to_json())
+    if ours:
+        write_text(folder / CARD_NAME, card)
 
 
-def _card_is_ours(card: Path, record: PruningRecord) -> bool:
+def _card_of_ours(card: Path, record: PruningRecord) -> tuple[bool, tuple[str, ...]]:
+    """Whether a card may be replaced, and the digest of what is there: pyprune wrote it, or nobody did."""
     if not os.path.lexists(card):
-        return True
+        return True, ()
     try:
-        return os.path.isfile(card) and read_bounded(card) == model_card(record)
+        text = read_bounded(card) if os.path.isfile(card) else None
     except (OSError, ValueError):
-        return False
+        text = None
+    if text is None:
+        return False, ()
+    found = _digest(text)
+    # Records of early releases have no digests.
+    return found in (record.cards or (_digest(model_card(record)),)), (found,)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def model_card(record: PruningRecord) -> str:

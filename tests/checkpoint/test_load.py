@@ -23,7 +23,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import warn_of_slow_dtype
-from pyprune.runtime.files import atomic_folder
+from pyprune.runtime.files import atomic_folder, write_text
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.paths import REPO
@@ -142,6 +142,30 @@ def test_a_cut_model_names_no_code_that_is_not_beside_it(tmp_path: Path) -> None
     compact_(model, family_for(model).plan(model.config).drop_layers([0]))
     save_checkpoint(model, None, tmp_path / "out", plan=None, provenance={})
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_card_stays_ours_after_an_interruption_and_a_change_of_its_form(
+    written: tuple[Path, torch.Tensor, PrunePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, card = written[0], written[0] / "README.md"
+    with monkeypatch.context() as patch:
+
+        def stops(path: Path, text: str) -> None:
+            if path == card:
+                raise KeyboardInterrupt
+            write_text(path, text)
+
+        patch.setattr("pyprune.checkpoint.record.write_text", stops)
+        with pytest.raises(KeyboardInterrupt):
+            annotate_checkpoint(folder, quality={"first": 1.0})
+    annotate_checkpoint(folder, quality={"second": 2.0})
+    assert {"first", "second"} <= set(card.read_text().replace("|", " ").split())
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.checkpoint.record.model_card", lambda record: f"another form: {record.provenance}")
+        annotate_checkpoint(folder, quality={"third": 3.0})
+    assert card.read_text().startswith("another form")
+    annotate_checkpoint(folder, quality={"fourth": 4.0})
+    assert "fourth" in card.read_text()
 
 
 def test_an_edited_card_is_nobodys_damage_and_stays(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:

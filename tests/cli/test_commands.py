@@ -15,7 +15,8 @@ from pyprune import stages
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
-from pyprune.errors import OutputError
+from pyprune.cli.bench import _perplexity
+from pyprune.errors import DataError, OutputError
 from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
@@ -261,6 +262,17 @@ def test_bench_refuses_options_that_nothing_reads(checkpoint: Path) -> None:
     assert "--overwrite does nothing without --report" in " ".join(refused(*given, "--overwrite").split())
     said = " ".join(refused(*given, "--protocol", "ppl-128", "--field", "body").split())
     assert "--protocol, --field do nothing without --ppl" in said
+
+
+def test_bench_refuses_the_training_text_for_llama_cpp_too(
+    pruned: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.serving.gguf.perplexity.gguf_perplexity", lambda *_, **__: pytest.fail("measured"))
+    folder, source = tmp_path / "longer", tmp_path / "again"
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), source, plan=None, provenance={})
+    assert run(*tiny_elder(source, text, "--sequence-length", "128", "--out", folder)).exit_code == 0
+    with pytest.raises(DataError, match="is not a test text"):
+        _perplexity(str(folder), str(tmp_path / "file.gguf"), str(text), "ppl-128", split=None, field=None)
 
 
 def test_a_part_of_a_text_is_named_in_the_record(pruned: Path, tmp_path: Path) -> None:

@@ -90,6 +90,29 @@ def test_a_method_of_another_package_is_listed_prunes_and_is_recorded(site: Path
         preset("tally-papr")
 
 
+PLAIN = """
+from pyprune.methods.base import Method, PlanDecision
+
+
+def decide(model, samples, request, run):
+    return PlanDecision(request.identity.drop_layers([0]))
+
+
+METHOD = Method("first", "layers", "Drop the first.", decide=decide, regularise=None, reads_text=False)
+"""
+
+
+def test_a_method_without_a_regulariser_and_a_preset_starts(site: Path, tmp_path: Path) -> None:
+    install(site, "first", PLAIN)
+    write_model(tiny_model("llama"), tmp_path / "dense")
+    arguments = ["prune", tmp_path / "dense", "--method", "first", "--out", tmp_path / "out"]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    plan = read_pruning_json(tmp_path / "out").plan
+    assert plan is not None
+    assert plan.removed_layers == (0,)
+
+
 def test_help_lists_it_without_importing_it(site: Path) -> None:
     install(site, "tally", "raise SystemExit('imported')")
     code = "from pyprune.cli.app import main; main()"

@@ -64,6 +64,16 @@ def test_text_is_split_as_llama_cpp_does_under_that_name(name: str, tmp_path: Pa
             assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
 
 
+def test_characters_that_llama_cpp_does_not_compose_are_said(tmp_path: Path) -> None:
+    """Decomposed accents: the note must go if llama.cpp learns it."""
+    tokenizer = changed(byte_level_tokenizer(), normalizer={"type": "NFC"})
+    _, report = LLAMA.write(tmp_path, tokenizer=tokenizer)
+    assert any("composes characters (NFC), which llama.cpp does not" in note for note in report.notes)
+    with LlamaCpp(report.path) as server:
+        assert server.tokenize("caf\u00e9", add_special=True) == tokenizer("caf\u00e9")["input_ids"]
+        assert server.tokenize("cafe\u0301", add_special=True) != tokenizer("cafe\u0301")["input_ids"]
+
+
 def test_the_kinds_of_splitting_differ() -> None:
     text = "1234 12345 DON'T!\n"
     found = {
