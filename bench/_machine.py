@@ -23,6 +23,14 @@ def profiled_on(profile: Profile) -> Machine:
     return machine["device"], machine["cores"], tuple(machine["isa"])
 
 
+def environment_of(profile: Profile) -> dict[str, Any]:
+    """This machine's environment, by the device of a profile where it has one like it."""
+    from pyprune.budget.profile import this_machine
+    from pyprune.serving.stats import environment_record
+
+    return environment_record(this_machine(profile.machine["device"])["device"])
+
+
 def named(machine: Machine) -> str:
     """A machine in a table."""
     device, cpus, isa = machine

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
-from bench._machine import machine_of, named, profiled_on
+from bench._machine import environment_of, machine_of, named, profiled_on
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss, reconstructed
 from pyprune.budget.options import FitOptions
@@ -98,7 +98,7 @@ class Bench:
         self.options, self.records = options, records
         self.profile: Profile | None = Profile.load(options.profile) if options.profile else None
         self.budgets = [Budget.parse(text) for text in options.budget]
-        self.environment = environment_record()
+        self.environment = environment_record() if self.profile is None else environment_of(self.profile)
         if self.profile is not None and profiled_on(self.profile) != machine_of(self.environment):
             raise ConfigError(
                 f"{options.profile} was measured on {named(profiled_on(self.profile))}; this is "

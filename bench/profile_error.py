@@ -30,7 +30,7 @@ from typing import Any
 from bench._beside import beside_dense
 from bench._command import exit_status, known
 from bench._demo_data import config_folder
-from bench._machine import machine_of, named, profiled_on
+from bench._machine import environment_of, machine_of, named, profiled_on
 from bench._profile_plans import never_profiled
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import Model, dense_config, write_served
@@ -62,15 +62,12 @@ class Bench:
     """
 
     def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
-        from pyprune.serving.stats import environment_record
-
         self.options, self.records, self.work = options, records, work
         self.engine: str = options.engine
         self.dtype = DTYPES[self.engine]
         self.source = config_folder(options.model, work)
         self.config = dense_config(self.source)
         self.dense = family_for(self.config).plan(self.config)
-        self.environment = environment_record()
         self.tokenizer = self._tokenizer() if self.engine == "llamacpp" else None
 
     def _tokenizer(self) -> Any:
@@ -93,6 +90,7 @@ class Bench:
             )
             take_profile(self.source, chosen).save(path)
         profile = Profile.load(path)
+        self.environment = environment_of(profile)
         if profiled_on(profile) != machine_of(self.environment):
             raise ConfigError(
                 f"{path} was measured on {named(profiled_on(profile))}; this is {named(machine_of(self.environment))}. "

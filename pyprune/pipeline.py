@@ -109,6 +109,7 @@ def prune(
     check_alike(str(model_id), str(source["weights"]))
     if division.on_host:
         _say_where(model_id, config, taught_in, **reading)
+    earlier = inherited_facts(model_id, revision=revision)
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         note = why_loaded(model_id, config, **reading)
         if note is None and processes.count() > 1:
@@ -125,7 +126,6 @@ def prune(
                 run.stored, run.cutting = beside_files(model_id, config, work.path, **reading)
             result = _through(run)
             result.notes += [note] if note else []
-        earlier = inherited_facts(model_id, revision=revision)
         marks = earlier.get("training_marks", "")
         if shapes_the_result(config):
             again = [text for samples in data.values() for text in trained_before(marks, samples)]

@@ -167,9 +167,12 @@ def build_config(
 
 
 def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
-    """Other text of the cut or of recovery is as much, and cut into windows as long, as the method's unless it says."""
-    usual = options.get("data")
-    if not isinstance(usual, Mapping):
+    """Other text of the cut or of recovery is as much, and in windows as long, as the method's, unless it says.
+
+    Not as what scores read, which is little.
+    """
+    usual, method = options.get("data"), options.get("method")
+    if not isinstance(usual, Mapping) or not isinstance(method, str) or method == "none" or get_method(method).scores:
         return options
     amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual}
     places: tuple[tuple[str, ...], ...] = (("cut", "data"), ("recovery_data",))

@@ -410,6 +410,8 @@ def _other_weights(known: Mapping[str, Any], dense: Dense, pruned: str | Path) -
     made_from = known.get("source_weights")
     if dense.model is None or made_from in (None, dense.weights):
         return []
+    if len(made_from) != len(dense.weights):  # a commit of the hub and the digest of a folder do not compare
+        return []
     parts = [f"{name} {known[key]}" for name in ("revision", "gguf_file") if (key := f"source_{name}") in known]
     source = f"{known.get('source')}{''.join(f', {part}' for part in parts)}"
     return [

@@ -26,6 +26,7 @@ from pyprune.runtime.device import agree_on_bfloat16, device_memory, resolve_dev
 from pyprune.runtime.modes import frozen
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
+from pyprune.train.compiled import check_compiler
 from pyprune.train.lora import adapted
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
@@ -91,7 +92,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
 
     Raises:
-        ConfigError: trainings that the device cannot hold; the message has the options that would help each.
+        ConfigError: trainings that the device cannot hold; the message has the options that would help each. Or
+            ``compile`` where torch.compile does not work.
         DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
     """
@@ -102,6 +104,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     for training in config.trainings():
         check_shares(training.train.batch_size, f"{training.name}.batch_size")
     device = resolve_device(config.device)
+    if any(training.train.compile for training in config.trainings()):
+        check_compiler(device)
     capacity = _capacity(device)
     model = source.shapes(config.dtype)
     for training in trainings:

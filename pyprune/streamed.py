@@ -165,7 +165,7 @@ class StoredRun:
         work: RunFolder | None = None,
         only_planning: bool = False,
     ) -> None:
-        inherited_facts(model_id, verify_files=True)
+        inherited_facts(model_id, revision=revision, verify_files=True)
         folder = folder_with_safetensors(model_id, revision)
         if folder is None:
             raise CheckpointError(f"{model_id} has no safetensors, from which weights could be streamed.")

@@ -284,6 +284,9 @@ def test_other_text_of_the_cut_is_as_much_as_the_method_reads() -> None:
     own = build_config(preset="elder", settings=["cut.data={source: mixture, samples: 9}"])
     assert own.cut.data is not None
     assert (own.cut.data.samples, own.cut.data.sequence_length) == (9, own.data.sequence_length)
+    scores = build_config(preset="taylor", settings=["recovery_data.source=wikitext2", "stages.after=[recover]"])
+    assert scores.recovery_data is not None
+    assert scores.recovery_data.samples > scores.data.samples, "a score reads little"
     after = build_config(preset="elder", settings=["recovery_data.source=wikitext2"])
     assert after.recovery_data is not None
     assert after.recovery_data.samples == after.data.samples

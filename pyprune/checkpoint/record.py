@@ -98,7 +98,16 @@ def read_record(source: str | Path, *, revision: str | None = None, verify_files
         found = cached_file(str(source), RECORD_NAME, revision=revision, **maybe)
     except (OSError, ValueError):  # no repository: whoever reads the weights says so
         return None
-    return None if found is None else read_pruning_json(Path(found).parent)
+    return read_pruning_json(Path(found).parent) if found is not None and _is_of_pyprune(Path(found)) else None
+
+
+def _is_of_pyprune(path: Path) -> bool:
+    """Whether a file of this name in somebody's repository is a record at all."""
+    try:
+        data = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "pyprune" in data
 
 
 def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> PruningRecord:

@@ -46,7 +46,11 @@ def _marks(samples: TokenSamples) -> Hashes:
         whole = ids[:, SHINGLE - 1 :: SHINGLE] >= 0  # padding is on the right, so the last token decides
         found, counts = np.unique(found[whole], return_counts=True)
         return found[counts <= BOILERPLATE]
-    values, counts = np.unique(everywhere, return_counts=True)
+    # Windows may overlap: each place of the text counts once.
+    starts = np.array([start for start, _ in samples.spans.spans])
+    places = starts[:, None] + np.arange(everywhere.shape[1])
+    _, once = np.unique(places, return_index=True)
+    values, counts = np.unique(everywhere.ravel()[once], return_counts=True)
     return np.setdiff1d(found.ravel(), values[counts > BOILERPLATE])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyprune.cli.base import Annotate, Debug, Field, JsonFile, Split, add_to_record, guarded, output, refuse_unread
-from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity
+from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity, named_figure, text_conditions
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -234,15 +234,17 @@ def bench(
     if report is not None and perplexity is not None:
         _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
     for name, folder in annotated.items():
-        quality = {f"{protocol} {ppl}{_in_format(engine, quantise)}": round(perplexity[name], 4)} if perplexity else {}
+        conditions = [*text_conditions(split, field), *_in_format(engine, quantise)]
+        figure = named_figure(f"{protocol} {ppl}", conditions)
+        quality = {figure: round(perplexity[name], 4)} if perplexity else {}
         add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
 
 
-def _in_format(engine: str, quantise: str | None) -> str:
+def _in_format(engine: str, quantise: str | None) -> list[str]:
     """What a perplexity is of where it is not of the checkpoint as it is."""
     from pyprune.serving.engines import GGUF_FORMAT
 
-    return f" (llama.cpp, {quantise or GGUF_FORMAT})" if engine == "llamacpp" else ""
+    return ["llama.cpp", quantise or GGUF_FORMAT] if engine == "llamacpp" else []
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,26 +119,31 @@ def evaluate(
         {"model": model, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
-        add_to_record(model, quality=_facts(found, max_tokens, split, limit, dtype))
+        part = text_conditions(split, field, max_tokens)
+        add_to_record(model, quality=_facts(found, part, limit, dtype))
 
 
-def _facts(
-    found: Evaluation, max_tokens: int | None, split: str | None, limit: int | None, dtype: str
-) -> dict[str, float]:
+def _facts(found: Evaluation, part: list[str], limit: int | None, dtype: str) -> dict[str, float]:
     """What the record is to hold: figures under names that say what of a text or task they are of."""
-    parts = ["" if split is None else f"split {split}", "" if max_tokens is None else f"first {max_tokens:,} tokens"]
-    of_text = ", ".join(filter(None, parts))
-    of_task = f"{limit} examples" if limit is not None else ""
-    quality = {_named(f"{r.protocol} {r.source}", of_text, dtype): round(r.perplexity, 4) for r in found.perplexity}
-    return quality | {
-        _named(f"{task} {metric}", of_task, dtype): value
+    computed = [dtype] if dtype != "float32" else []
+    of_task = [f"{limit} examples"] if limit is not None else []
+    texts = {named_figure(f"{r.protocol} {r.source}", part + computed): r.perplexity for r in found.perplexity}
+    return {name: round(value, 4) for name, value in texts.items()} | {
+        named_figure(f"{task} {metric}", of_task + computed): value
         for task, values in found.tasks.items()
         for metric, value in values.items()
     }
 
 
-def _named(name: str, part: str, dtype: str) -> str:
-    conditions = [*filter(None, [part]), *([dtype] if dtype != "float32" else [])]
+def text_conditions(split: str | None, field: str | None, max_tokens: int | None = None) -> list[str]:
+    """What of a text was read, in words, where it was not all of the usual part."""
+    first = None if max_tokens is None else f"{max_tokens:,} tokens"
+    parts = {"split": split, "field": field, "first": first}
+    return [f"{name} {value}" for name, value in parts.items() if value is not None]
+
+
+def named_figure(name: str, conditions: Sequence[str]) -> str:
+    """A figure's name in a record, with what it is true for."""
     return f"{name} ({', '.join(conditions)})" if conditions else name
 
 

@@ -51,7 +51,7 @@ class CutConfig(Config):
             calibration text.
         data: the text for it; null = what the method and the stages before the cut read. Text of several kinds keeps
             the reconstruction from fitting one of them at the cost of the others. Samples and sequence length that it
-            does not name are those of the method's text.
+            does not name are those of the method's text, as for recovery_data.
         least_squares: how, for least_squares.
         batch_size: sequences in one forward pass of it; null = as many as make 2,048 tokens.
     """

@@ -182,8 +182,9 @@ class PruneConfig(Config):
         device: where the model is trained and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
         export_dtype: dtype of the written checkpoint; None = the source checkpoint's.
         data: calibration and regularisation text.
-        recovery_data: recovery text; must be disjoint from data. None = the same source, other samples. Samples and
-            sequence length that it does not name are those of data.
+        recovery_data: recovery text; must be disjoint from data. None = the same source, other samples. In recipes and
+            on the command line samples and sequence length that it does not name are those of data, but for methods
+            that score.
         stages: what happens before and after the cut.
         cut: what happens at the moment of the cut.
         verify: measure the masked model before the cut and the compacted one after it, on calibration text

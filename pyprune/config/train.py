@@ -47,7 +47,7 @@ class TrainConfig(Config):
             device multiplies faster in it or the weights are (lean ``memory``), else float32.
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the decoder layers under torch.compile, each size of a layer compiled at its first step. It needs a
-            C++ compiler on a CPU and Triton on a GPU. What a run says it will hold is without it, which holds more.
+            C++ compiler on a CPU and Triton on a GPU. It holds less than what a run says it will hold.
         memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
             rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:
             full where that fits in the device's memory, else lean. Lean clips each gradient by its own norm, and holds

@@ -215,13 +215,13 @@ class _OneLayer(nn.Module):
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:
-    """Whether weights are the same as far as the coarser dtype tells; biases that the dense model lacks are zero."""
+    """Whether weights are the same, or rounded as they are stored; biases that the dense model lacks are zero."""
     if not dense.keys() <= own.keys():
         return False
     for name, weight in own.items():
-        wanted = dense.get(name, torch.zeros_like(weight))
-        dtype = min(weight.dtype, wanted.dtype, key=lambda found: found.itemsize)
-        if weight.shape != wanted.shape or not torch.equal(weight.to(dtype), wanted.to(weight.device, dtype)):
+        wanted = dense.get(name, torch.zeros_like(weight)).to(weight.device)
+        stored = (wanted.to(dtype).to(weight.dtype) for dtype in (wanted.dtype, torch.bfloat16, torch.float16))
+        if weight.shape != wanted.shape or not any(torch.equal(weight, found) for found in stored):
             return False
     return True
 

@@ -95,7 +95,7 @@ class ReconstructionReport:
     Attributes:
         parts: every system in the order of the layers.
         dtype: that the layers computed in.
-        exact: parts in front of everything that is removed, which stay as they are.
+        exact: parts in front of everything that is removed (and was trained since the cut), which stay as they are.
         no_carrier: removed parts in front of the first that stays: nothing before them could take over what they
             wrote, and the first writers behind them correct it.
         tokens: calibration tokens, padding not counted.

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +95,16 @@ def check_tasks(
         lm-eval's manager of these tasks.
     """
     _check_task_options(tasks, limit, batch_size, num_fewshot)
-    if find_spec("lm_eval") is None:
-        raise MissingDependencyError("lm-eval", "eval", "Evaluating tasks")
+    try:
+        import lm_eval.models.huggingface  # noqa: F401 - with what it needs itself
+    except ImportError as error:
+        raise MissingDependencyError(_missing(error), "eval", "Evaluating tasks") from error
     return _task_manager(tasks, include_path)
+
+
+def _missing(error: ImportError) -> str:
+    """Name of the package that lm-eval lacks, or its own."""
+    return "lm-eval" if error.name is None or error.name.startswith("lm_eval") else error.name
 
 
 def accuracies(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> dict[str, float]:

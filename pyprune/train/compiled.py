@@ -40,12 +40,16 @@ def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
         raise ConfigError(
             f"compile is on, but {type(model).__name__} is no model of Transformers; set compile to false."
         )
-    _check_compiler(next(model.parameters()).device)
+    check_compiler(next(model.parameters()).device)
     layers = list(decoder_layers(base))
     before = [vars(layer).get("forward") for layer in layers]
-    # Layers of one class share a limit, and unequal ones are compiled each.
-    room = max(torch._dynamo.config.recompile_limit, FORMS_OF_A_LAYER * len(layers))
-    with torch._dynamo.config.patch(recompile_limit=room):
+    # Layers of one class share two limits, of what is kept and of all that was compiled; each unequal one is compiled.
+    limits, forms = torch._dynamo.config, FORMS_OF_A_LAYER * len(layers)
+    room = {
+        "recompile_limit": max(limits.recompile_limit, forms),
+        "accumulated_recompile_limit": max(limits.accumulated_recompile_limit, 10 * forms),
+    }
+    with limits.patch(room):
         try:
             for layer in layers:
                 layer.forward = _with_gradients(layer.forward)
@@ -66,8 +70,12 @@ def _with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_compiler(device: torch.device) -> None:
-    """Compile something small, or say what is missing: a layer would fail after the model was loaded."""
+def check_compiler(device: torch.device) -> None:
+    """Compile something small, for runs that come to their first training after long work.
+
+    Raises:
+        ConfigError: torch.compile does not work on the device; the message says what it needs.
+    """
     try:
         torch.compile(_small)(torch.ones(2, device=device))
     except Exception as error:

@@ -12,7 +12,8 @@ Two signals, both at the positions whose next token counts (the prompt of an ins
 
       D = mean over j and tokens of |x_j - s x^teacher_{k_j}[C]|^2 / |s x^teacher_{k_j}[C]|^2.
 
-  Layers before one without attention are left out: what follows them reads the middle of a dense layer.
+  Layers before one without attention are left out, unless its MLP stands beside it: what follows them reads the middle
+  of a dense layer.
 
   Relative per token, because the size of the stream differs by orders of magnitude between layers and tokens. Where
   LayerNorm is cut through the gauge, the teacher's mean over C is taken out first, as the cut did for the student.
@@ -34,9 +35,10 @@ from pyprune.config.train import DistillConfig
 from pyprune.cut.compact import stream_scale
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
-from pyprune.families import check_plan, count_parameters, decoder_layers, family_for
+from pyprune.families import Family, check_plan, count_parameters, decoder_layers, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.streams import parts_of
 from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked, predicting_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
@@ -189,7 +191,7 @@ class _StreamView:
                 f"{have[1]}, and what stayed of the teacher is {wanted[0]} layers of {wanted[1]} ({plan.summary()}). "
                 "Give the plan that the student was cut to, or set distill.hidden to 0."
             )
-        self.pairs = _pairs(plan)
+        self.pairs = _pairs(family, plan)
         self.kept: Tensor | None = torch.tensor(plan.hidden) if plan.removed_hidden else None
         self.scale = stream_scale(family, plan, tied=bool(teacher.config.tie_word_embeddings))
         self.centred = self.kept is not None and family.gauges(teacher.config)
@@ -204,13 +206,14 @@ class _StreamView:
         return self.scale * kept
 
 
-def _pairs(plan: PrunePlan) -> list[tuple[int, int]]:
+def _pairs(family: Family, plan: PrunePlan) -> list[tuple[int, int]]:
     """Which layers' streams are compared; see the module's docstring."""
     following = [*plan.layers[1:], None]
+    side_by_side = len(parts_of(family, 0)) == 1
     return [
         (own, (plan.dense.num_layers if after is None else after.index) - 1)
         for own, after in enumerate(following)
-        if after is None or after.query_heads
+        if after is None or after.query_heads or side_by_side
     ]
 
 

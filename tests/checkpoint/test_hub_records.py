@@ -54,6 +54,12 @@ def test_without_one_there_is_none(folder: Path, tmp_path: Path) -> None:
     assert read_record("./nowhere") is None
 
 
+def test_a_file_of_that_name_of_another_program_is_none(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT / "pruning.json"
+    path.write_text('{"ratio": 0.5}')
+    assert read_record(NAME) is None
+
+
 def test_training_text_is_refused(folder: Path, text: Path) -> None:
     with pytest.raises(DataError, match="is not a test text for somebody/pruned"):
         evaluate(NAME, ppl=str(text), protocol="ppl-128")

@@ -95,6 +95,7 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
 def test_an_option_compiles_the_layers_that_are_trained(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch._dynamo.reset()  # what other tests compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     done = run(*tiny_elder(checkpoint, text, "--set", "recover.train.compile=true", "--out", tmp_path / "out"))

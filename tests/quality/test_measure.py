@@ -97,6 +97,14 @@ def test_what_every_window_holds_is_no_mark() -> None:
     assert marked_passages(training_marks([trained]), torch.from_numpy(stream.tokens)) == 6
 
 
+def test_windows_that_overlap_are_marked() -> None:
+    rng = np.random.default_rng(0)
+    stream = TokenStream.of("a", rng.integers(0, 10_000, 640))
+    trained = TokenSamples.cut(stream, [(start, start + 128) for start in range(0, 513, 8)])
+    marks = training_marks([trained])
+    assert marked_passages(marks, torch.from_numpy(stream.tokens)) > 64
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [({"tasks": "piqua"}, "Did you mean 'piqa'"), ({"protocol": "ppl2048"}, "Did you mean 'ppl-2048'")],

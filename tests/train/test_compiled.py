@@ -23,6 +23,12 @@ CONFIG = TrainConfig(steps=3, batch_size=4, micro_batch_size=2, learning_rate=1e
 pytestmark = pytest.mark.filterwarnings("default")  # torch's own, while it traces
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """What other tests compiled would not be compiled again, nor counted."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace and differentiate as always, but leave out the C++ compiler, which takes ten seconds a layer."""
@@ -53,7 +59,9 @@ def test_adapters_checkpointing_and_rows_of_many_lengths() -> None:
     samples[::2, 12:] = -100  # right padding, so that passes have two lengths
     config = RecoverConfig(rank=4, train=replace(CONFIG, micro_batch_size=1, gradient_checkpointing=True))
     expected = recover(plain, samples, config)
+    before = graphs()
     found = recover(compiled, samples, replace(config, train=replace(config.train, compile=True)))
+    assert graphs() > before + 1
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
