@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pyprune.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyprune.budget.profile import Profile
@@ -23,12 +26,25 @@ def profiled_on(profile: Profile) -> Machine:
     return machine["device"], machine["cores"], tuple(machine["isa"])
 
 
-def environment_of(profile: Profile) -> dict[str, Any]:
-    """This machine's environment, by the device of a profile where it has one like it."""
+def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]:
+    """This machine's environment, by the device of a profile that was measured here.
+
+    Args:
+        profile: what is to be used.
+        path: where it was read.
+        instead: what to do where it was not measured here, a sentence.
+
+    Raises:
+        ConfigError: it was measured on another machine.
+    """
     from pyprune.budget.profile import this_machine
     from pyprune.serving.stats import environment_record
 
-    return environment_record(this_machine(profile.machine["device"])["device"])
+    found = environment_record(this_machine(profile.machine["device"])["device"])
+    there, here = profiled_on(profile), machine_of(found)
+    if there != here:
+        raise ConfigError(f"{path} was measured on {named(there)}; this is {named(here)}. {instead}")
+    return found
 
 
 def named(machine: Machine) -> str:

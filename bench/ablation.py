@@ -282,7 +282,7 @@ class Bench:
             self.drawn = key, draw_samples(model, tokenizer, config)
         data = self.drawn[1]
         marks = training_marks(data.values()) if shapes_the_result(config) else ""
-        for source, text in self.texts.items():
+        for source, text in self.texts.items() if marks else ():  # or each would be tokenised once more
             refuse_training_text(marks, text.passage_ids(), source, "these options")
         return data
 

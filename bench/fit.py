@@ -39,12 +39,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
-from bench._machine import environment_of, machine_of, named, profiled_on
+from bench._machine import environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss, reconstructed
 from pyprune.budget.options import FitOptions
 from pyprune.budget.profile import DENSE
-from pyprune.errors import BudgetError, CheckpointError, ConfigError
+from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
@@ -98,12 +98,10 @@ class Bench:
         self.options, self.records = options, records
         self.profile: Profile | None = Profile.load(options.profile) if options.profile else None
         self.budgets = [Budget.parse(text) for text in options.budget]
-        self.environment = environment_record() if self.profile is None else environment_of(self.profile)
-        if self.profile is not None and profiled_on(self.profile) != machine_of(self.environment):
-            raise ConfigError(
-                f"{options.profile} was measured on {named(profiled_on(self.profile))}; this is "
-                f"{named(machine_of(self.environment))}. Measure one here (python -m bench.profile_error)."
-            )
+        instead = "Measure one here (python -m bench.profile_error)."
+        self.environment = (
+            environment_record() if self.profile is None else environment_of(self.profile, options.profile, instead)
+        )
         self.name, dense, self.tokenizer = load_dense(None)
         self.mixture = write_demo_mixture(work)
         self.texts = evaluation_texts(self.tokenizer, self.mixture.tests, options.data)

@@ -30,7 +30,7 @@ from typing import Any
 from bench._beside import beside_dense
 from bench._command import exit_status, known
 from bench._demo_data import config_folder
-from bench._machine import environment_of, machine_of, named, profiled_on
+from bench._machine import environment_of, machine_of, profiled_on
 from bench._profile_plans import never_profiled
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import Model, dense_config, write_served
@@ -90,12 +90,8 @@ class Bench:
             )
             take_profile(self.source, chosen).save(path)
         profile = Profile.load(path)
-        self.environment = environment_of(profile)
-        if profiled_on(profile) != machine_of(self.environment):
-            raise ConfigError(
-                f"{path} was measured on {named(profiled_on(profile))}; this is {named(machine_of(self.environment))}. "
-                "Name another file with --profile, which is measured if it is not there."
-            )
+        instead = "Name another file with --profile, which is measured if it is not there."
+        self.environment = environment_of(profile, path, instead)
         profile.check(self.dense, engine=self.engine, dtype=self.dtype)
         plans = {name: plan for name, plan in never_profiled(self.dense).items() if name in self.options.plans}
         missing = [name for name, plan in plans.items() if self._key(plan) not in self.records.of("row")]

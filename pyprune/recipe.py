@@ -175,14 +175,8 @@ def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(usual, Mapping) or not isinstance(method, str) or method == "none" or get_method(method).scores:
         return options
     amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual}
-    places: tuple[tuple[str, ...], ...] = (("cut", "data"), ("recovery_data",))
-    for place in places:
-        found: Any = options
-        for name in place:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping):
-            options = merge(options, nested(".".join(place), merge(amounts, found)))
-    return options
+    # Where no other text is named, null stands in the options and stays.
+    return merge({"cut": {"data": amounts}, "recovery_data": amounts}, options)
 
 
 def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:

@@ -184,10 +184,9 @@ def bench(
 
     if report is None:
         refuse_unread("--report", {"--overwrite": overwrite})
-    part = {"split": split, "field": field}
     if ppl is None:
-        given = {f"--{name}": value is not None for name, value in part.items()}
-        refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
+        given = {"--protocol": protocol != PROTOCOL, "--split": split is not None, "--field": field is not None}
+        refuse_unread("--ppl", given)
     common: dict[str, Any] = {
         "new_tokens": new_tokens,
         "repeats": repeats,
@@ -227,7 +226,8 @@ def bench(
             check_source(ppl)
             files = _as_gguf_files(written, engine, quantise, models)
             perplexity = {
-                name: _perplexity(path, files.get(name), ppl, protocol, **part) for name, path in models.items()
+                name: _perplexity(path, files.get(name), ppl, protocol, split=split, field=field)
+                for name, path in models.items()
             }
         found = measure(models, files, perplexity)
     output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)

@@ -12,12 +12,7 @@ from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.data.sources import check_sources
 from pyprune.errors import CheckpointError, ConfigError
-from pyprune.quality.perplexity import (
-    PerplexityResult,
-    evaluate_perplexity,
-    evaluation_text,
-    window_size,
-)
+from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text, window_size
 from pyprune.quality.tasks import check_tasks, evaluate_tasks, mean_accuracy
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.progress import say

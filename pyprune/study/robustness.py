@@ -36,6 +36,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import mask_, restored
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
+from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, OutputError
 from pyprune.families import family_for, parameter_shapes
 from pyprune.methods.base import PlanRequest, own_options
@@ -233,7 +234,7 @@ class _Bench:
         reserved = sorted(t.text_sha256 for t in self.texts)
         key = _key("scores", self._weights_of(variant), {"options": options, "reserved": reserved})
         samples = self._samples(config)
-        digest = hashlib.sha256(samples.numpy().tobytes()).hexdigest()
+        digest = Batch.of(samples).digest()
         known = self.records.of("scores").get(key) or {"plans": {}}
         if known.get("samples", digest) != digest:  # the file of the calibration text was changed since
             known = {"plans": {}}

@@ -12,6 +12,7 @@ from torch import nn
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.families import decoder_layers
+from pyprune.probe.streams import replaced_forwards
 from pyprune.train.head import causal_lm
 
 FORMS_OF_A_LAYER = 4
@@ -41,24 +42,15 @@ def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
             f"compile is on, but {type(model).__name__} is no model of Transformers; set compile to false."
         )
     check_compiler(next(model.parameters()).device)
-    layers = list(decoder_layers(base))
-    before = [vars(layer).get("forward") for layer in layers]
+    layers = decoder_layers(base)
     # Layers of one class share two limits, of what is kept and of all that was compiled; each unequal one is compiled.
     limits, forms = torch._dynamo.config, FORMS_OF_A_LAYER * len(layers)
     room = {
         "recompile_limit": max(limits.recompile_limit, forms),
         "accumulated_recompile_limit": max(limits.accumulated_recompile_limit, 10 * forms),
     }
-    with limits.patch(room):
-        try:
-            for layer in layers:
-                layer.forward = _with_gradients(layer.forward)
-            yield
-        finally:
-            for layer, own in zip(layers, before, strict=True):
-                vars(layer).pop("forward", None)
-                if own is not None:
-                    layer.forward = own
+    with limits.patch(room), replaced_forwards({layer: _with_gradients(layer.forward) for layer in layers}):
+        yield
 
 
 def _with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
