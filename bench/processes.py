@@ -147,10 +147,13 @@ def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
             yield name, number, _of_seventy(lean, number, objective)
         for name, config in (("all weights, lean", lean), ("all weights, full", replace(lean, memory="full"))):
             yield name, number, _of_seventy(config, number)
+        for name, place in (("from the dense model", "shares"), ("from the dense model in its files", "files")):
+            whole = RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=lean)
+            yield f"all weights, lean, {name}", number, _recovery_of_seventy(whole, number, place)
         lora = RecoverConfig(rank=32, alpha=10.0, train=replace(lean, memory="full"))
-        yield "LoRA on bfloat16 weights", number, _adapters_of_seventy(lora, number)
+        yield "LoRA on bfloat16 weights", number, _recovery_of_seventy(lora, number)
         taught = replace(lora, distill=DistillConfig(alpha=0.5))
-        yield "the same, from the dense model", number, _adapters_of_seventy(taught, number)
+        yield "the same, from the dense model", number, _recovery_of_seventy(taught, number)
 
 
 def _of_seventy(config: TrainConfig, number: int, objective: Objective | None = None) -> TrainingMemory:
@@ -164,15 +167,16 @@ def _gates_of_seventy(count: int, config: TrainConfig, number: int) -> TrainingM
         return training_memory(model, config, GateObjective(count, GateConfig()), 2048, **_shared(number))
 
 
-def _adapters_of_seventy(lora: RecoverConfig, number: int) -> TrainingMemory:
-    model, teacher = _seventy(torch.bfloat16), _seventy(torch.bfloat16) if lora.distill else None
-    objective = recovery_objective(model, lora, teacher=teacher)
-    with torch.device("meta"), adapted(model, lora) as trained:
-        return training_memory(trained, lora.train, objective, 2048, teacher=teacher, **_shared(number))
+def _recovery_of_seventy(recover: RecoverConfig, number: int, place: str = "shares") -> TrainingMemory:
+    model, teacher = _seventy(torch.bfloat16), _seventy(torch.bfloat16) if recover.distill else None
+    objective = recovery_objective(model, recover, teacher=teacher)
+    with torch.device("meta"), adapted(model, recover) as trained:
+        shared = {**_shared(number), "teacher_in": place}
+        return training_memory(trained, recover.train, objective, 2048, teacher=teacher, **shared)
 
 
 def _shared(number: int) -> dict[str, Any]:
-    return {"device": torch.device("cuda"), "shares": number, "teacher_divided": True}
+    return {"device": torch.device("cuda"), "shares": number, "teacher_in": "shares"}
 
 
 def _seventy(dtype: torch.dtype) -> PreTrainedModel:

@@ -23,9 +23,9 @@ from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
-from pyprune.rework import TEACHER_DTYPE, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
+from pyprune.rework import TEACHER_DTYPE, Dense, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.run_memory import Source, placed
+from pyprune.run_memory import Source, learns_from_files, placed
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.files import check_output
@@ -102,7 +102,7 @@ def prune(
 
     def dense() -> PreTrainedModel:
         place = "cpu" if division.on_host else config.device
-        return load_model(model_id, dtype=taught_in, device=place, **reading)[0]
+        return Dense(model_id, **reading).teacher(config, place=place, dtype=taught_in)
 
     source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
@@ -177,7 +177,7 @@ def _say_where(model_id: str | Path, config: PruneConfig, taught_in: str, **read
         f"The first of {processes.count()} processes has the model on the host; what trains is divided among their "
         "devices, layer by layer."
     )
-    if "recover" in config.stages.after and config.recover.distill is not None:
+    if "recover" in config.stages.after and config.recover.distill is not None and not learns_from_files(config):
         say_what_is_copied([Loaded(model_id, TEACHER_DTYPE, taught_in, **reading)])
 
 

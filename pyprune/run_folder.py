@@ -25,6 +25,8 @@ from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_f
 from pyprune.runtime.records import differences
 
 RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
+DECIDED = ("memory", "teacher_placement")
+"""Options of which a run writes down what auto became."""
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
@@ -58,10 +60,10 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
 
 
 def _are_alike(kept: Any, asked: Any) -> bool:
-    """Whether options are the same, where ``memory: auto`` is what the run decided for it."""
+    """Whether options are the same, where auto is what the run decided for it."""
     if not isinstance(kept, dict) or not isinstance(asked, dict):
         return bool(kept == asked)
-    decided = [name for name, value in asked.items() if name == "memory" and value == "auto"]
+    decided = [name for name, value in asked.items() if name in DECIDED and value == "auto"]
     return kept.keys() == asked.keys() and all(x in decided or _are_alike(kept[x], asked[x]) for x in asked)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.layers import why_loaded_whole
 from pyprune.checkpoint.load import model_without_weights
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
 from pyprune.config.train import TrainConfig
@@ -34,6 +35,8 @@ from pyprune.train.recover import recovery_objective
 from pyprune.train.sharded import check_shares
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
+
+TEACHER_PLACEMENT = "recover.distill.teacher_placement"
 
 PLACEMENTS = ("auto", "device", "host")
 """Where several processes have the model while nothing trains."""
@@ -74,6 +77,12 @@ class Source:
         reading = self.reading if self.teacher_reading is None else self.teacher_reading
         return model_without_weights(self.teacher or self.model, dtype=dtype, **reading)
 
+    @property
+    def why_teacher_is_loaded(self) -> str:
+        """Why the dense model cannot stay in its files while it teaches, as part of a sentence; empty where it can."""
+        reading = self.reading if self.teacher_reading is None else self.teacher_reading
+        return why_loaded_whole(self.teacher or self.model, **reading)
+
 
 def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     """Decide ``memory`` of every training that says auto, print what each will hold, and refuse what cannot be held.
@@ -101,6 +110,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     trainings = _all_trainings(config)
     if not trainings:
         return config
+    if learns_from_files(config) and (why := source.why_teacher_is_loaded):
+        raise ConfigError(f"{TEACHER_PLACEMENT} is 'files', but {why}; use 'device'.")
     for training in config.trainings():
         check_shares(training.train.batch_size, f"{training.name}.batch_size")
     device = resolve_device(config.device)
@@ -112,10 +123,13 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         check_sequence_length(model.config, training.data.sequence_length)
     if not (always or _matters(model, trainings, capacity)):
         # As it is decided where it matters, or a run that goes on elsewhere would have other options.
-        return _settled(config, lean=config.dtype == "bfloat16")
+        settled = _with_teacher(config, "device") if _leaves_teacher_open(config) else config
+        return _settled(settled, lean=config.dtype == "bfloat16")
     decided, found = memory_of(source, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
+    if learns_from_files(decided) and not learns_from_files(config):
+        say("The dense model stays in its files while it teaches: each layer is read whenever it is run.")
     say(memory_table(found, device, capacity))
     look = _Look(source, decided, device)
     beyond = [(training, memory) for training, memory in found if memory.total > capacity]
@@ -195,10 +209,37 @@ def _capacity(device: torch.device) -> int:
 def memory_of(
     source: Source, config: Run, device: torch.device, capacity: int
 ) -> tuple[Run, list[tuple[Training, TrainingMemory]]]:
-    """The options with ``memory`` decided for a device of ``capacity`` bytes, and what each training then holds."""
-    look = _Look(source, config, device)
-    config = _decided(config, look, capacity)
-    return config, [(training, look.at(training, config.dtype)) for training in _all_trainings(config)]
+    """The options with ``memory`` and the teacher's place decided for a device of ``capacity`` bytes, and what each
+    training then holds.
+    """
+    here = _with_teacher(config, "device") if _leaves_teacher_open(config) else config
+    look = _Look(source, here, device)
+    decided = _decided(here, look, capacity)
+    found = [(training, look.at(training, decided.dtype)) for training in _all_trainings(decided)]
+    beyond = any(training.action == "recover" and memory.total > capacity for training, memory in found)
+    if beyond and _leaves_teacher_open(config) and not source.why_teacher_is_loaded:
+        return memory_of(source, _with_teacher(config, "files"), device, capacity)
+    return decided, found
+
+
+def learns_from_files(config: PruneConfig | RecoverCheckpointConfig) -> bool:
+    """Whether a run recovers from a dense model whose layers stay in their files."""
+    distill = config.recover.distill
+    recovers = any(training.action == "recover" for training in config.trainings())
+    return recovers and distill is not None and distill.teacher_placement == "files"
+
+
+def _leaves_teacher_open(config: PruneConfig | RecoverCheckpointConfig) -> bool:
+    distill = config.recover.distill
+    return distill is not None and distill.teacher_placement == "auto"
+
+
+def _with_teacher(config: Run, placement: Literal["device", "files"]) -> Run:
+    """Say where the teacher is, if there is one."""
+    distill = config.recover.distill
+    if distill is None:
+        return config
+    return replace(config, recover=replace(config.recover, distill=replace(distill, teacher_placement=placement)))
 
 
 def _all_trainings(config: PruneConfig | RecoverCheckpointConfig) -> list[Training]:
@@ -275,7 +316,7 @@ class _Look:
                 length,
                 device=self.device,
                 teacher=teacher,
-                teacher_divided=self.source.on_host,
+                teacher_in="files" if learns_from_files(self.config) else "shares" if self.source.on_host else "device",
                 # A whole model on each device decides as a whole.
                 shares=1 if training.action == "decide" and not self.source.on_host else None,
             )
@@ -350,16 +391,27 @@ def _refusal(
         total = look.at(other, other_dtype).total
         if total < found.total:
             lines.append(f"- {', '.join(options)}: {_gib(total)}")
-    if processes.count() > 1 and isinstance(look.config, PruneConfig) and not look.source.on_host:
-        total = _Look(replace(look.source, on_host=True), look.config, device).at(training, dtype).total
+    for option, other_look in _other_places(training, look, device):
+        total = other_look.at(training, dtype).total
         if total < found.total:
-            lines.append(f"- --placement host: {_gib(total)}")
+            lines.append(f"- {option}: {_gib(total)}")
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
     held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in PARTS)
     return (
         f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)}."
         f"{advice}\nOr take shorter sequences, or a device with more memory."
     )
+
+
+def _other_places(training: Training, look: _Look, device: torch.device) -> Iterator[tuple[str, _Look]]:
+    """Options by which models are elsewhere, and what is held then."""
+    source, config = look.source, look.config
+    distill = config.recover.distill if training.action == "recover" else None
+    on_device = distill is not None and distill.teacher_placement == "device"
+    if on_device and not source.why_teacher_is_loaded:
+        yield f"{TEACHER_PLACEMENT}=files", _Look(source, _with_teacher(cast(Any, config), "files"), device)
+    if processes.count() > 1 and isinstance(config, PruneConfig) and not source.on_host:
+        yield "--placement host", _Look(replace(source, on_host=True), config, device)
 
 
 def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Training, str]]:

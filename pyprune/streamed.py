@@ -13,7 +13,7 @@ from pyprune.checkpoint.compact import StreamedCut
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import stored_dtype
 from pyprune.checkpoint.record import inherited_facts
-from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
+from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
@@ -62,37 +62,20 @@ def why_loaded(
     reason = (
         _why_not_cut(config)
         or _why_not_decided(config)
-        or _why_not_from(model_id, gguf_file, revision, trust_remote_code=trust_remote_code)
+        or why_not_stored(model_id, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code)
     )
     return f"The whole model was in memory, not streamed from file to file: {reason}." if reason else None
 
 
-def decides_from_disk(
-    model_id: str | Path,
-    config: PruneConfig,
-    *,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> bool:
+def decides_from_disk(model_id: str | Path, config: PruneConfig, **source: Any) -> bool:
     """Whether the plan of a run can be found without the whole model in memory.
 
     Args:
         model_id: folder or hub id of a dense model.
         config: every option, checked.
-        gguf_file, revision, trust_remote_code: as in :func:`why_loaded`.
+        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`why_loaded`.
     """
-    return not (
-        _why_not_decided(config) or _why_not_from(model_id, gguf_file, revision, trust_remote_code=trust_remote_code)
-    )
-
-
-def _why_not_from(model_id: str | Path, gguf_file: str | None, revision: str | None, *, trust_remote_code: bool) -> str:
-    if gguf_file is not None:
-        return "GGUF weights are dequantised when they are loaded"
-    if trust_remote_code:
-        return "the model may run code of its own (--trust-remote-code)"
-    return "" if folder_with_safetensors(model_id, revision) else f"{model_id} has no safetensors"
+    return not (_why_not_decided(config) or why_not_stored(model_id, **source))
 
 
 def _why_not_cut(config: PruneConfig) -> str:
@@ -119,7 +102,7 @@ def beside_files(
     Returns:
         (where the method reads weights from, None for one that reads the model; what makes the cut).
     """
-    if _why_not_from(model_id, **source):
+    if why_not_stored(model_id, **source):
         return None, Cutting()
     folder, place = folder_with_safetensors(model_id, source["revision"]), resolve_device(config.device)
     stored = StoredModel(str(folder), dtype=DTYPES[config.dtype], device=place, scratch=work / SOLVED)

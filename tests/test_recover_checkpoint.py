@@ -111,7 +111,8 @@ def test_prune_distils_from_the_source_after_the_cut(
         loaded.append(options["dtype"])
         return original(*arguments, **options)
 
-    monkeypatch.setattr(pipeline, "load_model", spy)
+    for module in (pipeline, rework):
+        monkeypatch.setattr(module, "load_model", spy)
     changes = {
         "stages": {"after": ["recover"]},
         "recovery_data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
@@ -221,7 +222,10 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
     assert entry["teacher"] == str(dense)
     decided = "auto" if adapters == "lora" else "full"  # which is said of trainings of all weights
     train = replace(config.recover.train, memory=decided)
-    expected = replace(config, recover=replace(config.recover, train=train))
+    distill = config.recover.distill
+    assert distill is not None
+    distill = replace(distill, teacher_placement="device")
+    expected = replace(config, recover=replace(config.recover, train=train, distill=distill))
     assert RecoverCheckpointConfig.from_dict(entry["config"]) == expected
     assert entry["report"]["steps"] == report.steps == 4
     assert entry["measured_before"] == {"quality": {"ppl": 7.0}}

@@ -4,16 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from typing_extensions import override
 
-from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.record import has_record
+from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
+from pyprune.errors import CheckpointError
 from pyprune.probe.streams import LayerRunner
+from pyprune.runtime.device import DTYPES, resolve_device
 
 STREAM_BYTES = 1 << 30
 """What the streams of batches that branch hold together, if one batch and one branch of it hold no more."""
+
+
+def why_loaded_whole(model_id: str | Path, **reading: Any) -> str:
+    """Why the layers of a model cannot be read one at a time, as part of a sentence; empty where they can.
+
+    Args:
+        model_id: folder or hub id.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in
+            :func:`pyprune.checkpoint.stored.why_not_stored`.
+
+    Raises:
+        CheckpointError: the repository cannot be read.
+    """
+    if has_record(model_id):
+        return f"{model_id} has a record, with whose checksums it is compared when it is loaded"
+    return why_not_stored(model_id, **reading)
+
+
+def stored_layers(model_id: str | Path, *, dtype: str, device: str, **reading: Any) -> StoredLayers:
+    """The layers of a model of which :func:`why_loaded_whole` says nothing; arguments and errors as there.
+
+    Args:
+        model_id: folder or hub id.
+        dtype: of the layers, a name of :data:`pyprune.runtime.device.DTYPES`.
+        device: of the layers.
+        reading: see above.
+    """
+    folder = folder_with_safetensors(model_id, reading.get("revision"))
+    if folder is None:
+        raise CheckpointError(f"{model_id} has no safetensors, from which layers could be read one at a time.")
+    return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
 
 
 class StoredLayers(LayerRunner):
@@ -32,6 +70,7 @@ class StoredLayers(LayerRunner):
     def __init__(self, stored: StoredModel) -> None:
         self.stored = stored
         super().__init__(stored.model(), stored.family)
+        self.device = stored.device
         self._read_ends()
 
     def _read_ends(self) -> None:
@@ -84,8 +123,31 @@ class StoredLayers(LayerRunner):
         try:
             yield
         finally:
-            for name in names:
-                self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
+            self._drop(names)
+
+    def whole(self) -> PreTrainedModel:
+        """The model, to be called as a whole: its layers have their matrices for the time of their own calls alone.
+
+        Vectors (norms, biases) and what lies outside of the layers stay in memory, the head too.
+        """
+        names = [name for name, p in self.model.named_parameters() if p.is_meta]
+        within = [f"{self.family.layers_path}.{index}." for index in range(len(self.layers))]
+        matrices = {
+            start: [n for n in names if n.startswith(start) and self.model.get_parameter(n).ndim > 1]
+            for start in within
+        }
+        passing = {name for found in matrices.values() for name in found}
+        self._read([name for name in names if name not in passing])
+        for start, layer in zip(within, self.layers, strict=True):
+            layer.register_forward_pre_hook(partial(self._before_call, matrices[start]))
+            layer.register_forward_hook(partial(self._after_call, matrices[start]), always_call=True)
+        return self.model
+
+    def _before_call(self, names: list[str], *_: Any) -> None:
+        self._read(names)
+
+    def _after_call(self, names: list[str], *_: Any) -> None:
+        self._drop(names)
 
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
@@ -102,6 +164,10 @@ class StoredLayers(LayerRunner):
     def _read(self, names: Iterable[str]) -> None:
         for name in names:
             self._set(name, self._parameter(name))
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         owner, _, last = name.rpartition(".")

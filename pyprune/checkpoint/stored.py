@@ -67,6 +67,31 @@ def folder_with_safetensors(model_id: str | Path, revision: str | None = None) -
     return Path(str(config)).parent
 
 
+def why_not_stored(
+    model_id: str | Path,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Why the tensors of a model cannot be read one at a time, as part of a sentence; empty where they can.
+
+    Args:
+        model_id: folder or hub id.
+        gguf_file: a GGUF file inside it.
+        revision: hub revision.
+        trust_remote_code: whether the repository's own code may run.
+
+    Raises:
+        CheckpointError: the repository cannot be read.
+    """
+    if gguf_file is not None:
+        return "GGUF weights are dequantised when they are loaded"
+    if trust_remote_code:
+        return "the model may run code of its own (--trust-remote-code)"
+    return "" if folder_with_safetensors(model_id, revision) else f"{model_id} has no safetensors"
+
+
 class StoredModel:
     """A dense checkpoint folder with safetensors: what its headers and its config.json say, and tensors as asked for.
 
@@ -102,6 +127,7 @@ class StoredModel:
         self.device = torch.device(device)
         self._scratch = scratch
         self._replaced: dict[str, Place] = {}
+        self._finite: set[str] = set()
         self.files = TensorFiles(self.folder)
         self.config, self._shapes = read_dense_config(self.folder)
         self.family = family_for(self.config)
@@ -176,7 +202,9 @@ class StoredModel:
                 "incomplete or its config.json was changed; fetch it again."
             )
         tensor = self.files.read(self._where[name])
-        check_finite(name, tensor, self.folder)
+        if name not in self._finite:  # some are read for every pass
+            check_finite(name, tensor, self.folder)
+            self._finite.add(name)
         return tensor
 
     def read(self, name: str) -> Tensor:

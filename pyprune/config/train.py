@@ -136,6 +136,9 @@ class DistillConfig(Config):
         hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
         chunk: tokens whose logits are held at once.
         teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
+        teacher_placement: where it is loaded to for this: device (several processes that have their models on the host
+            divide it among their devices), files (each of its layers is read from safetensors whenever it is run, and
+            one layer is in memory at a time), or auto: device where the training fits so, else files.
     """
 
     alpha: float = option(0.5, at_least=0, at_most=1)
@@ -143,6 +146,7 @@ class DistillConfig(Config):
     hidden: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
     chunk: int = option(256, at_least=1, at_most=1_000_000, unit="tokens")
     teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    teacher_placement: Literal["auto", "device", "files"] = "auto"
 
     @override
     def problems(self) -> list[str]:

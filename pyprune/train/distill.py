@@ -44,6 +44,9 @@ from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
 from pyprune.train.sharded import release, to_read, within
 
+OF_NO_RESULT = ("version", "chunk", "teacher_placement")
+"""Options of the distillation that a resumed run need not share."""
+
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
 
@@ -88,7 +91,7 @@ class Distillation:
             if parameter.ndim == 1:
                 digest.update(parameter.detach().float().cpu().numpy().tobytes())
         return {
-            **{f"distill.{k}": v for k, v in self.config.to_dict().items() if k not in ("version", "chunk")},
+            **{f"distill.{k}": v for k, v in self.config.to_dict().items() if k not in OF_NO_RESULT},
             "teacher_parameters": count_parameters(self.teacher),
             "teacher_sha256": digest.hexdigest(),
         }

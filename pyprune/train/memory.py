@@ -59,7 +59,8 @@ class TrainingMemory:
             the next one, the whole gradients of the first two, and a buffer. 0 in one process.
         activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
             a teacher aside.
-        teacher: weights of the dense model that is learnt from, and what is gathered of them; 0 without distillation.
+        teacher: weights of the dense model that is learnt from, and what is gathered of them, or what there is of them
+            at once where they stay in files; 0 without distillation.
         on_host: copies in the CPU's memory, for a model on a GPU.
         sequences: in one forward pass.
         length: tokens in a sequence.
@@ -94,7 +95,7 @@ def training_memory(
     *,
     device: torch.device,
     teacher: nn.Module | None = None,
-    teacher_divided: bool = False,
+    teacher_in: Literal["device", "shares", "files"] = "device",
     shares: int | None = None,
 ) -> TrainingMemory:
     """Find what training holds at its peak, in each process. Models are on the meta device, and useless afterwards.
@@ -106,7 +107,8 @@ def training_memory(
         length: tokens in a sequence, all of them predicted.
         device: where the real model will be.
         teacher: that the objective runs, for its weights.
-        teacher_divided: whether several processes share those too; else each has them whole.
+        teacher_in: where those are: on the device, divided among the processes, or in files, of which a layer at a time
+            is on the device.
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
@@ -115,7 +117,7 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
-        taught = _of_teacher(teacher, shares if teacher_divided else 1)
+        taught = _of_teacher(teacher, teacher_in, shares)
         return _measured(model, config, objective, length, device, taught, shares)
 
 
@@ -162,14 +164,17 @@ def _measured(
     )
 
 
-def _of_teacher(teacher: nn.Module | None, shares: int) -> int:
-    """Bytes of a model that is only read: all of it, or a part, and whole what is in work."""
+def _of_teacher(teacher: nn.Module | None, place: str, shares: int) -> int:
+    """Bytes of a model that is only read: all of it, or one of its layers, or a share and whole what is in work."""
     if teacher is None:
         return 0
     weights = _bytes(_unique(teacher.parameters()))
-    if shares == 1:
-        return weights
     rest, largest = _gathered_parts(teacher)
+    if place == "files":
+        vectors = (p for p in _unique(teacher.parameters()) if p.ndim == 1)
+        return _bytes(_unique([*rest, *largest, *vectors]))
+    if place == "device" or shares == 1:
+        return weights
     return weights // shares + _bytes(rest) + 2 * _bytes(largest)
 
 

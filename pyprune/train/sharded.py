@@ -346,13 +346,13 @@ def sharding(model: nn.Module, config: TrainConfig) -> Whole:
 def to_read(model: PreTrainedModel) -> PreTrainedModel:
     """What to run of a model that a training only reads: where weights are on the host, a copy that is divided.
 
-    Every process has such a model from files.
+    Every process has such a model from files. One that is read layer by layer as it runs is not divided.
 
     The model keeps its own weights. Call what runs the copy through :func:`within`; from the first call on, its
     embeddings, last norm and head are whole in every process.
     """
     how = processes.division()
-    if how is None or not how.on_host:
+    if how is None or not how.on_host or any(p.is_meta for p in model.parameters()):
         return model
     names = {name for name, _ in model.named_parameters()}
     copied = cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))

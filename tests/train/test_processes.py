@@ -153,7 +153,7 @@ def test_a_teacher_that_is_divided_is_held_in_parts() -> None:
     options: dict[str, Any] = {"device": torch.device("cpu"), "teacher": teacher}
     whole = training_memory(model, MEASURED, Objective(), LENGTH, **options, shares=2).teacher
     part = training_memory(
-        shapes(torch.float32), MEASURED, Objective(), LENGTH, **options, teacher_divided=True, shares=64
+        shapes(torch.float32), MEASURED, Objective(), LENGTH, **options, teacher_in="shares", shares=64
     )
     rest = sum(p.nbytes for name, p in shapes(torch.float32).named_parameters() if ".layers." not in name)
     assert rest < part.teacher < 0.8 * whole
