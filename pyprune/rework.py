@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.layers import stored_layers, why_loaded_whole
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
-from pyprune.checkpoint.record import has_record, read_record, take_measured
+from pyprune.checkpoint.record import read_record, take_measured
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
@@ -23,12 +22,13 @@ from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
+from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.probe.streams import LayerRunner
+from pyprune.probe.streams import HostLayers, LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
-from pyprune.run_memory import Source, within_memory
+from pyprune.run_memory import Source, learns_from_files, within_memory
 from pyprune.runtime import processes
-from pyprune.runtime.device import DTYPES, resolve_device, working_dtype
+from pyprune.runtime.device import resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
@@ -83,16 +83,25 @@ class Dense:
         return load_model(self.model, dtype=dtype, device=device, **self.reading)[0]
 
     def walk(self, *, dtype: str, device: str) -> PreTrainedModel | LayerRunner:
-        """The model for one pass through its layers: of safetensors, one layer in memory at a time.
+        """The model for one pass through its layers: of safetensors, one layer in memory at a time."""
+        if self.model is None or why_loaded_whole(self.model, **self.reading):
+            return self.load(dtype=dtype, device=device)
+        return stored_layers(self.model, dtype=dtype, device=device, **self.reading)
 
-        A folder with a record is loaded whole, which compares it with its checksums.
+    def teacher(self, config: PruneConfig | RecoverCheckpointConfig, *, place: str, dtype: str) -> PreTrainedModel:
+        """The model as ``recover.distill`` of a run has it.
+
+        Args:
+            config: of the run, ``teacher_placement`` decided.
+            place: device to load it to, where it is loaded.
+            dtype: of its weights, see :func:`teacher_dtype`.
+
+        Raises:
+            ConfigError: no dense model was named.
         """
-        if self.model is None or self.gguf_file is not None or self.trust_remote_code:
-            return self.load(dtype=dtype, device=device)
-        folder = folder_with_safetensors(self.model, self.revision)
-        if folder is None or has_record(folder):
-            return self.load(dtype=dtype, device=device)
-        return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
+        if self.model is None or not learns_from_files(config):
+            return self.load(dtype=dtype, device=place)
+        return stored_layers(self.model, dtype=dtype, device=config.device, **self.reading).whole()
 
 
 @dataclass
@@ -176,7 +185,7 @@ def recover_checkpoint(
     plan = record.plan if record else None
     config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
     wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
-    if dense.model is not None:
+    if dense.model is not None and not learns_from_files(config):
         wanted.append(Loaded(dense.model, TEACHER_DTYPE, teacher_dtype(config), **dense.reading))
     say_what_is_copied(wanted)
     place = _place_before_training(config.device)
@@ -185,7 +194,7 @@ def recover_checkpoint(
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        loaded = None if teacher is None else dense.load(dtype=teacher_dtype(config), device=place)
+        loaded = None if teacher is None else dense.teacher(config, place=place, dtype=teacher_dtype(config))
         with processes.dividing(Division(resolve_device(config.device), "files")):
             report = recover(
                 work.model,
@@ -238,7 +247,7 @@ def reconstruct_checkpoint(
     _check_same_channels(pruned, "A reconstruction", "Prune the dense model again, with cut.reconstruct=least_squares.")
     source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
     _check_places(pruned, config, source, out, overwrite=overwrite)
-    with _reworked(pruned, config, source, out, "reconstructions", config.device, overwrite=overwrite) as work:
+    with _reworked(pruned, config, source, out, "reconstructions", "cpu", overwrite=overwrite) as work:
         if work.plan is None:
             raise ConfigError(
                 f"{pruned} holds no plan, which says what was removed; give a checkpoint that pyprune prune wrote."
@@ -247,10 +256,10 @@ def reconstruct_checkpoint(
             warn(warning)
         for note in one_kind_of_text(work.samples):
             say(note)
-        walked = source.walk(dtype=config.dtype, device=config.device)
-        with processes.dividing():
+        walked, place = source.walk(dtype=config.dtype, device=config.device), resolve_device(config.device)
+        with processes.dividing(Division(place, "files")):
             report = reconstruct_compacted_(
-                work.model,
+                HostLayers(work.model, family_for(work.model), place),
                 work.plan,
                 walked,
                 work.samples,

@@ -250,7 +250,8 @@ class CompactedLayers(CutSide):
                 f"{len(plan.layers)} of {len(plan.hidden)}. Give the plan that it was cut with."
             )
         self.position = {layer.index: i for i, layer in enumerate(plan.layers)}
-        self.kept = torch.tensor(plan.hidden, device=pruned.model.device)
+        self.kept = torch.tensor(plan.hidden, device=pruned.device)
+        self.changed: list[str] = []
         self.gauge = bool(plan.removed_hidden) and self.family.gauges(config)
         self.scale = stream_scale(self.family, plan, tied=bool(config.tie_word_embeddings))
 
@@ -288,8 +289,12 @@ class CompactedLayers(CutSide):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The pruned model's layer."""
-        yield self.runner.layers[self.position[index]]
+        """The pruned model's layer; where its runner asks for it, what was solved is given to it in the end."""
+        position = self.position[index]
+        with self.runner.layer(position) as layer:
+            yield layer
+            self.runner.keep(position, self.changed)
+        self.changed.clear()
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The pruned stream [B, T, H'] behind a part."""
@@ -305,4 +310,5 @@ class CompactedLayers(CutSide):
         return Projection(name, module, None, None, scale=scale, dense_rows=dense_rows)
 
     def solved(self, projections: Sequence[Projection]) -> None:
-        """Nothing is left to do: the model itself was changed."""
+        """Remember what was changed in the layer at work."""
+        self.changed += [name for projection in projections for name in projection.parameters]

@@ -190,7 +190,7 @@ def reconstruct_(
 
 
 def reconstruct_compacted_(
-    pruned: PreTrainedModel,
+    pruned: PreTrainedModel | LayerRunner,
     plan: PrunePlan,
     dense: PreTrainedModel | LayerRunner,
     samples: Tensor | Batch,
@@ -202,7 +202,8 @@ def reconstruct_compacted_(
     """Solve a model that is cut already so that it follows the dense one, in place.
 
     Args:
-        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since.
+        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since, or its layers as something else
+            holds and keeps them.
         plan: the one that it was cut with.
         dense: the dense model, or its layers as something else holds them.
         samples: see :func:`reconstruct_`.
@@ -216,8 +217,9 @@ def reconstruct_compacted_(
     """
     source = dense if isinstance(dense, LayerRunner) else LayerRunner(dense, family_for(dense))
     check_plan(plan, source.family, source.model.config)
-    side = CompactedLayers(LayerRunner(pruned, source.family), plan, source.model.config)
-    with still(pruned):
+    own = pruned if isinstance(pruned, LayerRunner) else LayerRunner(pruned, source.family)
+    side = CompactedLayers(own, plan, source.model.config)
+    with still(own.model):
         return _reconstruct(source, side, plan, Batch.of(samples), kinds, options, batch_size)
 
 

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from pyprune.families import Family, decoder_layers
 from pyprune.families.base import BLOCKS, Block
+from pyprune.runtime import processes
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,16 @@ class LayerRunner:
     Args:
         model: a causal LM of a known family, dense or cut.
         family: of the model.
+
+    Attributes:
+        device: where its streams are.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self.model = model
         self.family = family
         self.layers = decoder_layers(model)
+        self.device = model.device
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._bfloat16 = False
 
@@ -167,6 +174,64 @@ class LayerRunner:
 
     def _autocast(self, x: Tensor) -> torch.autocast:
         return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
+
+
+class HostLayers(LayerRunner):
+    """The decoder layers of a model on the host, each of which is on a device for as long as it is at work.
+
+    Of several processes those that do not get the result (:func:`pyprune.runtime.processes.gets_result`) keep no
+    change, so that models that are mapped from the same files go on sharing them.
+
+    Args:
+        model: on the host.
+        family: of the model.
+        device: for streams and the layer at work.
+    """
+
+    def __init__(self, model: PreTrainedModel, family: Family, device: torch.device) -> None:
+        super().__init__(model, family)
+        self.device = device
+        self._changed: dict[str, Tensor] = {}
+
+    @override
+    def embed(self, ids: Tensor) -> Tensor:
+        """The stream [B, T, H] that enters the first layer, on the device."""
+        stream = super().embed(ids)
+        there: dict[int, Tensor] = {}  # what layers share stays one tensor
+
+        def moved(value: Any) -> Any:
+            return there.setdefault(id(value), value.to(self.device)) if isinstance(value, Tensor) else value
+
+        shape = ids.shape[0], ids.shape[1]
+        self._calls[shape] = [tree_map(moved, call) for call in self._calls[shape]]
+        return stream.to(self.device)
+
+    @contextmanager
+    @override
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """Give a copy of one decoder layer's weights on the device; :meth:`keep` says what stays of changes to them."""
+        layer = self.layers[index]
+        modules = layer.modules()
+        stores: list[dict[str, Any]] = [store for module in modules for store in (module._parameters, module._buffers)]
+        here = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+        for store, name, tensor in here:
+            there = tensor.detach().to(self.device, copy=True)
+            store[name] = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+        try:
+            yield layer
+        finally:
+            for store, name, tensor in here:
+                store[name] = tensor
+            for name, values in self._changed.items():
+                layer.get_parameter(name).data = values
+            self._changed.clear()
+
+    @override
+    def keep(self, index: int, names: Iterable[str]) -> None:
+        """Keep what parameters of the layer at work were changed to, on the host."""
+        if processes.gets_result():
+            changed = {name: self.layers[index].get_parameter(name).data for name in names}
+            self._changed |= {name: values.to(self.model.device) for name, values in changed.items()}
 
 
 @contextmanager
