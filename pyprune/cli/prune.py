@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyprune.cli.base import Debug, GgufFile, Overwrite, Recipe, RemoteCode, Resume, Revision, guarded
+from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
+    from pyprune.config.run import PruneConfig
+    from pyprune.plan import PrunePlan
     from pyprune.report import Cell
     from pyprune.stages import PruneResult
 
@@ -175,7 +178,19 @@ def prune(
             say(f"Note: {note}", "dim")
         print(found.plan.to_json())
     elif out is not None:
-        _print_pruned(pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source))
+        result = pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source)
+        _print_pruned(result)
+        if result.compact is not None:
+            warn_of_slow_checkpoint(out, advice=_for_faster_sizes(options, result.plan))
+
+
+def _for_faster_sizes(config: PruneConfig, plan: PrunePlan) -> str:
+    """Which options of a run keep to sizes that run well, as a sentence; empty where it decided none."""
+    if config.plan is not None:
+        return ""
+    options = ["--set score.ffn_multiple=64"] if config.score is not None and "ffn" in config.score.axes else []
+    options += ["--set hidden_multiple=64"] if plan.removed_hidden else []
+    return f"For steps that run well: {' '.join(options)}." if options else ""
 
 
 def _print_pruned(result: PruneResult) -> None:

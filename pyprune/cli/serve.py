@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from pyprune.cli.base import Debug, GgufFile, Overwrite, guarded
+from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.runtime.progress import warn
 
-SHOWN_SIZES = 4
 FILE_FORMATS = ("safetensors", "gguf")
 
 
@@ -72,30 +72,7 @@ def export(
         print(f"Not a stock architecture: {reason}")
     for warning in report.warnings:
         warn(warning)
-    _warn_of_slow_sizes(out, quantise)
-
-
-def _warn_of_slow_sizes(folder: Path, quantise: str | None) -> None:
-    """Name every layer of a cut model whose widths run slowly in a format; what the dense model had is as it was.
-
-    Args:
-        folder: that was written, or the source of a GGUF file.
-        quantise: format of the matrices; None = the dtype of config.json.
-    """
-    from pyprune.budget.sizes import FFN_MULTIPLES, SizeRules, slow_sizes
-    from pyprune.checkpoint.record import has_record, read_pruning_json
-    from pyprune.runtime.files import read_json
-
-    if not has_record(folder):
-        return
-    plan = read_pruning_json(folder).plan
-    weights = quantise or str(read_json(folder / "config.json").get("dtype"))
-    if plan is None or weights not in FFN_MULTIPLES:
-        return
-    slow = slow_sizes(plan, SizeRules.of(weights))
-    if slow:
-        more = f" And {len(slow) - SHOWN_SIZES} more." if len(slow) > SHOWN_SIZES else ""
-        warn(f"Sizes that are slower than they could be in {weights}: {' '.join(slow[:SHOWN_SIZES])}{more}")
+    warn_of_slow_checkpoint(out, quantise)
 
 
 def _refuse_quantise(quantise: str | None, file_format: str) -> None:
@@ -135,7 +112,7 @@ def _export_gguf(model: str, out: Path, quantise: str, *, overwrite: bool) -> No
     for note in report.notes:
         print(f"Note: {note}")
     if Path(model).is_dir():
-        _warn_of_slow_sizes(Path(model), quantise)
+        warn_of_slow_checkpoint(Path(model), quantise)
 
 
 @guarded

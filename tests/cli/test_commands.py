@@ -21,7 +21,7 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.models import tiny_model
-from tests._support.text import prose
+from tests._support.text import prose, write_model
 from tests._support.tokenizer import tiny_tokenizer
 
 
@@ -335,6 +335,29 @@ def test_env_prints_versions_and_backends() -> None:
     text = run("env").stdout
     assert "torch" in text
     assert "ops: cpp" in text
+
+
+def test_prune_names_the_layers_whose_widths_run_slowly_and_how_to_have_others(tmp_path: Path) -> None:
+    dense = write_model(tiny_model("llama", intermediate_size=256), tmp_path / "dense")
+    only_ffn = ("prune", dense, "--method", "magnitude", "--ratio", "0.3", "--set", "score.axes=[ffn]")
+    said = run(*only_ffn, "--out", tmp_path / "cut")
+    assert said.exit_code == 0, said.output
+    words = " ".join(said.stderr.split())
+    assert "FFN channels are not a multiple of 64. For steps that run well: --set score.ffn_multiple=64." in words
+    again = run(*only_ffn, "--set", "score.ffn_multiple=64", "--out", tmp_path / "fast")
+    assert again.exit_code == 0, again.output
+    assert "slower" not in again.stderr
+    plan = read_pruning_json(tmp_path / "fast").plan
+    assert plan is not None
+    assert {len(layer.ffn) % 64 for layer in plan.layers} == {0}
+    assert any(len(layer.ffn) < 256 for layer in plan.layers)
+    channels = ("--method", "magnitude", "--set", "score.axes=[hidden]", "--ratio", "0.25")
+    hidden = run("prune", dense, *channels, "--out", tmp_path / "hidden")
+    assert hidden.exit_code == 0, hidden.output
+    assert "For steps that run well: --set hidden_multiple=64." in " ".join(hidden.stderr.split())
+    replayed = run("prune", dense, "--plan", tmp_path / "cut", "--out", tmp_path / "replayed")
+    assert "slower than they could be" in " ".join(replayed.stderr.split())
+    assert "For steps that run well" not in replayed.stderr
 
 
 def test_export_names_the_layers_whose_widths_run_slowly(checkpoint: Path, tmp_path: Path) -> None:
