@@ -4,6 +4,7 @@ r"""A whole training step, ours and a plain PyTorch loop's, at equal work: secon
     python -m bench.train_step --shapes 7B --batch 1 --length 2048      # on a GPU: LLaMA-2's shapes, random weights
     python -m bench.train_step --recipes      # what the shipped recipes hold at 7B and 13B on 76 GiB; measures nothing
     python -m bench.train_step --padding FILE # what of a step on instruction records (a .jsonl file) is padding
+    python -m bench.train_step --passes FILE  # seconds of such a step, split by records or by tokens
 
 The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Forms:
 
@@ -34,6 +35,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -42,6 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from typing_extensions import override
 
 from bench._timing import Case, Target, conditions, interleave, print_targets, worst
 from bench.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
@@ -84,6 +87,7 @@ COMPILED = "ours, full memory, layers compiled"
 LAYERS = range(13, 20)
 CLIP = 1.0
 PASSES = (1, 2, 4, 8, 16, 32, 64)
+RECORDS_IN_A_PASS, TOKENS_IN_A_PASS = (4, 8, 16), (1024, 2048, 4096)
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -452,12 +456,69 @@ def padding_table(samples: Batch, batch_size: int) -> str:
 
 def print_padding(file: Path, tokenizer: Any) -> None:
     """That of the recovery alpaca-lora on the records of a file."""
-    config = recovery("alpaca-lora")
+    print(padding_table(_records(file, tokenizer), recovery("alpaca-lora").recover.train.batch_size))
+
+
+def _records(file: Path, tokenizer: Any) -> Batch:
+    """Nine tenths of the records of a .jsonl file, tokenised as the recovery alpaca-lora does."""
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     distinct = len(set(content.splitlines()))
-    data = replace(config.data, source=str(file), samples=distinct * 9 // 10)
-    size = config.recover.train.batch_size
-    print(padding_table(split_disjoint(tokenizer, {"records": data})["records"], size))
+    data = replace(recovery("alpaca-lora").data, source=str(file), samples=distinct * 9 // 10)
+    return split_disjoint(tokenizer, {"records": data})["records"]
+
+
+def by_tokens(batch: Batch, tokens: int) -> list[Batch]:
+    """Split a batch into passes of at most so many tokens, padding counted: rows of like length together."""
+    ordered = torch.argsort(batch.real.sum(1), stable=True)
+    lengths = batch.real.sum(1)[ordered].tolist()
+    passes: list[list[int]] = []
+    for row, length in zip(ordered.tolist(), lengths, strict=True):
+        if not passes or (len(passes[-1]) + 1) * length > tokens:
+            passes.append([])
+        passes[-1].append(row)
+    return [batch[torch.tensor(rows)].micro_batches(len(rows))[0] for rows in passes]
+
+
+class _SplitByTokens(Whole):
+    """A model whose steps are split into passes by their tokens."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        super().__init__(model)
+        self.tokens = tokens
+
+    @override
+    def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
+        for micro in by_tokens(batch, self.tokens):
+            yield micro, True
+
+
+def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
+    """Seconds of the first step of the recovery alpaca-lora, split in several ways that take turns, as Markdown."""
+    dense, preset = options.dense, recovery("alpaca-lora").recover
+    train = replace(preset.train, learning_rate=RATE, dtype="bfloat16", memory="full", steps=100_000)
+    batch = _records(file, tokenizer)[: train.batch_size]
+    cases, counts = [], []
+    with adapted(dense.copy(torch.float32), preset) as model:
+        ways: list[tuple[str, Whole, int]] = [(f"{n} records", Whole(model), n) for n in RECORDS_IN_A_PASS]
+        ways += [(f"{n} tokens", _SplitByTokens(model, n), 1) for n in TOKENS_IN_A_PASS]
+        for name, whole, size in ways:
+            config = replace(train, micro_batch_size=size)
+            run = _Run(whole, batch, None, config, Objective(), None, False)
+            run._make_optimizer()
+            cases.append(Case("a step in passes", "bfloat16", f"{len(batch)} records", name, partial(run._step, 1)))
+            passes = [micro for micro, _ in whole.shares(batch, config)]
+            counts.append((len(passes), sum(micro.ids.numel() for micro in passes)))
+        interleave(cases, options.repeats, dense.device)
+    records = [case.record() for case in cases]
+    append_jsonl(options.jsonl, [{**conditions(dense.device), "model": dense.name, **record} for record in records])
+    first = _median_seconds(records[0])[0]
+    rows: list[tuple[Cell, ...]] = []
+    for record, (number, fed) in zip(records, counts, strict=True):
+        seconds, spread = _median_seconds(record)
+        times = (f"{seconds:.2f}", f"{spread:.2f}", f"{first / seconds:.2f}")
+        rows.append((record["implementation"], str(number), str(fed), *times))
+    columns = ("in a pass, at most", "passes", "tokens with padding", "s (median)", "MAD", "times as fast as the first")
+    return markdown_table(Table(f"Steps of {len(batch)} records", columns, tuple(rows)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -473,12 +534,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
     parser.add_argument("--recipes", action="store_true", help="only what the shipped recipes hold")
     parser.add_argument("--padding", type=Path, metavar="FILE", help="only what of these records' steps is padding")
+    parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
     options = parser.parse_args(arguments)
     if options.padding is not None:
         return print_padding(options.padding, the_model(options.model)[2])
     if options.recipes:
         return print_recipes()
     options.dense = _dense(options)
+    if options.passes is not None:
+        return print(time_passes(options.passes, the_model(options.model)[2], options))
     name, device = options.dense.name, options.dense.device
     about = {**conditions(device), "model": name, "length": options.length}
     print(f"{name}, {about['threads']} threads, {about['device']}")

@@ -86,6 +86,34 @@ def test_padding_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "90 records, steps of 64" in capsys.readouterr().out
 
 
+def test_passes_by_tokens_hold_no_more_of_them_and_every_record() -> None:
+    ids = torch.full((6, 10), IGNORED)
+    for row, length in enumerate((3, 9, 3, 5, 4, 9)):
+        ids[row, :length] = row
+    passes = train_step.by_tokens(Batch.of(ids), 12)
+    assert [tuple(micro.ids.shape) for micro in passes] == [(3, 4), (1, 5), (1, 9), (1, 9)]
+    assert [micro.ids[:, 0].tolist() for micro in passes] == [[0, 2, 4], [3], [1], [5]]
+
+
+def test_ways_to_split_a_step_are_timed_in_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"instruction": f"say {i} " * (1 + i % 2), "output": "word " * (1 + i % 2)} for i in range(100)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    model, path = AutoModelForCausalLM.from_config(train_step.SHAPES["tiny"]), tmp_path / "steps.jsonl"
+    monkeypatch.setattr(train_step, "RECORDS_IN_A_PASS", (4, 16))
+    monkeypatch.setattr(train_step, "TOKENS_IN_A_PASS", (8192,))
+    monkeypatch.setattr(train_step, "the_model", lambda _: ("tiny", model, tiny_tokenizer()))
+    options = ["--passes", str(tmp_path / "records.jsonl"), "--repeats", "1", "--jsonl", str(path)]
+    train_step.main(options)
+    printed = capsys.readouterr().out
+    names = [json.loads(line)["implementation"] for line in path.read_text().splitlines()]
+    ways = {"records": train_step.RECORDS_IN_A_PASS, "tokens": train_step.TOKENS_IN_A_PASS}
+    assert names == [f"{number} {what}" for what, numbers in ways.items() for number in numbers]
+    assert all(f"| {name} | " in printed for name in names)
+    assert "| 4 records | 16 | " in printed
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's own, while it traces
 def test_compiled_layers_are_timed_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
