@@ -333,12 +333,14 @@ HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "elder.penalty_weight": 0.05, "recover.distill.hidden": 0.5, "recover.distill.teacher_dtype": "bfloat16",
         },
     ),
-    # Decided and reconstructed from the files by the first process, adapters after the cut.
+    # Decided and reconstructed from the files by the first process, adapters after the cut, from a teacher that each
+    # process reads by itself.
     "shortgpt": (
         ("recover",),
         {
             "stages.after": "[recover]", "cut.reconstruct": "least_squares", "cut.least_squares.dtype": "auto",
-            "recover.adapters": "lora", "recover.rank": 2,
+            "recover.adapters": "lora", "recover.rank": 2, "recover.distill.hidden": 0.5,
+            "recover.distill.teacher_placement": "files",
         },
     ),
     # Decided by the first process on the model itself, then a penalty on channels that lie in both.
