@@ -22,9 +22,8 @@ from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
-from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.probe.streams import HostLayers, LayerRunner
+from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, run_folder
 from pyprune.run_memory import Source, learns_from_files, within_memory
 from pyprune.runtime import processes
@@ -247,6 +246,7 @@ def reconstruct_checkpoint(
     _check_same_channels(pruned, "A reconstruction", "Prune the dense model again, with cut.reconstruct=least_squares.")
     source = Dense(dense, dense_gguf_file, dense_revision, trust_remote_code)
     _check_places(pruned, config, source, out, overwrite=overwrite)
+    say_what_is_copied([Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)])
     with _reworked(pruned, config, source, out, "reconstructions", "cpu", overwrite=overwrite) as work:
         if work.plan is None:
             raise ConfigError(
@@ -259,12 +259,13 @@ def reconstruct_checkpoint(
         walked, place = source.walk(dtype=config.dtype, device=config.device), resolve_device(config.device)
         with processes.dividing(Division(place, "files")):
             report = reconstruct_compacted_(
-                HostLayers(work.model, family_for(work.model), place),
+                work.model,
                 work.plan,
                 walked,
                 work.samples,
                 options=config.least_squares,
                 batch_size=config.batch_size,
+                device=place,
             )
         work.report = report.to_dict()
     return report

@@ -21,6 +21,7 @@ from pyprune.families import family_for
 from pyprune.pipeline import prune
 from pyprune.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.plans import axis_plans
 from tests._support.text import write_model, write_text
 
 
@@ -166,6 +167,23 @@ def test_of_a_dense_model_on_disk_one_layer_is_read_at_a_time(
     assert loaded[1:] == ["plain", "dense"]
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("streamed", "whole")]
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-head-dim", "opt", "phi-tied", "qwen2", "gemma3"])
+def test_a_cut_to_pyprunes_own_architecture_is_reconstructed_too(family: str, text: Path, tmp_path: Path) -> None:
+    """Sizes that differ between layers and channels that go: the cut model has no family of its own."""
+    model = tiny_model(family)
+    dense, plan = write_model(model, tmp_path / "dense"), tmp_path / "plan.json"
+    plan.write_text(axis_plans(family_for(model).plan(model.config))["everything"].to_json())
+    assert run(*arguments(dense, plan, text, tmp_path / "cut")).exit_code == 0
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    done = run("reconstruct", tmp_path / "cut", "--dense", dense, "--out", tmp_path / "out", *data)
+    assert done.exit_code == 0, done.output
+    assert read_pruning_json(tmp_path / "out").provenance["architecture"].startswith("Pruned")
+    (entry,) = read_pruning_json(tmp_path / "out").provenance["reconstructions"]
+    assert any(part["ridge"] is not None and part["after"] < part["before"] for part in entry["report"]["parts"])
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "out"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_what_cannot_be_reconstructed_is_refused(dense: Path, text: Path, plan: Path, tmp_path: Path) -> None:

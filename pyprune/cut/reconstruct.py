@@ -51,7 +51,7 @@ from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
-from pyprune.probe.streams import LayerRunner, Part
+from pyprune.probe.streams import HostLayers, LayerRunner, Part
 from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track
@@ -190,7 +190,7 @@ def reconstruct_(
 
 
 def reconstruct_compacted_(
-    pruned: PreTrainedModel | LayerRunner,
+    pruned: PreTrainedModel,
     plan: PrunePlan,
     dense: PreTrainedModel | LayerRunner,
     samples: Tensor | Batch,
@@ -198,18 +198,20 @@ def reconstruct_compacted_(
     kinds: Sequence[str] | None = None,
     options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
     batch_size: int | None = None,
+    device: torch.device | None = None,
 ) -> ReconstructionReport:
     """Solve a model that is cut already so that it follows the dense one, in place.
 
     Args:
-        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since, or its layers as something else
-            holds and keeps them.
+        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since.
         plan: the one that it was cut with.
         dense: the dense model, or its layers as something else holds them.
         samples: see :func:`reconstruct_`.
         kinds: see :func:`reconstruct_`.
         options: see :class:`ReconstructConfig`.
         batch_size: see :func:`reconstruct_`.
+        device: of the dense model, on which each layer of ``pruned``, which is on the host, is at work; None = where
+            ``pruned`` is.
 
     Raises:
         DataError, UnsupportedModelError: see :func:`reconstruct_`.
@@ -217,9 +219,10 @@ def reconstruct_compacted_(
     """
     source = dense if isinstance(dense, LayerRunner) else LayerRunner(dense, family_for(dense))
     check_plan(plan, source.family, source.model.config)
-    own = pruned if isinstance(pruned, LayerRunner) else LayerRunner(pruned, source.family)
+    family = source.family  # which a model that was cut has none of its own of
+    own = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)
     side = CompactedLayers(own, plan, source.model.config)
-    with still(own.model):
+    with still(pruned):
         return _reconstruct(source, side, plan, Batch.of(samples), kinds, options, batch_size)
 
 

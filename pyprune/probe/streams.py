@@ -226,6 +226,13 @@ class HostLayers(LayerRunner):
                 layer.get_parameter(name).data = values
             self._changed.clear()
 
+    @contextmanager
+    @override
+    def ending(self, stream: Tensor) -> Iterator[PreTrainedModel]:
+        """Give the model as it goes on, on the host, from a stream [B, T, H] behind its last layer."""
+        with super().ending(stream.to(self.model.device)) as model:
+            yield model
+
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
         """Keep what parameters of the layer at work were changed to, on the host."""
