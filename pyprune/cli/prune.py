@@ -14,8 +14,6 @@ from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
-    from pyprune.config.run import PruneConfig
-    from pyprune.plan import PrunePlan
     from pyprune.report import Cell
     from pyprune.stages import PruneResult
 
@@ -181,16 +179,7 @@ def prune(
         result = pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source)
         _print_pruned(result)
         if result.compact is not None:
-            warn_of_slow_checkpoint(out, advice=_for_faster_sizes(options, result.plan))
-
-
-def _for_faster_sizes(config: PruneConfig, plan: PrunePlan) -> str:
-    """Which options of a run keep to sizes that run well, as a sentence; empty where it decided none."""
-    if config.plan is not None:
-        return ""
-    options = ["--set score.ffn_multiple=64"] if config.score is not None and "ffn" in config.score.axes else []
-    options += ["--set hidden_multiple=64"] if plan.removed_hidden else []
-    return f"For steps that run well: {' '.join(options)}." if options else ""
+            warn_of_slow_checkpoint(out, config=options)
 
 
 def _print_pruned(result: PruneResult) -> None:

@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyprune.plan import PrunePlan
 from pyprune.runtime.progress import warn
+
+if TYPE_CHECKING:
+    from pyprune.budget.sizes import SizeRules
+    from pyprune.config.run import PruneConfig
+    from pyprune.plan import PrunePlan
 
 SHOWN_SIZES = 4
 
 
-def warn_of_slow_sizes(plan: PrunePlan, weights: str, advice: str = "") -> None:
+def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, config: PruneConfig | None = None) -> None:
     """Name every layer whose widths run slowly in a format; what the dense model had is as it was.
 
-    Args:
-        plan: what was cut.
-        weights: format or dtype of the matrices; nothing is said of one without rules.
-        advice: a sentence to end with.
-    """
-    from pyprune.budget.sizes import FFN_MULTIPLES, SizeRules, slow_sizes
-
-    if weights not in FFN_MULTIPLES:
-        return
-    slow = slow_sizes(plan, SizeRules.of(weights))
-    if slow:
-        more = f" And {len(slow) - SHOWN_SIZES} more." if len(slow) > SHOWN_SIZES else ""
-        last = f" {advice}" if advice else ""
-        warn(f"Sizes that are slower than they could be in {weights}: {' '.join(slow[:SHOWN_SIZES])}{more}{last}")
-
-
-def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, advice: str = "") -> None:
-    """The same of a checkpoint folder with a plan; nothing is said of others.
+    Nothing is said of a folder without a plan, or in a format without rules.
 
     Args:
         folder: that was written, or the source of a GGUF file.
         quantise: format of the matrices; None = the dtype of config.json.
-        advice: a sentence to end with.
+        config: of the run that made the plan, whose options keep to other sizes; None = it is past.
     """
+    from pyprune.budget.sizes import FFN_MULTIPLES, SizeRules, slow_sizes
     from pyprune.checkpoint.record import has_record, read_pruning_json
     from pyprune.runtime.files import read_json
 
     plan = read_pruning_json(folder).plan if has_record(folder) else None
-    if plan is not None:
-        warn_of_slow_sizes(plan, quantise or str(read_json(folder / "config.json").get("dtype")), advice)
+    if plan is None:
+        return
+    weights = quantise or str(read_json(folder / "config.json").get("dtype"))
+    rules = SizeRules.of(weights) if weights in FFN_MULTIPLES else None
+    slow = slow_sizes(plan, rules) if rules is not None else []
+    if slow and rules is not None:
+        more = f" And {len(slow) - SHOWN_SIZES} more." if len(slow) > SHOWN_SIZES else ""
+        options = _options_for(rules, config, plan) if config is not None else []
+        advice = f" For steps that run well: {' '.join(options)}." if options else ""
+        warn(f"Sizes that are slower than they could be in {weights}: {' '.join(slow[:SHOWN_SIZES])}{more}{advice}")
+
+
+def _options_for(rules: SizeRules, config: PruneConfig, plan: PrunePlan) -> list[str]:
+    """Options that the run has not, by which it would have kept to the rules where it did not."""
+    if config.plan is not None:
+        return []
+    dense, score = plan.dense, config.score
+    by_steps = (
+        score is not None and "ffn" in score.axes and not score.counts and score.ffn_multiple % rules.ffn_multiple
+    )
+    off_ffn = any(len(p.ffn) % rules.ffn_multiple for p in plan.layers if len(p.ffn) != dense.intermediate_size)
+    off_hidden = plan.removed_hidden and len(plan.hidden) % rules.hidden_multiple
+    found = [f"--set score.ffn_multiple={rules.ffn_multiple}"] if by_steps and off_ffn else []
+    return found + ([f"--set hidden_multiple={rules.hidden_multiple}"] if off_hidden else [])

@@ -347,6 +347,10 @@ def test_prune_names_the_layers_whose_widths_run_slowly_and_how_to_have_others(t
     again = run(*only_ffn, "--set", "score.ffn_multiple=64", "--out", tmp_path / "fast")
     assert again.exit_code == 0, again.output
     assert "slower" not in again.stderr
+    odd = run(*only_ffn, "--set", "score.ffn=100", "--set", "score.ranking=local", "--out", tmp_path / "counted")
+    assert odd.exit_code == 0, odd.output
+    assert "slower than they could be" in " ".join(odd.stderr.split())
+    assert "For steps that run well" not in odd.stderr, "a count was given, which steps would only contradict"
     plan = read_pruning_json(tmp_path / "fast").plan
     assert plan is not None
     assert {len(layer.ffn) % 64 for layer in plan.layers} == {0}
