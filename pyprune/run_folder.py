@@ -25,8 +25,8 @@ from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_f
 from pyprune.runtime.records import differences
 
 RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
-DECIDED = ("memory", "teacher_placement")
-"""Options of which a run writes down what auto became."""
+OF_NO_RESULT = ("teacher_placement",)
+"""Options by which a run computes the same in another way: it is resumed with any of their values."""
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
@@ -56,14 +56,21 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
         kept = unseal(read_json(folder / RUN))
     except (OSError, ValueError):
         return False
-    return _are_alike(kept.get("config"), config.to_dict())
+    return _are_alike(_of_result(kept.get("config")), _of_result(config.to_dict()))
+
+
+def _of_result(facts: Any) -> Any:
+    """Facts without the options that do not decide what a run comes to."""
+    if not isinstance(facts, Mapping):
+        return facts
+    return {name: _of_result(value) for name, value in facts.items() if name not in OF_NO_RESULT}
 
 
 def _are_alike(kept: Any, asked: Any) -> bool:
-    """Whether options are the same, where auto is what the run decided for it."""
+    """Whether options are the same, where ``memory: auto`` is what the run decided for it."""
     if not isinstance(kept, dict) or not isinstance(asked, dict):
         return bool(kept == asked)
-    decided = [name for name, value in asked.items() if name in DECIDED and value == "auto"]
+    decided = [name for name, value in asked.items() if name == "memory" and value == "auto"]
     return kept.keys() == asked.keys() and all(x in decided or _are_alike(kept[x], asked[x]) for x in asked)
 
 
@@ -166,7 +173,7 @@ class RunFolder:
         """Refuse to resume another run; see :func:`run_folder`."""
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        if different := differences(self._read(RUN), facts):
+        if different := differences(_of_result(self._read(RUN)), _of_result(facts)):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "
                 + ", ".join(different)

@@ -74,14 +74,19 @@ class Source:
 
     def teacher_shapes(self, dtype: str) -> PreTrainedModel:
         """The dense model without weights."""
-        reading = self.reading if self.teacher_reading is None else self.teacher_reading
-        return model_without_weights(self.teacher or self.model, dtype=dtype, **reading)
+        return model_without_weights(self.teacher or self.model, dtype=dtype, **self._reading_of_teacher)
 
     @property
     def why_teacher_is_loaded(self) -> str:
-        """Why the dense model cannot stay in its files while it teaches, as part of a sentence; empty where it can."""
-        reading = self.reading if self.teacher_reading is None else self.teacher_reading
-        return why_loaded_whole(self.teacher or self.model, **reading)
+        """Why the dense model cannot stay in its files while it teaches, as part of a sentence; empty where it can.
+
+        Of a hub id the files are fetched for that.
+        """
+        return why_loaded_whole(self.teacher or self.model, **self._reading_of_teacher)
+
+    @property
+    def _reading_of_teacher(self) -> dict[str, Any]:
+        return self.reading if self.teacher_reading is None else self.teacher_reading
 
 
 def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
@@ -216,10 +221,15 @@ def memory_of(
     look = _Look(source, here, device)
     decided = _decided(here, look, capacity)
     found = [(training, look.at(training, decided.dtype)) for training in _all_trainings(decided)]
-    beyond = any(training.action == "recover" and memory.total > capacity for training, memory in found)
-    if beyond and _leaves_teacher_open(config) and not source.why_teacher_is_loaded:
-        return memory_of(source, _with_teacher(config, "files"), device, capacity)
+    if _leaves_teacher_open(config) and not _recovery_fits(found, capacity):
+        of_files = memory_of(source, _with_teacher(config, "files"), device, capacity)
+        if _recovery_fits(of_files[1], capacity) and not source.why_teacher_is_loaded:
+            return of_files
     return decided, found
+
+
+def _recovery_fits(found: list[tuple[Training, TrainingMemory]], capacity: int) -> bool:
+    return all(memory.total <= capacity for training, memory in found if training.action == "recover")
 
 
 def learns_from_files(config: PruneConfig | RecoverCheckpointConfig) -> bool:
@@ -407,8 +417,10 @@ def _other_places(training: Training, look: _Look, device: torch.device) -> Iter
     """Options by which models are elsewhere, and what is held then."""
     source, config = look.source, look.config
     distill = config.recover.distill if training.action == "recover" else None
-    on_device = distill is not None and distill.teacher_placement == "device"
-    if on_device and not source.why_teacher_is_loaded:
+    here = (
+        distill is not None and distill.teacher_placement == "device" and Path(source.teacher or source.model).is_dir()
+    )
+    if here and not source.why_teacher_is_loaded:  # no files are fetched for an advice
         yield f"{TEACHER_PLACEMENT}=files", _Look(source, _with_teacher(cast(Any, config), "files"), device)
     if processes.count() > 1 and isinstance(config, PruneConfig) and not source.on_host:
         yield "--placement host", _Look(replace(source, on_host=True), config, device)

@@ -128,6 +128,7 @@ class StoredModel:
         self._scratch = scratch
         self._replaced: dict[str, Place] = {}
         self._finite: set[str] = set()
+        self._in_range: set[str] = set()
         self.files = TensorFiles(self.folder)
         self.config, self._shapes = read_dense_config(self.folder)
         self.family = family_for(self.config)
@@ -181,6 +182,7 @@ class StoredModel:
             self._scratch.mkdir(exist_ok=True)
             save_file({name: values.detach().cpu().contiguous()}, path)
         (self._replaced[name],) = read_header(path)
+        self._in_range.discard(name)
 
     @property
     def replaced(self) -> list[str]:
@@ -214,10 +216,12 @@ class StoredModel:
             CheckpointError: as :meth:`mapped`, or values beyond the range of ``dtype``.
         """
         tensor = self.mapped(name)
+        there = tensor.to(self.device)  # as it is stored, because a GPU converts faster
         # A copy: what is mapped from the file would change with it.
-        found = tensor.to(self.device, self.dtype or tensor.dtype, copy=True)
-        if found.dtype != tensor.dtype:
+        found = there.to(self.dtype or tensor.dtype, copy=there is tensor)
+        if found.dtype != tensor.dtype and name not in self._in_range:
             check_finite(name, found, self.folder)  # beyond the range of float16
+            self._in_range.add(name)
         return found
 
     @property

@@ -117,6 +117,8 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
+        if teacher is not None and (teacher_in == "files" or (teacher_in == "shares" and shares > 1)):
+            teacher.requires_grad_(False)  # as such a copy has it: autocast keeps no copies of its weights
         taught = _of_teacher(teacher, teacher_in, shares)
         return _measured(model, config, objective, length, device, taught, shares)
 

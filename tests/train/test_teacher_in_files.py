@@ -169,6 +169,29 @@ def test_auto_leaves_the_teacher_in_its_files_where_the_device_cannot_hold_it(
     assert f"{PLACEMENT}=files" in " ".join(message.split())
 
 
+def test_an_interrupted_run_goes_on_with_its_teacher_elsewhere(
+    pruned: Path, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another device auto may come to the other place; the result is the same."""
+    here, there = (("--set", f"{PLACEMENT}={placement}") for placement in ("device", "files"))
+    assert run(*recovering(pruned, dense, text, tmp_path / "straight", *here)).exit_code == 0
+    original, calls = Distillation.terms, []
+
+    def interrupted(self: Distillation, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # the second step of two passes
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "terms", interrupted)
+        assert run(*recovering(pruned, dense, text, tmp_path / "again", *here)).exit_code == 130
+    result = run(*recovering(pruned, dense, text, tmp_path / "again", *there, "--resume"))
+    assert result.exit_code == 0, result.output
+    one, two = (recovered(tmp_path / name) for name in ("straight", "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_files_of_which_no_layer_can_be_read_are_refused(
     pruned: Path, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,17 +229,21 @@ def test_a_resumed_run_finds_the_same_teacher_in_files(dense: Path) -> None:
     assert facts[0] == facts[1]
 
 
-def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
-    """Of a teacher of eight layers, whose weights are most of what is held where they are loaded."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_predicted_peak_is_the_measured_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In float32 too, of whose weights autocast would keep copies if they were trained."""
     config = replace(ALL_WEIGHTS, distill=DistillConfig(alpha=0.5), train=replace(ALL_WEIGHTS.train, steps=2))
-    folder = write_model(real(torch.bfloat16), tmp_path / "teacher")
-    model, teacher = shapes(torch.float32), shapes(torch.bfloat16)
+    folder = write_model(real(dtype), tmp_path / "teacher")
+    model, teacher = shapes(torch.float32), shapes(dtype)
     predicted = training_memory(
         model, config.train, recovery_objective(model, config, teacher=teacher), LENGTH, device=CPU, teacher=teacher,
         teacher_in="files",
     )  # fmt: skip
-    student, of_files = real(torch.float32), stored_layers(folder, dtype="bfloat16", device="cpu").whole()
+    student, of_files = (
+        real(torch.float32),
+        stored_layers(folder, dtype=str(dtype).removeprefix("torch."), device="cpu").whole(),
+    )
     at_rest = held(student) + sum(p.nbytes for p in of_files.parameters() if not p.is_meta)
     measured = at_rest + extra_peak(lambda: recover(student, samples(), config, teacher=of_files), CPU)
     assert predicted.total == pytest.approx(measured, rel=0.1)
-    assert predicted.teacher < 0.7 * held(real(torch.bfloat16))
+    assert predicted.teacher < 0.7 * held(real(dtype))
