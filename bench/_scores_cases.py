@@ -15,6 +15,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, DataError, did_you_mean
 from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
 from pyprune.recipe import build_config, build_recovery
+from pyprune.run_folder import of_result
 from pyprune.runtime.records import Json, digest
 
 TEXTS = {"WikiText-2": "wikitext2_raw/test.txt", "PTB": "ptb/ptb.valid.txt"}
@@ -88,7 +89,7 @@ class Case:
         config = self.config
         usual = PruneConfig(config.method, score=ScoreConfig(), options=get_method(config.method).options())
         prune = _given(config.to_dict(), usual.to_dict())
-        return {"scorer": self.scorer, "seed": self.seed, "prune": prune, "recovery": recovery}
+        return {"scorer": self.scorer, "seed": self.seed, "prune": of_result(prune), "recovery": of_result(recovery)}
 
     @property
     def pruned_name(self) -> str:

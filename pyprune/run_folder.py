@@ -56,14 +56,14 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
         kept = unseal(read_json(folder / RUN))
     except (OSError, ValueError):
         return False
-    return _are_alike(_of_result(kept.get("config")), _of_result(config.to_dict()))
+    return _are_alike(of_result(kept.get("config")), of_result(config.to_dict()))
 
 
-def _of_result(facts: Any) -> Any:
+def of_result(facts: Any) -> Any:
     """Facts without the options that do not decide what a run comes to."""
     if not isinstance(facts, Mapping):
         return facts
-    return {name: _of_result(value) for name, value in facts.items() if name not in OF_NO_RESULT}
+    return {name: of_result(value) for name, value in facts.items() if name not in OF_NO_RESULT}
 
 
 def _are_alike(kept: Any, asked: Any) -> bool:
@@ -173,7 +173,7 @@ class RunFolder:
         """Refuse to resume another run; see :func:`run_folder`."""
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
-        if different := differences(_of_result(self._read(RUN)), _of_result(facts)):
+        if different := differences(of_result(self._read(RUN)), of_result(facts)):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "
                 + ", ".join(different)
