@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.config.base import Config
+from pyprune.config.train import OF_NO_RESULT
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
@@ -25,8 +26,6 @@ from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_f
 from pyprune.runtime.records import differences
 
 RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
-OF_NO_RESULT = ("teacher_placement",)
-"""Options by which a run computes the same in another way: it is resumed with any of their values."""
 
 
 def kept_of_a_run(out: str | Path) -> str | None:

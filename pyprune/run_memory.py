@@ -128,8 +128,7 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         check_sequence_length(model.config, training.data.sequence_length)
     if not (always or _matters(model, trainings, capacity)):
         # As it is decided where it matters, or a run that goes on elsewhere would have other options.
-        settled = _with_teacher(config, "device") if _leaves_teacher_open(config) else config
-        return _settled(settled, lean=config.dtype == "bfloat16")
+        return _settled(config, lean=config.dtype == "bfloat16")
     decided, found = memory_of(source, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
@@ -217,9 +216,8 @@ def memory_of(
     """The options with ``memory`` and the teacher's place decided for a device of ``capacity`` bytes, and what each
     training then holds.
     """
-    here = _with_teacher(config, "device") if _leaves_teacher_open(config) else config
-    look = _Look(source, here, device)
-    decided = _decided(here, look, capacity)
+    look = _Look(source, config, device)
+    decided = _decided(config, look, capacity)
     found = [(training, look.at(training, decided.dtype)) for training in _all_trainings(decided)]
     if _leaves_teacher_open(config) and not _recovery_fits(found, capacity):
         of_files = memory_of(source, _with_teacher(config, "files"), device, capacity)
@@ -383,7 +381,9 @@ def _decided(config: Run, look: _Look, capacity: int) -> Run:
 
 
 def _settled(config: Run, *, lean: bool) -> Run:
-    """Auto becomes lean or full in every training of all weights."""
+    """Auto becomes lean or full in every training of all weights, and the device for the teacher."""
+    if _leaves_teacher_open(config):
+        config = _with_teacher(config, "device")
     for training in [t for t in config.trainings() if t.all_weights and t.train.memory == "auto"]:
         train = replace(training.train, memory="lean" if lean else "full")
         config = config.with_training(training.action, train)

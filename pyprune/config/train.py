@@ -159,6 +159,9 @@ class DistillConfig(Config):
         return found
 
 
+OF_NO_RESULT = ("teacher_placement",)
+"""Options by which a run computes the same in another way: it is resumed with any of their values."""
+
 OF_ADAPTERS = ("targets", "rank", "alpha", "dropout")
 """Options of a recovery that its adapters alone read."""
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pyprune.config.train import DistillConfig
+from pyprune.config.train import OF_NO_RESULT, DistillConfig
 from pyprune.cut.compact import stream_scale
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
@@ -43,9 +43,6 @@ from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, outpu
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
 from pyprune.train.sharded import release, to_read, within
-
-OF_NO_RESULT = ("version", "chunk", "teacher_placement")
-"""Options of the distillation that a resumed run need not share."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
@@ -91,7 +88,11 @@ class Distillation:
             if parameter.ndim == 1:
                 digest.update(parameter.detach().float().cpu().numpy().tobytes())
         return {
-            **{f"distill.{k}": v for k, v in self.config.to_dict().items() if k not in OF_NO_RESULT},
+            **{
+                f"distill.{k}": v
+                for k, v in self.config.to_dict().items()
+                if k not in ("version", "chunk", *OF_NO_RESULT)
+            },
             "teacher_parameters": count_parameters(self.teacher),
             "teacher_sha256": digest.hexdigest(),
         }

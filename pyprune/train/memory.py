@@ -117,7 +117,9 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
-        if teacher is not None and (teacher_in == "files" or (teacher_in == "shares" and shares > 1)):
+        if shares == 1 and teacher_in == "shares":
+            teacher_in = "device"
+        if teacher is not None and teacher_in != "device":
             teacher.requires_grad_(False)  # as such a copy has it: autocast keeps no copies of its weights
         taught = _of_teacher(teacher, teacher_in, shares)
         return _measured(model, config, objective, length, device, taught, shares)
@@ -175,7 +177,7 @@ def _of_teacher(teacher: nn.Module | None, place: str, shares: int) -> int:
     if place == "files":
         vectors = (p for p in _unique(teacher.parameters()) if p.ndim == 1)
         return _bytes(_unique([*rest, *largest, *vectors]))
-    if place == "device" or shares == 1:
+    if place == "device":
         return weights
     return weights // shares + _bytes(rest) + 2 * _bytes(largest)
 
