@@ -8,10 +8,13 @@ Every process writes the weights that it has in the end to OUT/CASE-PROCESS.pt, 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -74,6 +77,18 @@ def _trained(config: TrainConfig, objective: Objective | None = None, **options:
     return model, train(model, SAMPLES, config, objective, **options)
 
 
+def _compiled() -> Any:
+    """Under torch.compile, without the C++ compiler, which takes ten seconds a layer."""
+    torch._dynamo.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    quick = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with quick, warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
+        found = _trained(replace(ADAM, compile=True))
+    assert stats["unique_graphs"] > before + 1, "nothing was compiled but what tries the compiler"
+    return found
+
+
 def _recovered(adapters: Any, distill: DistillConfig | None = None, dropout: float = 0.0) -> Any:
     model = _model()
     config = RecoverConfig(adapters=adapters, rank=2, distill=distill, dropout=dropout, train=ADAM)
@@ -119,6 +134,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "sgd": lambda _: _trained(CONFIG),
     "checkpointing": lambda _: _trained(replace(CONFIG, gradient_checkpointing=True)),
     "early-stop": lambda _: _trained(replace(ADAM, early_stop_patience=2, validation_interval=2)),
+    "compiled": lambda _: _compiled(),
     "lean": lambda _: _trained(LEAN),
     "dress": lambda _: _trained(ADAM, DressObjective(REMOVED, DRESS)),
     "dress-torch": lambda _: _trained(replace(ADAM, optimizer="adamw"), DressObjective(REMOVED, DRESS)),
