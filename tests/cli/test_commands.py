@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pyprune.errors import DataError, OutputError
 from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
+from tests._support.compiled import graphs, only_traced
 from tests._support.models import tiny_model
 from tests._support.text import prose, write_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -92,15 +92,12 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
 
 
 @pytest.mark.filterwarnings("default")  # torch's own, while it traces
-def test_an_option_compiles_the_layers_that_are_trained(
-    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch._dynamo.reset()  # what other tests compiled
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    done = run(*tiny_elder(checkpoint, text, "--set", "recover.train.compile=true", "--out", tmp_path / "out"))
+def test_an_option_compiles_the_layers_that_are_trained(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    before = graphs()
+    with only_traced():
+        done = run(*tiny_elder(checkpoint, text, "--set", "recover.train.compile=true", "--out", tmp_path / "out"))
     assert done.exit_code == 0, done.output
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before + 1, "only what tries the compiler"
+    assert graphs() > before + 1, "only what tries the compiler"
     assert read_pruning_json(tmp_path / "out").provenance["config"]["recover"]["train"]["compile"] is True
 
 

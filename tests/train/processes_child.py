@@ -11,10 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -36,6 +34,7 @@ from pyprune.runtime.shapes import to_shapes_
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, TrainReport
 from pyprune.train.recover import recover
+from tests._support.compiled import graphs, only_traced
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 from tests.train.test_memory import LENGTH, SHAPES
@@ -78,14 +77,10 @@ def _trained(config: TrainConfig, objective: Objective | None = None, **options:
 
 
 def _compiled() -> Any:
-    """Under torch.compile, without the C++ compiler, which takes ten seconds a layer."""
-    torch._dynamo.reset()
-    stats = torch._dynamo.utils.counters["stats"]
-    before = stats["unique_graphs"]
-    quick = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    with quick, warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
+    before = graphs()
+    with only_traced(), warnings.catch_warnings(action="ignore"):  # torch's own, while it traces
         found = _trained(replace(ADAM, compile=True))
-    assert stats["unique_graphs"] > before + 1, "nothing was compiled but what tries the compiler"
+    assert graphs() > before + 1, "nothing was compiled but what tries the compiler"
     return found
 
 

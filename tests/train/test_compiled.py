@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Never
 
 import pytest
@@ -16,6 +16,7 @@ from pyprune.families import decoder_layers
 from pyprune.train.compiled import compiled_layers
 from pyprune.train.loop import train
 from pyprune.train.recover import recover
+from tests._support.compiled import graphs, only_traced
 from tests._support.models import tiny_batch, tiny_model
 
 CONFIG = TrainConfig(steps=3, batch_size=4, micro_batch_size=2, learning_rate=1e-3, optimizer="fused_adamw")
@@ -30,13 +31,9 @@ def nothing_compiled() -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace and differentiate as always, but leave out the C++ compiler, which takes ten seconds a layer."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-
-
-def graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+def quick() -> Iterator[None]:
+    with only_traced():
+        yield
 
 
 @pytest.mark.slow
