@@ -379,7 +379,7 @@ def _dashed(argument: str) -> str:
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:
-    """Replace this process by ``vllm serve folder extra_args...``; signals reach the server directly.
+    """Replace this process by one that waits for ``vllm serve folder extra_args...`` (:mod:`pyprune.serving.supervise`).
 
     Args:
         folder: the checkpoint.

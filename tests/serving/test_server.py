@@ -93,7 +93,7 @@ def test_opt_with_a_sliced_hidden_size_and_ctrl_c(tmp_path: Path) -> None:
     with Server([PYPRUNE, "serve", str(folder)], folder, tmp_path / "log") as server:
         server.wait_until_healthy()
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
-        server.stop(signal.SIGINT)
+        assert server.stop(signal.SIGINT) == 0
         assert server.left_over() == []
 
 
@@ -105,6 +105,7 @@ def test_stock_export_needs_no_plugin(tmp_path: Path) -> None:
     with Server([PYPRUNE, "serve", str(folder), "--"], folder, tmp_path / "log", without) as server:
         server.wait_until_healthy()
         compare(folder, asked, [server.complete(prompt) for prompt in asked])
+        assert server.stop() == 0
 
 
 def test_damaged_checkpoint_is_refused_at_load(tmp_path: Path) -> None:
