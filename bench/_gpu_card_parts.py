@@ -111,7 +111,8 @@ def serve(options: argparse.Namespace) -> None:
             return write_served(config, plans[name], Path(work) / name.replace(" ", "-"), options.engine, DTYPE)
 
         dense = write(DENSE)
-        room = room_for(options.engine, written_bytes(Path(work)), cache_bytes(dense[1], workloads, DTYPE))
+        cache = cache_bytes(dense[1], workloads, DTYPE)
+        room = options.resident or room_for(options.engine, written_bytes(Path(work)), cache)
         with EngineGroup(options.engine, DTYPE, workloads, config.vocab_size) as engines:
             for group, turns in engines.in_groups(dense, names, write, room=room, repeats=options.repeats):
                 for name in group:
@@ -159,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serving.add_argument("--shapes", required=True, help="as bench/train_step.py's")
     serving.add_argument("--engine", default="vllm", choices=("vllm", "transformers"))
     serving.add_argument("--repeats", type=int, default=3)
+    serving.add_argument("--resident", type=int, metavar="N", help="engines loaded at once (default: by free memory)")
     serving.set_defaults(work=serve)
     for part in (kernels, serving):
         part.add_argument("--jsonl", type=Path, required=True, help="file to append to")

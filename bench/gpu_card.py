@@ -64,7 +64,8 @@ SMALL_ARRAYS = (
 )
 STEP = ("--shapes", "7B", "--batch", "1", "--length", "2048", "--repeats", "3")
 SMALL_STEP = ("--shapes", "tiny", "--batch", "1", "--length", "16", "--repeats", "1")
-SERVING, SMALL_SERVING = ("--shapes", "7B"), ("--shapes", "tiny", "--engine", "transformers", "--repeats", "1")
+SERVING = ("--shapes", "7B")
+SMALL_SERVING = ("--shapes", "tiny", "--engine", "transformers", "--repeats", "1", "--resident", "2")
 
 
 @dataclass(frozen=True)

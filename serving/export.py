@@ -379,7 +379,7 @@ def _dashed(argument: str) -> str:
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:
-    """Replace this process by one that waits for ``vllm serve folder extra_args...`` (:mod:`pyprune.serving.supervise`).
+    """Replace this process by one that waits for ``vllm serve folder extra_args...``.
 
     Args:
         folder: the checkpoint.

@@ -23,7 +23,7 @@ from tests._support.tokenizer import tiny_tokenizer
 
 REAL_VLLM = [
     pytest.mark.serving,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 """Marks of a file whose tests run a real vLLM."""

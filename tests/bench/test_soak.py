@@ -132,7 +132,7 @@ class TestServed:
         save_checkpoint(dense, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
         rows = tmp_path / "rows.jsonl"
         given = ["--model", str(tmp_path / "dense"), "--requests", "30", "--concurrency", "4", "--cancelled", "0.1"]
-        given += ["--prompt-tokens", "4-40", "--new-tokens", "8-24", "--sample", "20", "--memory-every", "1"]
+        given += ["--prompt-tokens", "4-40", "--new-tokens", "8-24", "--sample", "20", "--memory-every", "5"]
         status = soak.main([*given, "--eager", "--kill-worker", "--jsonl", str(rows)])
         printed = capsys.readouterr().out
         (row,) = map(json.loads, rows.read_text().splitlines())

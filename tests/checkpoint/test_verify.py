@@ -372,6 +372,10 @@ def test_ranks_that_start_together_wait_for_the_first(written: Path, tmp_path: P
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
     for rank in ranks:
-        _, errors = rank.communicate("go\n", timeout=120)
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors
     assert Counter((tmp_path / "log").read_text().split()) == Counter(list(read_pruning_json(written).files))

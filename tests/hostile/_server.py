@@ -160,6 +160,7 @@ class _Child:
     place: Path
     pid: int
     began: float
+    ready: float | None = None
     sent: int = 0
     outcome: Outcome | None = None
 
@@ -230,12 +231,29 @@ def _look_after(child: _Child, before: int) -> None:
         growth = usage.ru_maxrss * 1024 - before
         child.outcome = Outcome(os.waitstatus_to_exitcode(status), *printed, seconds, growth)
         return
-    due = [number for after, number in child.run.signals if after <= seconds]
+    if child.run.signals:
+        _send_what_is_due(child)
+    if seconds > child.run.seconds:
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _send_what_is_due(child: _Child) -> None:
+    """Signals count from when the command is ready for them: a fork on a busy machine is not at once."""
+    now = time.monotonic()
+    if child.ready is None:
+        if not _catches(child.pid, signal.SIGTERM):
+            return
+        child.ready = now
+    due = [number for after, number in child.run.signals if child.ready + after <= now]
     for number in due[child.sent :]:
         os.kill(child.pid, number)
     child.sent = len(due)
-    if seconds > child.run.seconds:
-        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _catches(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def _memory() -> Mapping[str, int]:

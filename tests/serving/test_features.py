@@ -98,7 +98,7 @@ def asked_by_client(server: Server, folder: Path) -> Iterator[Served]:
         yield Served(server, client, load_model(folder)[0])
 
 
-def until(reached: Callable[[], bool], patience: float = 60) -> None:
+def until(reached: Callable[[], bool], patience: float = 300) -> None:
     """Metrics are counted a moment after the answer."""
     end = time.monotonic() + patience
     while not reached() and time.monotonic() < end:

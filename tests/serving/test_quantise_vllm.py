@@ -91,7 +91,7 @@ def _run_vllm(folders: dict[str, Path], dtype: str) -> dict[str, Tensor]:
         capture_output=True,
         text=True,
         env=engine_environment() | ENVIRONMENT,
-        timeout=580,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

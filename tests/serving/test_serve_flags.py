@@ -70,7 +70,8 @@ def test_vllm_gets_it(folder: Path, tmp_path: Path) -> None:
     package.mkdir(parents=True)
     for path in (package, package.parent, package.parent.parent):
         (path / "__init__.py").touch()
-    (package / "main.py").write_text("import json, sys\n\ndef main():\n    print(json.dumps(sys.argv[1:]))\n    sys.exit(0)\n")
+    main = "import json, sys\n\ndef main():\n    print(json.dumps(sys.argv[1:]))\n    sys.exit(0)\n"
+    (package / "main.py").write_text(main)
     done = subprocess.run(
         [sys.executable, "-m", "pyprune", "serve", str(folder), *FLAGS[:-1]],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

@@ -36,7 +36,7 @@ STOPPED = """
     print(*map(int, received), flush=True)
 """
 ORPHAN = """
-    orphan = "import os, time; os.fork() or (time.sleep(0.2), os._exit(0)); os._exit(0)"
+    orphan = "import os, time; os.fork() or (time.sleep(2), os._exit(0)); os._exit(0)"
     subprocess.run([sys.executable, "-c", orphan], check=True)
     parent = os.getppid()
     children = lambda: open(f"/proc/{{parent}}/task/{{parent}}/children").read().split()

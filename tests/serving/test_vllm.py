@@ -123,7 +123,7 @@ def _run_vllm(models: Sequence[Path], damaged: Sequence[Path] = (), **more: Any)
         capture_output=True,
         text=True,
         env=engine_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        timeout=580,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
