@@ -48,7 +48,7 @@ def _alpaca_lora() -> RecoverCheckpointConfig:
             # Dropout, warm-up and decay are those of LLM-Pruner's script, which the paper builds on.
             dropout=0.05,
             train=TrainConfig(
-                optimizer="adamw",
+                optimizer="fused_adamw",
                 learning_rate=1e-4,
                 weight_decay=0.0,
                 steps=2 * 49_000 // 64,

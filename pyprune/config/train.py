@@ -32,8 +32,8 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimizer: adamw (decoupled weight decay), fused_adamw (the same in pyprune's own kernel, where there is one,
-            with DReSS's penalty and the clipping in its pass), adam (no decay), or sgd (with momentum 0).
+        optimizer: fused_adamw (decoupled weight decay; pyprune's own kernel, where there is one, with DReSS's penalty
+            and the clipping in its pass), adamw (the same in torch's), adam (no decay), or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
         steps: optimizer steps, at most.
@@ -64,7 +64,7 @@ class TrainConfig(Config):
         seed: of the order of samples and of dropout.
     """
 
-    optimizer: Literal["adamw", "fused_adamw", "adam", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "fused_adamw", "adam", "sgd"] = "fused_adamw"
     learning_rate: float = option(2e-5, above=0, at_most=LARGEST_WEIGHT)
     weight_decay: float = option(0.0, at_least=0, at_most=LARGEST_WEIGHT)
     steps: int = option(100, at_least=1, at_most=LONGEST_RUN)
