@@ -18,6 +18,8 @@ options that presets have (bfloat16 autocast over float32 weights, clipping at 1
 of a plain loop: torch's fused AdamW, autocast, the penalty by autograd, torch's clipping, Transformers' own loss. Steps
 take turns; the learning rate is so small that the weights stay. Peaks are of torch's allocator, with everything that
 lives between steps; beside them stands what :mod:`pyprune.train.memory` predicts. Every sample is appended to --jsonl.
+A second table says where the seconds of a few more steps go; ours copy the good weights in each of them, otherwise in
+one of ten.
 
 --compiled adds ours with every decoder layer under torch.compile; what compiling takes is in the warm-up.
 
@@ -46,6 +48,18 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
+from bench._step_parts import (
+    BACKWARD,
+    COPY,
+    FORWARD,
+    NORM,
+    OPTIMIZER,
+    PENALTY,
+    TEACHER,
+    Watched,
+    parts_table,
+    time_parts,
+)
 from bench._timing import Case, Target, conditions, interleave, print_targets, worst
 from bench.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
 from pyprune.config.recoveries import recovery
@@ -89,6 +103,8 @@ CLIP = 1.0
 PASSES = (1, 2, 4, 8, 16, 32, 64)
 RECORDS_IN_A_PASS, TOKENS_IN_A_PASS = (4, 8, 16), (1024, 2048, 4096)
 OUT_OF_MEMORY = "out of memory"
+PROFILED = 3
+"""Steps whose parts are timed."""
 
 
 LLAMA_2 = {
@@ -140,24 +156,24 @@ class Dense:
 
 
 @dataclass
-class Contender:
+class Step:
     """One implementation of a step.
 
     Attributes:
-        name: of it.
-        step: does one.
+        do: does one.
         held: what lives between steps, tensors.
-        predicted: peak, bytes; None for the plain loop.
+        parts: what it calls.
+        with_copy: does one that copies the good weights as well; None where none does.
     """
 
-    name: str
-    step: Callable[[], object]
+    do: Callable[[], object]
     held: Callable[[], list[Tensor]]
-    predicted: int | None = None
+    parts: Sequence[Watched]
+    with_copy: Callable[[], object] | None = None
 
 
 @contextmanager
-def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Contender]:
+def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Step]:
     """An implementation of a form, with a model of its own."""
     model = options.dense.copy(torch.bfloat16 if name in (LEAN, PLAIN_NARROW) else torch.float32)
     teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
@@ -166,9 +182,9 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Co
         make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
         with (
             compiled_layers(trained, recover.train),
-            make(form, trained, teacher, recover, options) as (step, held),
+            make(form, trained, teacher, recover, options) as step,
         ):
-            yield Contender(name, step, held)
+            yield step
 
 
 def _recover(name: str, form: Form, size: int) -> RecoverConfig:
@@ -178,10 +194,6 @@ def _recover(name: str, form: Form, size: int) -> RecoverConfig:
         dtype="bfloat16", memory="lean" if name == LEAN else "full", compile=name == COMPILED, steps=100_000,
     )  # fmt: skip
     return RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0, train=config)
-
-
-Step = tuple[Callable[[], object], Callable[[], list[Tensor]]]
-"""What does one step, and what lives between two."""
 
 
 @contextmanager
@@ -201,9 +213,23 @@ def _ours(
         states = [t for state in run.optimizer.state.values() for t in state.values()]
         return [*_weights(model, teacher), *states, *run.last_good.values()]
 
+    parts: list[Watched] = [
+        (run, "_terms", FORWARD),
+        (Tensor, "backward", BACKWARD),
+        (run, "_weight_penalty", PENALTY),
+        (run, "_clip", NORM),
+        (run, "_remember_last_good", COPY),
+        (run.optimizer, "_run", OPTIMIZER),
+        *_teacher_part(teacher),
+    ]
     with run._stepping():
-        yield lambda: run._step(next(numbers)), held
+        copies = config.last_good_interval
+        yield Step(lambda: run._step(next(numbers)), held, parts, lambda: run._step(1 + copies * next(numbers)))
     objective.teardown(model)
+
+
+def _teacher_part(teacher: PreTrainedModel | None) -> list[Watched]:
+    return [] if teacher is None else [(teacher.base_model, "forward", TEACHER)]
 
 
 def predicted_peak(name: str, form: Form, options: argparse.Namespace) -> int | None:
@@ -259,7 +285,16 @@ def _plain(
         states = [t for state in optimizer.state.values() for t in state.values()]
         return [*_weights(model, teacher), *states]
 
-    yield step, held
+    parts: list[Watched] = [
+        (model, "forward", FORWARD),
+        (sys.modules[__name__], "_distilled", FORWARD),
+        (sys.modules[__name__], "_group_norms", PENALTY),
+        (Tensor, "backward", BACKWARD),
+        (nn.utils, "clip_grad_norm_", NORM),
+        (optimizer, "step", OPTIMIZER),
+        *_teacher_part(teacher),
+    ]
+    yield Step(step, held, parts)
     for handle in handles:
         handle.remove()
 
@@ -315,17 +350,16 @@ def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> 
     """Time implementations in turns, and then find the peak of each."""
     device = options.dense.device
     with ExitStack() as stack:
-        found = [stack.enter_context(contender(name, form, options)) for name in names]
-        cases = [_case(form, c.name, options, c.step) for c in found]
+        found = {name: stack.enter_context(contender(name, form, options)) for name in names}
+        cases = [_case(form, name, options, step.do) for name, step in found.items()]
         interleave(cases, options.repeats, device)
-        peaks = []
-        for c in found:
-            between = sum({id(t): t.nbytes for t in c.held() if t.device.type == device.type}.values())
-            peaks.append(between + extra_peak(c.step, device))
-    return [
-        {**case.record(), "peak_bytes": peak, "predicted_bytes": predicted_peak(case.implementation, form, options)}
-        for case, peak in zip(cases, peaks, strict=True)
-    ]
+        records = [case.record() for case in cases]
+        for record, (name, step) in zip(records, found.items(), strict=True):
+            between = sum({id(t): t.nbytes for t in step.held() if t.device.type == device.type}.values())
+            record["peak_bytes"] = between + extra_peak(step.do, device)
+            record["predicted_bytes"] = predicted_peak(name, form, options)
+            record["parts_ms"] = time_parts(step.with_copy or step.do, step.parts, PROFILED, device)
+    return records
 
 
 def _measured_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -553,6 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             records.append(record)
         gc.collect()
     print("\n" + table(records, options.batch * options.length))
+    print("\n" + parts_table(records))
     print_targets([prediction_target(records)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench import train_step
+from bench._step_parts import BACKWARD, COPY, FORWARD, NORM, OPTIMIZER, PARTS, PENALTY, REST, TEACHER, time_parts
 from bench.train_step import FORMS, FULL, LABELS, LEAN, PLAIN, PLAIN_NARROW
 from pyprune.data.tokens import IGNORED, Batch
 from tests._support.compiled import graphs
@@ -27,6 +29,7 @@ def test_every_form_is_timed_and_weighed(
 ) -> None:
     model = AutoModelForCausalLM.from_config(SHAPES)
     monkeypatch.setattr(train_step, "the_model", lambda folder: ("tiny", model, None))
+    monkeypatch.setattr(train_step, "PROFILED", 1)
     path = tmp_path / "steps.jsonl"
     train_step.main(["--batch", "2", "--length", "16", "--repeats", "2", "--jsonl", str(path)])
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -37,6 +40,33 @@ def test_every_form_is_timed_and_weighed(
     for form in ("dress", "elder", "distil"):
         assert peaks[LABELS[form], LEAN] < 0.6 * peaks[LABELS[form], PLAIN]
     assert "tokens/s" in capsys.readouterr().out
+    parts = {(r["op"], r["implementation"]): r["parts_ms"] for r in records}
+    for (op, name), found in parts.items():
+        assert sorted(found) == sorted(PARTS)
+        taken = {part for part, milliseconds in found.items() if min(milliseconds) > 0}
+        expected = {FORWARD, BACKWARD, OPTIMIZER, REST}
+        expected |= {TEACHER} if op == LABELS["distil"] else set()
+        expected |= {COPY, PENALTY} if name != PLAIN else set()
+        expected |= {PENALTY} if op == LABELS["dress"] else set()
+        assert taken == expected | (set() if name == LEAN else {NORM}), (op, name)
+
+
+def test_a_part_within_another_counts_once() -> None:
+    class Owner:
+        def outer(self) -> None:
+            time.sleep(0.02)
+            self.inner()
+
+        def inner(self) -> None:
+            time.sleep(0.08)
+
+    owner = Owner()
+    watched = [(owner, "outer", BACKWARD), (owner, "inner", OPTIMIZER)]
+    found = time_parts(lambda: owner.outer(), watched, 1, torch.device("cpu"))
+    assert {part for part, (taken,) in found.items() if taken > 0} >= {BACKWARD, OPTIMIZER}
+    assert found[OPTIMIZER][0] >= 80
+    assert found[BACKWARD][0] >= 20
+    assert vars(owner) == {}, "it is as it was"
 
 
 def test_what_does_not_fit_alone_is_recorded(
@@ -59,7 +89,9 @@ def test_what_does_not_fit_alone_is_recorded(
     assert {name for name, record in records.items() if record.get("failed") == "out of memory"} == {PLAIN, FULL}
     assert records[FULL]["peak_bytes"] is None
     assert records[FULL]["predicted_bytes"] > 2 * records[LEAN]["predicted_bytes"]
-    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| DReSS")]
+    first, second = capsys.readouterr().out.split("| sum |")
+    assert second.count("| DReSS") == 2
+    lines = [line.split(" | ") for line in first.splitlines() if line.startswith("| DReSS")]
     faster = {line[1]: line[5] for line in lines}
     assert faster[PLAIN_NARROW] == "1.00"
     assert faster[PLAIN] == faster[FULL] == "-"
