@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas
-from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
+from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, decoded, encoded, regularised_adamw
 from pyprune.ops.regularised_adamw.reference import Randomness, Scalars, read_moments, step_tensor, write_moments
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
@@ -424,6 +424,31 @@ def test_a_middle_axis_runs_on_the_reference(use_backend: Callable[[str], None])
     use_backend("triton")
     with pytest.raises(BackendError, match="middle"):
         regularised_adamw([cube], [cube], [Moments.zeros(cube)], HYPER, steps=1, penalties=[penalty])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+@pytest.mark.parametrize("count", [0, 1, 128, 200_000, (1 << 19) + 130])
+def test_decoded_moments_are_encoded_to_the_same_bits(count: int, scale: float) -> None:
+    """Also zeros of both signs, blocks of zeros, and those that hold NaN."""
+    moments = Moments.zeros(torch.empty(count), quantised=True)
+    first = torch.randn(count) * torch.randn(count).mul(4).exp() * scale
+    second = first.square() if scale == 1 else first.abs() * scale
+    first[300:600] = 0.0
+    second[300:600] = 0.0
+    first[1000:1001] = second[2000:2001] = torch.nan
+    write_moments(moments, first, second, Randomness(0, 1, 2))
+    assert moments.first_scale is not None
+    assert moments.second_scale is not None
+    found = decoded(moments.first, moments.first_scale, signed=True)
+    assert torch.equal(found.nan_to_num(7), read_moments(moments)[0].nan_to_num(7))
+    for codes, scales, signed in (
+        (moments.first, moments.first_scale, True),
+        (moments.second, moments.second_scale, False),
+    ):
+        again, spread = encoded(decoded(codes, scales, signed=signed), signed=signed)
+        finite = scales.isfinite().repeat_interleave(128)[:count]
+        assert torch.equal(again[finite], codes[finite])
+        assert torch.equal(spread.nan_to_num(7), scales.nan_to_num(7))
 
 
 def test_bad_arguments() -> None:

@@ -28,10 +28,10 @@ from pyprune.ops._dispatch import (
     tensor_view,
     threads,
 )
-from pyprune.ops.regularised_adamw.reference import Hyper, Moments, Penalty, Randomness, Scalars
+from pyprune.ops.regularised_adamw.reference import Hyper, Moments, Penalty, Randomness, Scalars, decoded, encoded
 from pyprune.ops.regularised_adamw.reference import regularised_adamw as reference
 
-__all__ = ["Hyper", "Moments", "Penalty", "regularised_adamw"]
+__all__ = ["Hyper", "Moments", "Penalty", "decoded", "encoded", "regularised_adamw"]
 
 OP = "regularised_adamw"
 

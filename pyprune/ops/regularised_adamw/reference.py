@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ from pyprune.ops.regularised_adamw.philox import BLOCK, random16
 PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND, PURPOSE_PROX = range(4)
 FIRST_BITS, SECOND_BITS = 3, 4
 """Mantissa bits of the stored moments; the first moment needs one bit for its sign."""
+_AT_ONCE = BLOCK << 12
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,48 @@ def write_moments(moments: Moments, first: Tensor, second: Tensor, random: Rando
     _encode(first, moments.first, moments.first_scale, FIRST_BITS, bits, signed=True)
     bits = random.bits(count, PURPOSE_SECOND, device)
     _encode(_root(second), moments.second, moments.second_scale, SECOND_BITS, bits, signed=False)
+
+
+def decoded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """The numbers that 8-bit codes stand for, float32, of the codes' shape.
+
+    Args:
+        codes: uint8, contiguous.
+        scales: float32, one for every 128 elements of the flat codes.
+        signed: first moments; else the roots of second ones.
+    """
+    found = torch.empty(codes.shape, device=codes.device)
+    flat, given, mantissa = found.view(-1), codes.view(-1), FIRST_BITS if signed else SECOND_BITS
+    for here, blocks in _passes(flat.numel()):
+        flat[here] = _decode(given[here], scales[blocks], mantissa, signed=signed)
+    return found
+
+
+def encoded(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of such numbers, each rounded to the nearest code.
+
+    What :func:`decoded` gave of the same blocks gets its codes and scales back (where nothing is below 1e-38).
+
+    Args:
+        values: float32, contiguous.
+        signed: first moments; else the roots of second ones, >= 0.
+    """
+    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+    scales = torch.empty(-(-values.numel() // BLOCK), device=values.device)
+    flat, made, mantissa = values.view(-1), codes.view(-1), FIRST_BITS if signed else SECOND_BITS
+    middle = torch.tensor(1 << 15, device=values.device)  # of the 16 random bits: half of them round down
+    for here, blocks in _passes(flat.numel()):
+        _encode(flat[here], made[here], scales[blocks], mantissa, middle, signed=signed)
+        if signed:  # also of a zero, which a step can make of a small negative number
+            made[here] |= flat[here].signbit().to(torch.uint8) << 7
+    return codes, scales
+
+
+def _passes(count: int) -> Iterator[tuple[slice, slice]]:
+    """Elements and their blocks, so many at once that what is computed between is small."""
+    for start in range(0, count, _AT_ONCE):
+        stop = min(count, start + _AT_ONCE)
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
 
 
 def _top_code(mantissa: int, *, signed: bool) -> int:
