@@ -182,8 +182,9 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     assert largest_difference(*after) < 1e-4
 
 
-def test_sums_of_two_are_the_same_bits(one: Path, two: Path) -> None:
-    """Two micro batches of one process, or one of each of two: the same products, and a sum of two."""
+def test_sums_of_two_agree_to_the_last_bits(one: Path, two: Path) -> None:
+    """Two micro batches of one process, or one of each of two: the same products, and a sum of two. A library that
+    divides a product by the number of its threads may still round it otherwise."""
     assert largest_difference(read(one, "sgd")["weights"], read(two, "sgd")["weights"]) < 3e-7
     assert largest_difference(read(one, "reconstruct")["weights"], read(two, "reconstruct")["weights"]) < 1e-6
 
