@@ -303,25 +303,42 @@ def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(
     together = tmp_path / "together"
     arguments = prune_arguments(dense, text, together, "--placement", placement)
     with subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        _kill_one(run.pid, tmp_path)
+        started = _kill_one(run.pid, tmp_path)
         run.communicate(timeout=120)
         assert run.returncode != 0
+    assert len(started) == 2
+    assert not any(map(_runs, started)), "the other stops, too"
     assert not together.exists()
     resumed = subprocess.run(torchrun(3, *arguments, "--resume"), capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert resumed.stdout.count("share removed") == 1, "one process prints"
+    (stage,) = read_pruning_json(together).provenance["report"]["stages"]
+    assert stage["action"] == "recover"
+    assert 2 <= stage["resumed_from"] < 40, "it was killed while divided weights were trained"
     weights = [load_file(folder / "model.safetensors") for folder in (alone, together)]
     assert largest_difference(*weights) < 1e-4
 
 
-def _kill_one(parent: int, folder: Path) -> None:
-    """SIGKILL for one of the processes that torchrun started, once a state was written."""
+def _kill_one(parent: int, folder: Path) -> list[int]:
+    """SIGKILL for one of the processes that torchrun started, while they train weights that are divided.
+
+    Returns their ids, that one's last.
+    """
     deadline = time.monotonic() + 200
-    while not list(folder.glob(".together*/*/step-*")):
+    # What learns gates writes states deeper; parts of weights are written where several train them.
+    while not list(folder.glob(".together*/after-0-recover/step-*/shards")):
         assert time.monotonic() < deadline, "no state was written"
         time.sleep(0.02)
     children = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True, check=True).stdout.split()
     subprocess.run(["kill", f"-{signal.SIGKILL.value}", children[-1]], check=True)
+    return list(map(int, children))
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
