@@ -30,16 +30,17 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig, largest_divisor
 from pyprune.data.tokens import Batch
-from pyprune.errors import ConfigError, TrainingError
+from pyprune.errors import CheckpointError, ConfigError, TrainingError
 from pyprune.families import decoder_layers, named_axes
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division, summed_
 from pyprune.runtime.shapes import shape_only
+from pyprune.train.blocks import Place
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared, save_shared
-from pyprune.train.state import TrainState, load_state, save_state
+from pyprune.train.state import TrainState, load_state, read_whole, save_state
 
 _LOSS = "pyprune_loss"
 
@@ -58,10 +59,25 @@ class Whole:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._trained: list[nn.Parameter] = []
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """What the optimizer gets of groups of the model's parameters: the parts that this process holds."""
+        self._trained = [p for group in groups for p in group.parameters.values()]
         return groups
+
+    def place(self, position: int) -> Place:
+        """What this process holds of the optimizer's parameter at a position.
+
+        Raises:
+            CheckpointError: there is none, in the state of another training.
+        """
+        if position >= len(self._trained):
+            raise CheckpointError(
+                f"The state has moments of parameter number {position}, but {len(self._trained)} are trained: it is of "
+                "another training. Use the same settings, or another checkpoint folder."
+            )
+        return Place.whole(self._trained[position].shape)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
         """This process's micro batches of a batch, and whether each counts: all processes must run as many."""
@@ -97,7 +113,7 @@ class Whole:
 
     def load(self, path: Path) -> TrainState:
         """Read a state; tensors come back as this process's parts."""
-        return load_state(path)
+        return load_state(path, lambda folder: read_whole(folder, self.place))
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
         """Steps between two checkpoints; None = only at the end."""
@@ -148,6 +164,7 @@ class Sharded(Whole):
         self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
         self.parts = {name: _with_part(p) for name, p in self.divided.items()}
         self._names = {id(part): name for name, part in self.parts.items()}
+        self._trained: list[nn.Parameter] = []
         self._order: list[str | None] = []
         self._beside: list[nn.Parameter] = []
 
@@ -165,11 +182,19 @@ class Sharded(Whole):
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """The same groups, of parts; what is none of the model's is whole in every process."""
-        made = [replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups]
-        parameters = [p for group in made for p in group.parameters.values()]
-        self._order = [self._names.get(id(p)) for p in parameters]
-        self._beside = [p for p in parameters if id(p) not in self._names]
+        made = super().groups([replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups])
+        self._order = [self._names.get(id(p)) for p in self._trained]
+        self._beside = [p for p in self._trained if id(p) not in self._names]
         return made
+
+    def place(self, position: int) -> Place:
+        """The same; of what is none of the model's all."""
+        place = super().place(position)
+        name = self._order[position]
+        if name is None:
+            return place
+        whole = self.divided[name]
+        return Place.piece(whole.shape, whole.placements[0].dim, self.rank, self.processes)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
         """The rows of this process. One that has fewer than another runs a row again, which does not count."""
@@ -272,7 +297,7 @@ class Sharded(Whole):
 
     def load(self, path: Path) -> TrainState:
         """Read a state of any number of processes."""
-        return load_shared(path, self._empty, self._part_of_whole)
+        return load_shared(path, self._empty, self._part_of_whole, self.place)
 
     def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
         """Where an entry of a state is read to: of a parameter the part of this process, else all of it."""

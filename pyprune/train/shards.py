@@ -1,8 +1,8 @@
 """Tensors of a training checkpoint that several processes wrote (torch.distributed.checkpoint).
 
 They are named ``group/entry``. What is a part of one parameter is stored as that parameter, so that it can be divided
-anew; moments in 8 bits are blocks of a part, which only the same part of the same number of processes can use: their
-names end in ``@PROCESS/PROCESSES``.
+anew; moments in 8 bits are blocks of a part, whose names end in ``@PROCESS/PROCESSES``. As many processes read them as
+they are, others through :mod:`pyprune.train.blocks`.
 """
 
 from __future__ import annotations
@@ -18,66 +18,113 @@ from torch import Tensor
 
 from pyprune.errors import CheckpointError, shown
 from pyprune.runtime import processes
+from pyprune.train.blocks import CODES, ENDS, Places, recut
 
 Tensors = dict[str, dict[str, Tensor]]
 """group -> entry -> tensor."""
 SHARDS = "shards"
 """Folder of the parts inside a checkpoint."""
-BLOCKS = ("_codes", "_scale")
-"""What entries of moments in 8 bits end in."""
-
+OPTIMIZER = "optimizer"
+"""Group of the moments."""
 Empty = Callable[[str, str, torch.Size, torch.dtype], Any]
 """(group, entry, whole shape, dtype) -> the tensor to read an entry into."""
 
 
-def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
+def read_shards(folder: Path, empty: Empty | None = None, places: Places | None = None) -> Tensors:
     """Read what several processes wrote: parts by ``empty``, in all processes at once; without it whole tensors.
 
-    Raises:
-        CheckpointError: moments in 8 bits of another number of processes.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    Args:
+        folder: of the parts.
+        empty: where an entry is read to.
+        places: what this process holds of the optimizer's parameters, for moments in 8 bits of another number of
+            processes.
 
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    Raises:
+        CheckpointError: the parts cannot be read, or hold such moments while ``places`` is None.
+    """
+    stored = _Stored(folder)
     wanted: dict[str, Any] = {}
-    for entry, facts in cast(dict[str, Any], stored).items():
+    others: dict[str, int] = {}
+    for entry, facts in stored.facts.items():
         name, _, owner = entry.partition("@")
         if owner and not owner.endswith(f"/{processes.count()}"):
-            raise of_other_processes(folder.parent, int(owner.partition("/")[2]))
-        if not owner or own_name(name) == entry:
+            others[name] = int(owner.partition("/")[2])
+        elif not owner or own_name(name) == entry:
             group, _, key = name.partition("/")
             size, dtype = facts.size, facts.properties.dtype
             wanted[entry] = torch.empty(size, dtype=dtype) if empty is None else empty(group, key, size, dtype)
-    try:
-        with quietly():
-            load(wanted, checkpoint_id=folder, no_dist=empty is None)
-    except CheckpointException as error:  # no Exception: it would pass by all who handle errors
-        raise CheckpointError(f"The parts in {folder} cannot be read: {shown(error)}.") from error
+    stored.load(wanted, alone=empty is None)
     found: Tensors = {}
     for entry, tensor in wanted.items():
         group, _, key = entry.partition("@")[0].partition("/")
         found.setdefault(group, {})[key] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    for name, count in others.items():
+        if name.endswith(CODES):
+            found.setdefault(OPTIMIZER, {}).update(_of_others(stored, name, count, places))
     return found
 
 
-def of_other_processes(folder: Path, count: int) -> CheckpointError:
-    """The refusal of a state of so many processes: blocks of moments end elsewhere in the parts of others."""
-    of = "one process" if count == 1 else f"{count} processes"
-    return CheckpointError(
-        f"{folder} holds moments in 8 bits of {of}, which only as many can continue; these are {processes.count()}. "
-        "Start as many, or train with memory 'full'."
-    )
+def _of_others(stored: _Stored, codes: str, count: int, places: Places | None) -> dict[str, Tensor]:
+    """A moment in 8 bits of another number of processes, in blocks of what this process holds."""
+    moment = codes.removeprefix(f"{OPTIMIZER}/").removesuffix(CODES)
+    if places is None:
+        raise CheckpointError(
+            f"{stored.folder.parent} holds moments in 8 bits, in parts of {count} processes, which nothing but the "
+            "training that wrote them can put together: continue it with resume."
+        )
+    names = [[f"{OPTIMIZER}/{moment}{end}@{number}/{count}" for end in ENDS] for number in range(count)]
+    shapes = [stored.facts[of_codes].size for of_codes, _ in names]
+    return recut(moment, shapes, lambda number: stored.read(names[number]), places)
+
+
+class _Stored:
+    """A folder of parts.
+
+    Attributes:
+        folder: of the parts.
+        facts: name -> what torch recorded of a tensor, its size and properties.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        self.folder = folder
+        self._reader = FileSystemReader(folder)
+        known = self._reader.read_metadata()
+        # Which each load would read again: one for every moment in 8 bits, of a file with all parts of all of them.
+        setattr(self._reader, "read_metadata", lambda *_, **__: known)  # noqa: B010  (mypy: a method)
+        self.facts = cast(dict[str, Any], known.state_dict_metadata)
+
+    def load(self, wanted: dict[str, Any], *, alone: bool) -> None:
+        """Read entries into tensors: in this process alone, or in all of them at once.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            with quietly():
+                load(wanted, storage_reader=self._reader, no_dist=alone)
+        except CheckpointException as error:  # no Exception: it would pass by all who handle errors
+            raise CheckpointError(f"The parts in {self.folder} cannot be read: {shown(error)}.") from error
+
+    def read(self, names: list[str]) -> list[Tensor]:
+        """Entries of any process, in this one alone."""
+        facts = {name: self.facts[name] for name in names}
+        wanted = {name: torch.empty(f.size, dtype=f.properties.dtype) for name, f in facts.items()}
+        self.load(wanted, alone=True)
+        return list(wanted.values())
 
 
 def is_blocks(entry: str) -> bool:
     """Whether an entry is a moment in 8 bits, or its scales."""
-    return entry.startswith("optimizer/") and entry.endswith(BLOCKS)
+    return entry.startswith(f"{OPTIMIZER}/") and entry.endswith(ENDS)
 
 
 def own_name(entry: str) -> str:
-    """The name of an entry; of what no other process can use, with this process's number."""
+    """The name of an entry; of blocks, which are of this process's parts, with its number."""
     return f"{entry}@{processes.number()}/{processes.count()}" if is_blocks(entry) else entry
 
 

@@ -11,16 +11,8 @@ from torch import Tensor
 
 from pyprune.errors import shown
 from pyprune.runtime import processes
-from pyprune.train.shards import (
-    SHARDS,
-    Empty,
-    Tensors,
-    is_blocks,
-    of_other_processes,
-    own_name,
-    quietly,
-    read_shards,
-)
+from pyprune.train.blocks import Places, recut_whole
+from pyprune.train.shards import OPTIMIZER, SHARDS, Empty, Tensors, is_blocks, own_name, quietly, read_shards
 from pyprune.train.state import TrainState, load_state, read_whole, save_state
 
 
@@ -57,24 +49,29 @@ def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, 
     return Path(processes.from_first(str(written)))
 
 
-def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Tensor]) -> TrainState:
+def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Tensor], places: Places) -> TrainState:
     """Read a checkpoint; every process gets its parts.
 
     Args:
         path: of the checkpoint, written by one process or by any number.
         empty: where an entry is read to, from shards.
         part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
+        places: what this process holds of the optimizer's parameters, for moments in 8 bits of another number of
+            processes, which are encoded anew.
 
     Raises:
-        CheckpointError: it is damaged, or holds moments in 8 bits of another number of processes.
+        CheckpointError: it is damaged, or of another training.
     """
 
     def read(folder: Path) -> Tensors:
         if (folder / SHARDS).is_dir():
-            return read_shards(folder / SHARDS, empty)
+            return read_shards(folder / SHARDS, empty, places)
         whole = read_whole(folder)
-        if any(is_blocks(f"{group}/{key}") for group, entries in whole.items() for key in entries):
-            raise of_other_processes(folder, 1)
-        return {group: {key: part(group, key, t) for key, t in entries.items()} for group, entries in whole.items()}
+        found = {
+            group: {key: part(group, key, t) for key, t in entries.items() if not is_blocks(f"{group}/{key}")}
+            for group, entries in whole.items()
+        }
+        found.get(OPTIMIZER, {}).update(recut_whole(whole.get(OPTIMIZER, {}), places))
+        return found
 
     return load_state(path, read)

@@ -25,6 +25,7 @@ from pyprune.errors import CheckpointError, OutputError, shown
 from pyprune.runtime.disk import reason, sync
 from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
 from pyprune.runtime.records import differences
+from pyprune.train.blocks import Places
 from pyprune.train.shards import SHARDS, Tensors, read_shards
 
 CHECKPOINT_VERSION = 1
@@ -130,10 +131,18 @@ def load_state(path: Path, read_tensors: Callable[[Path], Tensors] | None = None
     return TrainState(step, meta, tensors)
 
 
-def read_whole(folder: Path) -> Tensors:
-    """The tensors of a checkpoint, whole, however many processes wrote it."""
+def read_whole(folder: Path, places: Places | None = None) -> Tensors:
+    """The tensors of a checkpoint, whole, however many processes wrote it.
+
+    Args:
+        folder: of the checkpoint.
+        places: the optimizer's parameters, for moments in 8 bits that several processes wrote.
+
+    Raises:
+        CheckpointError: it holds such moments while ``places`` is None.
+    """
     if (folder / SHARDS).is_dir():
-        return read_shards(folder / SHARDS)
+        return read_shards(folder / SHARDS, places=places)
     return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
 
 

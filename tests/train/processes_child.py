@@ -28,6 +28,7 @@ from pyprune.methods.regularise.dress.training import DressObjective
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.methods.regularise.elder.gates import GateReport, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective
+from pyprune.ops.regularised_adamw import decoded
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.runtime.shapes import to_shapes_
@@ -63,6 +64,22 @@ class _Stop(Objective):
             raise KeyboardInterrupt
 
 
+class _Moments(Objective):
+    """Notes the norms of both moments after step 5, the first of a run that goes on."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def after_optimizer_step(self, model: Any, optimizer: Any, step: int, learning_rate: float) -> None:
+        if step == 5:
+            self.norms = [self._norm(optimizer, kind) for kind in ("exp_avg", "exp_avg_sq")]
+
+    def _norm(self, optimizer: Any, kind: str) -> float:
+        states = optimizer.state.values()
+        parts = [decoded(s[f"{kind}_codes"], s[f"{kind}_scale"], signed=kind == "exp_avg") for s in states]
+        return float(processes.summed_(sum(p.double().square().sum() for p in parts))) ** 0.5
+
+
 def _model() -> Any:
     model = tiny_model("llama")
     how = processes.division()
@@ -74,6 +91,13 @@ def _model() -> Any:
 def _trained(config: TrainConfig, objective: Objective | None = None, **options: Any) -> Any:
     model = _model()
     return model, train(model, SAMPLES, config, objective, **options)
+
+
+def _lean(resumed_from: Path | None = None) -> Any:
+    objective = _Moments()
+    go_on = {} if resumed_from is None else {"checkpoint_dir": resumed_from, "resume": True}
+    model, report = _trained(replace(LEAN, checkpoint_interval=2), objective, **go_on)
+    return model, {**report.to_dict(), "moments": objective.norms}
 
 
 def _compiled() -> Any:
@@ -104,8 +128,8 @@ def _interrupted(config: TrainConfig, folder: Path) -> Any:
         return tiny_model("llama"), None  # weights that are lost
 
 
-def _resumed(config: TrainConfig, folder: Path) -> Any:
-    return _trained(replace(config, checkpoint_interval=2), checkpoint_dir=folder, resume=True)
+def _resumed(folder: Path) -> Any:
+    return _trained(replace(ADAM, checkpoint_interval=2), checkpoint_dir=folder, resume=True)
 
 
 def peak_bytes() -> int:
@@ -130,7 +154,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "checkpointing": lambda _: _trained(replace(CONFIG, gradient_checkpointing=True)),
     "early-stop": lambda _: _trained(replace(ADAM, early_stop_patience=2, validation_interval=2)),
     "compiled": lambda _: _compiled(),
-    "lean": lambda _: _trained(LEAN),
+    "lean": lambda _: _lean(),
     "dress": lambda _: _trained(ADAM, DressObjective(REMOVED, DRESS)),
     "dress-torch": lambda _: _trained(replace(ADAM, optimizer="adamw"), DressObjective(REMOVED, DRESS)),
     "dress-one-half": lambda _: _trained(ADAM, DressObjective([1, 5], DRESS)),
@@ -157,9 +181,10 @@ CASES: dict[str, Callable[[Path], Any]] = {
     ),
     "memory": lambda _: (tiny_model("llama"), peak_bytes()),
     "interrupted": lambda out: _interrupted(ADAM, out / "states"),
-    "resumed": lambda out: _resumed(ADAM, out / "states"),
+    "resumed": lambda out: _resumed(out / "states"),
     "lean-interrupted": lambda out: _interrupted(LEAN, out / "lean-states"),
-    "lean-resumed": lambda out: _resumed(LEAN, out / "lean-states"),
+    "lean-resumed": lambda out: _lean(out / "lean-states"),
+    "lean-divided-resumed": lambda out: _lean(out / "lean-whole-states"),
 }
 
 
@@ -175,7 +200,9 @@ def results(out: Path, names: list[str]) -> None:
         with processes.dividing(Division(weights=_where(name))):
             model, report = CASES[name](out)
         weights = {n: p.detach() for n, p in model.named_parameters()}
-        facts = report.to_dict() if isinstance(report, TrainReport | GateReport) else {"peak": report}
+        if isinstance(report, TrainReport | GateReport):
+            report = report.to_dict()
+        facts = report if isinstance(report, dict) else {"peak": report}
         torch.save({"weights": weights, "report": facts}, out / f"{name}-{processes.number()}.pt")
 
 

@@ -16,16 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pyprune.checkpoint.record import read_pruning_json
-from pyprune.errors import CheckpointError, ConfigError, DataError
+from pyprune.errors import ConfigError, DataError
 from pyprune.rework import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.sharded import Sharded, check_shares
-from pyprune.train.shards import is_blocks
-from pyprune.train.shared_state import load_shared
-from pyprune.train.state import TrainState, save_state
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
@@ -34,7 +31,7 @@ from tests.train.processes_child import CASES, MEASURED, REMOVED, SENT, STORED
 from tests.train.test_memory import LENGTH, shapes
 
 CHILD = Path(processes_child.__file__)
-STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed")
+STATES = ("interrupted", "resumed", "lean-interrupted", "lean-resumed", "lean-divided-resumed")
 GATES = "sent-gates"
 ON_HOST = [name for name in CASES if name.startswith((STORED, SENT)) and name != GATES]
 EQUAL = [name for name in CASES if name not in (*STATES, *ON_HOST, GATES, "lean", "memory", "dropout")]
@@ -225,41 +222,55 @@ def copied_states(two: Path, out: Path) -> Path:
     return out
 
 
-def test_an_interrupted_run_goes_on_in_one_process(two: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_in_one_process(two: Path, one: Path, tmp_path: Path) -> None:
     out = copied_states(two, tmp_path)
     expected = _uninterrupted()
-    processes_child.results(out, ["resumed"])
+    processes_child.results(out, ["resumed", "lean-resumed"])
     found = read(out, "resumed")
     assert found["report"]["resumed_from"] == 4
     assert_reached(found["weights"], expected)
+    assert_lean_went_on(read(out, "lean-resumed"), two, one)
 
 
-def test_three_processes_do_the_same_and_go_on_from_two_but_not_in_8_bits(two: Path, one: Path, tmp_path: Path) -> None:
+def assert_lean_went_on(found: dict[str, Any], undisturbed: Path, other: Path) -> None:
+    """From a state of another number of processes to what those that wrote it reach.
+
+    Were the moments lost, their norms after the next step would be 0.41 of these, and the last loss 1.4 % larger.
+    Weights round by other random bits from there on; where all steps do, runs differ by more.
+    """
+    expected = read(undisturbed, "lean")
+    assert found["report"]["resumed_from"] == 4
+    assert found["report"]["moments"] == pytest.approx(expected["report"]["moments"], rel=0.01)
+    losses = [report["history"][-1]["lm_loss"] for report in (found["report"], expected["report"])]
+    assert losses[0] == pytest.approx(losses[1], rel=4e-3)
+    apart = distance(read(other, "lean")["weights"], expected["weights"])
+    assert 0 < distance(found["weights"], expected["weights"]) < apart
+
+
+def test_three_processes_do_the_same_and_go_on_from_two(two: Path, one: Path, tmp_path: Path) -> None:
+    """Their parts are 16 and 24 of 48 channels: none of their blocks of moments in 8 bits are the same."""
     out = copied_states(two, tmp_path)
     result = launched(3, out, *THREE, "resumed", "lean-resumed")
-    assert result.returncode != 0
+    assert result.returncode == 0, result.stderr[-4000:]
     for name in THREE:
         assert_reached(read(out, name, process=2)["weights"], read(one, name)["weights"])
-    assert "moments in 8 bits of 2 processes" in result.stderr
     found = read(out, "resumed", process=2)
     assert found["report"]["resumed_from"] == 4
     assert_reached(found["weights"], _uninterrupted())
+    assert_lean_went_on(read(out, "lean-resumed", process=2), two, one)
 
 
-def test_8_bits_go_on_in_as_many_processes_bit_for_bit(two: Path, tmp_path: Path) -> None:
+def test_8_bits_go_on_in_as_many_processes_bit_for_bit_and_from_one_in_two(
+    two: Path, one: Path, tmp_path: Path
+) -> None:
     out = copied_states(two, tmp_path)
-    result = launched(2, out, "lean-resumed")
+    (tmp_path / "whole").mkdir()
+    processes_child.results(tmp_path / "whole", ["lean-interrupted"])
+    shutil.move(tmp_path / "whole" / "lean-states", out / "lean-whole-states")
+    result = launched(2, out, "lean-resumed", "lean-divided-resumed")
     assert result.returncode == 0, result.stderr[-4000:]
     assert largest_difference(read(out, "lean-resumed")["weights"], read(two, "lean")["weights"]) == 0
-
-
-def test_8_bits_of_one_process_are_not_divided(tmp_path: Path) -> None:
-    """What the moments' blocks end at is no row."""
-    state = TrainState(4, {}, {"optimizer": {"0/exp_avg_codes": torch.zeros(4, dtype=torch.uint8)}})
-    saved = save_state(tmp_path, state)
-    assert is_blocks("optimizer/0/exp_avg_codes")
-    with pytest.raises(CheckpointError, match="moments in 8 bits of one process, which only as many can continue"):
-        load_shared(saved, lambda *_: None, lambda *given: given[-1])
+    assert_lean_went_on(read(out, "lean-divided-resumed"), one, two)
 
 
 def _uninterrupted() -> dict[str, Tensor]:
