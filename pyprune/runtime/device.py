@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -16,12 +14,16 @@ from pyprune.errors import (
     ConfigError,
 )
 from pyprune.runtime import processes
+from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import warn
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Of x86 and Arm, as torch.cpu.get_capabilities names them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Dtype = TypeVar("Dtype", bound=str)
+
+GPU_MARGIN = 0.03
+"""Share of a GPU's free memory that is left to fragmentation, cuBLAS and kernels: an empty card of 80 GB has 76 GiB."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -53,15 +55,16 @@ def accelerator_name(device: str) -> str | None:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory that a device has in all: of a CPU the machine's, or what the process's cgroup is limited to."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine
+    """Bytes of memory that a run may still take on a device: of a CPU :func:`pyprune.runtime.host.available_memory`.
+
+    Of a GPU it is what is free, so that what other processes and this process's CUDA context hold is not in it, and
+    what this process's allocator has reserved and does not use; less :data:`GPU_MARGIN`.
+    """
+    if device.type != "cuda":
+        return available_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((free + unused) * (1 - GPU_MARGIN))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which dtype is computed in."""
+"""Which dtype is computed in, and what memory a device has left."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, Self
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyprune.runtime import device
-from pyprune.runtime.device import parked, working_dtype
+from pyprune.runtime.device import GPU_MARGIN, device_memory, parked, working_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +85,23 @@ def test_a_model_leaves_its_accelerator_for_a_while_and_comes_back_after_an_erro
     with parked(model, torch.device("cpu")):
         pass
     assert model.places == ["cpu", "cuda:0"], "it is there already"
+
+
+def test_a_gpu_has_what_is_free_and_what_its_allocator_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the card's total: another process may have most of it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
+    assert device_memory(torch.device("cuda")) == int(800 * (1 - GPU_MARGIN))
+
+
+def test_an_empty_card_of_80_gb_has_what_the_recipes_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(78.7 * 2**30), int(79.2 * 2**30)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    assert 76 * 2**30 <= device_memory(torch.device("cuda")) < 77 * 2**30
+
+
+def test_a_cpu_has_what_the_machine_has_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.runtime.device.available_memory", lambda: 123)
+    assert device_memory(torch.device("cpu")) == 123

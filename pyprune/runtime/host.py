@@ -1,0 +1,65 @@
+"""What memory the machine has left for a process: no torch here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+VERSIONS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""Of cgroups 2 and 1: the files of the limit and of what is used, and how names in memory.stat begin."""
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that a process may still take: what the machine has available, or less where its cgroups allow less.
+
+    Swap is not counted. Where the system does not say what is available (not Linux), it is all memory.
+
+    Args:
+        proc: where the kernel's tables are.
+        cgroups: where the cgroups are.
+    """
+    return min([_of_machine(proc), *(_left(folder) for folder in _own_cgroups(proc, cgroups))])
+
+
+def _of_machine(proc: Path) -> int:
+    found = _figures(proc / "meminfo").get("MemAvailable:")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found * 1024
+
+
+def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Folders of the cgroups that this process is in, with all above them, whose limits count as well.
+
+    A container may see paths of its host that it does not have; its own cgroup is then the folder on top.
+    """
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            top = cgroups / controllers
+            folder = top / path.strip("/")
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def _left(folder: Path) -> int:
+    """Bytes that a cgroup may still take; its file cache makes room, so it counts as free."""
+    for limit_name, used_name, prefix in VERSIONS:
+        limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
+        if limit.isdigit() and used.isdigit():
+            kinds = _figures(folder / "memory.stat")
+            cache = sum(kinds.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            return max(0, int(limit) - int(used) + cache)
+    return sys.maxsize  # no limit
+
+
+def _figures(table: Path) -> dict[str, int]:
+    """Lines of a name and a number; without the unit that may follow."""
+    rows = [line.split() for line in _text(table).splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
