@@ -42,10 +42,14 @@ PLACEMENTS = ("auto", "device", "host")
 """Where several processes have the model while nothing trains."""
 
 LARGEST_ON_DEVICE = 0.5
-"""Share of a device's memory that a model may fill by itself, if it is to be scored and cut there."""
+"""Share of a device's free memory that a model may fill by itself, if it is to be scored and cut there."""
 
 WORTH_A_LOOK = 0.1
-"""Share of a device's memory from which on a run says what it will hold."""
+"""Share of a device's free memory from which on a run says what each of its trainings will hold, part by part.
+
+Below it one line says what they hold at most: to run them on shapes takes 2 s for a tiny model, and 20 s for one of 30
+layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,12 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     The training by which a method decides (gates of layers) is one of them; it has no ``memory`` of its own.
 
     Auto is full where all trainings of all weights fit so in the memory of the device, and lean where one does not;
-    lean loads the weights in bfloat16. A run of a small model on a large device is looked at no further.
+    lean loads the weights in bfloat16. Of a small model on a large device only an estimate is printed.
 
     Args:
         source: of the models.
         config: of the run, checked.
-        always: print also what is small.
+        always: look also at what is small.
 
     Returns:
         The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
@@ -126,7 +130,9 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     model = source.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
-    if not (always or _matters(model, trainings, capacity)):
+    at_most = _estimate(source, model, config)
+    if not always and at_most <= WORTH_A_LOOK * capacity:
+        say(f"Memory at the peak: at most about {_gib(at_most)}, of {_gib(capacity)} on {device}{_each()}.", "dim")
         # As it is decided where it matters, or a run that goes on elsewhere would have other options.
         return _settled(config, lean=config.dtype == "bfloat16")
     decided, found = memory_of(source, config, device, capacity)
@@ -204,7 +210,7 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
 
 
 def _capacity(device: torch.device) -> int:
-    """Bytes that each process of this run has on its device."""
+    """Bytes that each process of this run may take on its device."""
     # Processes on one machine share its memory; each of them has a GPU of its own.
     sharing = processes.on_this_machine() if device.type == "cpu" else 1
     return processes.from_first(device_memory(device) // sharing)  # machines may differ
@@ -276,19 +282,33 @@ def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.dev
         )
         for training, m in found
     ]
-    each = f", in each of {processes.count()} processes" if processes.count() > 1 else ""
-    title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}{each}"
+    title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}{_each()}"
     return f"{title}:\n{markdown_table(Table(title, columns, tuple(rows)))}"
 
 
-def _matters(model: PreTrainedModel, trainings: list[Training], capacity: int) -> bool:
-    """Whether a training might hold a tenth of the device, by a bound that no model without long sequences reaches."""
+def _each() -> str:
+    return f", in each of {processes.count()} processes" if processes.count() > 1 else ""
+
+
+def _estimate(source: Source, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+    """Bytes that no training of a run holds, by its sizes alone: weights, gradients, moments, copies, activations."""
+    trainings = _all_trainings(config)
     parameters = sum(p.numel() for p in model.parameters())
     widest = max(p.shape[0] for p in model.parameters() if p.ndim == 2)
     layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
     activations = tokens * (8 * widest + 200 * layers * hidden)
-    return 24 * parameters + activations > WORTH_A_LOOK * capacity
+    return 24 * parameters + activations + _of_teacher(source, config)
+
+
+def _of_teacher(source: Source, config: PruneConfig | RecoverCheckpointConfig) -> int:
+    """Bytes of the dense model's weights in float32, and of its logits; 0 where nothing learns from it."""
+    recoveries = [t for t in config.trainings() if t.action == "recover"]
+    if config.recover.distill is None or not recoveries:
+        return 0
+    teacher = source.teacher_shapes("float32")
+    tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in recoveries)
+    return sum(p.nbytes for p in teacher.parameters()) + 8 * tokens * int(teacher.config.vocab_size)
 
 
 class _Look:
@@ -408,7 +428,7 @@ def _refusal(
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
     held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in PARTS)
     return (
-        f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)}."
+        f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)} free."
         f"{advice}\nOr take shorter sequences, or a device with more memory."
     )
 

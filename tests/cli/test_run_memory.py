@@ -14,7 +14,7 @@ from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.recipe import build_config
-from pyprune.run_memory import Source, _with_dtype_of_lean, division_of, memory_of, within_memory
+from pyprune.run_memory import Source, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import TrainingMemory
@@ -143,6 +143,22 @@ def test_a_recovery_is_looked_at_too(
     result = run(*command, "--overwrite", "--set", "data.samples=8", "--set", "data.sequence_length=16")
     assert result.exit_code == 2
     assert "recover.train would hold" in result.stderr
+
+
+@pytest.mark.parametrize("settings", [[], ["recover.distill={}"], ["recover.adapters=none", "recover.distill={}"]])
+def test_a_small_run_says_in_one_line_what_it_holds_at_most(
+    checkpoint: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line is no table, and no training of the run holds more."""
+    device_of(2**50, monkeypatch)
+    config = build_config(options={"method": "elder", "device": "cpu"}, settings=settings)
+    within_memory(Source(checkpoint, {}), config)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Memory at the peak: at most about" in line
+    assert "of 1048576.00 GiB on cpu" in line
+    estimate = _estimate(Source(checkpoint, {}), Source(checkpoint, {}).shapes("float32"), config)
+    _, found = memory_of(Source(checkpoint, {}), config, torch.device("cpu"), 2**50)
+    assert all(memory.total <= estimate for _, memory in found)
 
 
 @pytest.mark.parametrize("recipe", ["llama2-7b-dress", "llama2-7b-elder", "llama2-7b-trsp", "llama-7b-moreau"])
