@@ -166,23 +166,10 @@ def recover_checkpoint(
             of hidden states that were rotated.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
-    config.validate()
-    if (teacher is None) != (config.recover.distill is None):
-        raise ConfigError(
-            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
-            if teacher is None
-            else f"The teacher {teacher} would not be used: recover.distill is null. Set recover.distill (for example "
-            "recover.distill.alpha=0.5), or leave the teacher out."
-        )
-    _check_unused_teacher_options(teacher, gguf_file=teacher_gguf_file, revision=teacher_revision)
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
-    if config.recover.distill is not None and config.recover.distill.hidden:
-        _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
+    _check_teacher(pruned, config, dense)
     _check_places(pruned, config, dense, out, overwrite=overwrite)
-    record = read_record(pruned)
-    reading = {"trust_remote_code": trust_remote_code}
-    plan = record.plan if record else None
-    config = within_memory(Source(pruned, reading, teacher, dense.reading, plan, on_host=True), config)
+    config = within_memory(_trained(pruned, dense), config)
     wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
     if dense.model is not None and not learns_from_files(config):
         wanted.append(Loaded(dense.model, TEACHER_DTYPE, teacher_dtype(config), **dense.reading))
@@ -208,6 +195,46 @@ def recover_checkpoint(
         report.warnings += work.warnings
         work.report = report.to_dict()
     return report
+
+
+def check_recovery(
+    pruned: str | Path,
+    config: RecoverCheckpointConfig,
+    *,
+    teacher: str | Path | None = None,
+    teacher_gguf_file: str | None = None,
+    teacher_revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> RecoverCheckpointConfig:
+    """Print what :func:`recover_checkpoint` would hold in memory; nothing is loaded, computed or written.
+
+    Args:
+        pruned: checkpoint folder (or hub id) of the model to recover.
+        config: every option.
+        teacher: folder or hub id of the dense model; needed exactly when ``config.recover.distill`` is set.
+        teacher_gguf_file: a GGUF file inside the teacher's folder or repository.
+        teacher_revision: hub revision of the teacher.
+        trust_remote_code: run the repositories' own code.
+
+    Returns:
+        The options with ``memory`` and the teacher's place decided.
+
+    Raises:
+        ConfigError: what :func:`recover_checkpoint` refuses before it loads anything: invalid options, a teacher that
+            is missing or unused, or a training that the device cannot hold, with the options that would help.
+        PypruneError: a model or a text that is not there.
+    """
+    dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
+    _check_teacher(pruned, config, dense)
+    check_sources(config.data.sources)
+    return within_memory(_trained(pruned, dense), config, always=True)
+
+
+def _trained(pruned: str | Path, dense: Dense) -> Source:
+    """The models of a recovery."""
+    record = read_record(pruned)
+    reading = {"trust_remote_code": dense.trust_remote_code}
+    return Source(pruned, reading, dense.model, dense.reading, record.plan if record else None, on_host=True)
 
 
 def reconstruct_checkpoint(
@@ -406,6 +433,21 @@ def check_alike(model: str, *weights: str) -> None:
             f"The processes of this run find different weights in {model} or in its dense model. Put the same files on "
             "all machines, or name a folder that they share."
         )
+
+
+def _check_teacher(pruned: str | Path, config: RecoverCheckpointConfig, dense: Dense) -> None:
+    """Refuse invalid options of a recovery, and a dense model that does not go with them."""
+    config.validate()
+    if (dense.model is None) != (config.recover.distill is None):
+        raise ConfigError(
+            "recover.distill needs the dense model; give --teacher MODEL (or teacher=...)."
+            if dense.model is None
+            else f"The teacher {dense.model} would not be used: recover.distill is null. Set recover.distill (for "
+            "example recover.distill.alpha=0.5), or leave the teacher out."
+        )
+    _check_unused_teacher_options(dense.model, gguf_file=dense.gguf_file, revision=dense.revision)
+    if config.recover.distill is not None and config.recover.distill.hidden:
+        _check_same_channels(pruned, "recover.distill.hidden", "Set it to 0 and compare the logits (alpha).")
 
 
 def _check_unused_teacher_options(teacher: str | Path | None, **options: str | None) -> None:

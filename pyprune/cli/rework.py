@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @guarded
 def recover(
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint. Required.")
+    ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(
@@ -73,16 +75,22 @@ def recover(
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what the training would hold in memory; write nothing.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
 
     Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
     """
+    if out is None and not dry_run:
+        raise typer.BadParameter("give the folder to create, for example --out recovered/", param_hint="--out")
     from pyprune.recipe import build_recovery
     from pyprune.runtime.files import check_output
 
-    check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
+    if out is not None:
+        check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
     options = build_recovery(
         preset=preset,
         recipe=config,
@@ -95,19 +103,18 @@ def recover(
         },
         settings=set_ or (),
     )
-    from pyprune.rework import ADAPTER, recover_checkpoint
+    from pyprune.rework import ADAPTER, check_recovery, recover_checkpoint
 
-    report = recover_checkpoint(
-        pruned,
-        options,
-        out=out,
-        teacher=teacher,
-        teacher_gguf_file=teacher_gguf_file,
-        teacher_revision=teacher_revision,
-        trust_remote_code=trust_remote_code,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    source: dict[str, Any] = {
+        "teacher": teacher,
+        "teacher_gguf_file": teacher_gguf_file,
+        "teacher_revision": teacher_revision,
+        "trust_remote_code": trust_remote_code,
+    }
+    if dry_run or out is None:
+        check_recovery(pruned, options, **source)
+        return
+    report = recover_checkpoint(pruned, options, out=out, resume=resume, overwrite=overwrite, **source)
     _print_recovered(report, out)
     if options.keep_adapter:
         print(f"The adapters alone are in {out / ADAPTER}; they belong on {pruned}, which is as it was.")

@@ -145,6 +145,28 @@ def test_a_recovery_is_looked_at_too(
     assert "recover.train would hold" in result.stderr
 
 
+def test_a_dry_run_of_a_recovery_says_what_it_would_hold_and_does_nothing(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.rework.load_model", None)
+    command = ["recover", checkpoint, "--dry-run", "--set", f"data.source={text}", "--set", "data.sequence_length=16"]
+    before = sorted(tmp_path.rglob("*"))
+    for more in ([], ["--out", tmp_path / "out"], ["--teacher", checkpoint]):
+        result = run(*command, *more)
+        assert result.exit_code == 0, result.output
+        assert "Memory at the peak" in result.stderr
+        assert "| recover.train | full |" in result.stderr
+        assert not result.stdout
+    device_of(50_000, monkeypatch)
+    result = run(*command, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "recover.train would hold" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    result = run(*command[:2])
+    assert result.exit_code == 2
+    assert "give the folder to create" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("settings", [[], ["recover.distill={}"], ["recover.adapters=none", "recover.distill={}"]])
 def test_a_small_run_says_in_one_line_what_it_holds_at_most(
     checkpoint: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
