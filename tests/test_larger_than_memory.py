@@ -188,6 +188,7 @@ def test_a_plan_is_applied_and_reconstructed_with_two_layers_in_memory(large: Pa
     assert all(part["after"] < part["before"] for part in parts)
     writers = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
     solved = {(part["layer"], writers[block]) for part in parts for block in part["blocks"]}
+    assert (GONE[0] - 1, "mlp.down_proj") in solved, "it takes over what the layers behind it wrote"
     written = TensorFiles(out)
     for position, layer in enumerate(plan.layers):
         for name, dense in drawn(layer.index % DISTINCT).items():
