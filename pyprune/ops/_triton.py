@@ -121,9 +121,9 @@ def column_tile(step, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK
 
 
 @triton.jit
-def store_column_sums(partial, total, cols, BLOCK: tl.constexpr):
-    """Keep a program's ``[STEP, BLOCK]`` sums in its row of ``partial``, ``[programs of a column, cols]``."""
-    sums, column = tl.sum(total, axis=0), own_columns(BLOCK)
+def store_column_sums(partial, sums, cols, BLOCK: tl.constexpr):
+    """Keep a program's ``[BLOCK]`` sums in its row of ``partial``, ``[programs of a column, cols]``."""
+    column = own_columns(BLOCK)
     tl.store(partial + tl.program_id(1).to(tl.int64) * cols + column, sums, mask=column < cols)
 
 
@@ -157,12 +157,13 @@ def of_groups(values, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def over_groups(tile, BY_ROW: tl.constexpr):
-    """The sum of each group's elements in a tile of :func:`group_tile`."""
+def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
+    """The three parts of sums over the tiles of :func:`group_tile`, for the functions of ``_triton_sums.py``."""
     if BY_ROW:
-        return tl.sum(tile, axis=1)
+        zeros = tl.zeros((GROUPS, STEP), dtype=tl.float32)
     else:
-        return tl.sum(tile, axis=0)
+        zeros = tl.zeros((STEP, GROUPS), dtype=tl.float32)
+    return zeros, zeros, tl.zeros((GROUPS,), dtype=tl.float64)
 
 
 @triton.jit
@@ -185,7 +186,7 @@ def _multiply(w, out, index, scales, groups, length, cols, offset, SCALE_STRIDE:
     tl.store(out + at, to_storage(product, out.dtype.element_ty), mask=inside)
 
 
-def group_sizes(by_row: bool, cols: int) -> dict[str, int | bool]:
+def group_sizes(by_row: bool, cols: int) -> dict[str, int]:
     """The shape of a tile for groups that are rows (a stretch of one), or columns (a block of them)."""
     if by_row:
         return {"BY_ROW": True, "GROUPS": 1, "STEP": min(2048, triton.next_power_of_2(cols))}

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, load_weights, over_groups
+from pyprune.ops._triton import launch, load_float32, load_weights, zero_sums
+from pyprune.ops._triton_sums import add_products, folds, total
 
 GROUPS = {True: 1, False: 64}
 STEP = {True: 2048, False: 32}
@@ -15,14 +16,13 @@ STEPS = 8
 
 @triton.jit
 def _importance(score, w, partial, groups, length, group_stride, along_stride, offset, SIGNED: tl.constexpr,
-                BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """Sums of a chunk of some groups, in float64, where the products are exact."""
+                BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
+                FOLDS: tl.constexpr):  # fmt: skip
+    """Sums of a chunk of some groups, float64."""
+    AXIS: tl.constexpr = 1 if BY_ROW else 0
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     first = tl.program_id(1).to(tl.int64) * (STEP * STEPS)
-    if BY_ROW:
-        total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
-    else:
-        total = tl.zeros((STEP, GROUPS), dtype=tl.float64)
+    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP)
     for step in range(STEPS):
         along = first + step * STEP + tl.arange(0, STEP).to(tl.int64)
         if BY_ROW:
@@ -31,10 +31,11 @@ def _importance(score, w, partial, groups, length, group_stride, along_stride, o
         else:
             at = group[None, :] * group_stride + along[:, None] * along_stride
             inside = (group < groups)[None, :] & (along < length)[:, None]
-        product = load_float32(score + at, inside).to(tl.float64)
-        product *= load_weights(w, at, inside, offset).to(tl.float64)
-        total += product if SIGNED else tl.abs(product)
-    sums = over_groups(total, BY_ROW)
+        factor, value = load_float32(score + at, inside), load_weights(w, at, inside, offset)
+        if not SIGNED:
+            factor, value = tl.abs(factor), tl.abs(value)
+        high, low, rare = add_products(high, low, rare, factor, value, AXIS)
+    sums = total(high, low, rare, AXIS, FOLDS)
     tl.store(partial + tl.program_id(1).to(tl.int64) * groups + group, sums, mask=group < groups)
 
 
@@ -52,11 +53,12 @@ def member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool,
     groups, length = (rows, cols) if by_row else (cols, rows)
     strides = (cols, 1) if by_row else (1, cols)
     step = min(STEP[by_row], triton.next_power_of_2(length))
-    chunks = triton.cdiv(length, step * STEPS)
+    steps = min(STEPS, triton.cdiv(length, step))
+    chunks = triton.cdiv(length, step * steps)
     partial = torch.empty(chunks, groups, dtype=torch.float64, device=w.device)
     launch(
         _importance, (triton.cdiv(groups, GROUPS[by_row]), chunks),
         score, w, partial, groups, length, *strides, offset, SIGNED=signed, BY_ROW=by_row, GROUPS=GROUPS[by_row],
-        STEP=step, STEPS=STEPS,
+        STEP=step, STEPS=steps, FOLDS=folds(step, 1 - axis),
     )  # fmt: skip
     return partial.sum(dim=0).abs()

@@ -1,7 +1,8 @@
 """Triton kernels of the group penalty. ``reference.py`` is the definition.
 
-Sums are accumulated in float64, as in the definition. A row is one program's, which reads it again for the gradient
-while it is in the cache; columns are summed by many programs a column, and the gradient is a second kernel.
+Sums are as accurate as the definition's in float64 (``_triton_sums.py``). A row is one program's, which reads it again
+for the gradient while it is in the cache; columns are summed by many programs a column, and the gradient is a second
+kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pyprune.ops._triton import (
     load_float32,
     load_weights,
     of_groups,
-    over_groups,
     to_storage,
+    zero_sums,
 )
+from pyprune.ops._triton_sums import add_magnitudes, add_squares, folds, total
 from pyprune.ops.group_penalty.reference import slope_scales
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -28,32 +30,30 @@ COLUMN_STEPS = 8
 
 @triton.jit
 def _add(grad, at, inside, slope):
-    total = load_float32(grad + at, inside) + slope
-    tl.store(grad + at, to_storage(total, grad.dtype.element_ty), mask=inside)
+    slope += load_float32(grad + at, inside)
+    tl.store(grad + at, to_storage(slope, grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _penalty(w, grad, index, penalty_weight, partial, groups, length, cols, offset, chunk, L1: tl.constexpr,
-             GRADIENT: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+             GRADIENT: tl.constexpr, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr,
+             FOLDS: tl.constexpr):  # fmt: skip
     """Sums of a chunk of some groups; with l1 the gradient in the same pass, with l2 after them if the chunk is all."""
     first = tl.program_id(1).to(tl.int64) * chunk
     end = tl.minimum(first + chunk, length)
     factor = tl.load(penalty_weight)
-    if BY_ROW:
-        total = tl.zeros((GROUPS, STEP), dtype=tl.float64)
-    else:
-        total = tl.zeros((STEP, GROUPS), dtype=tl.float64)
+    AXIS: tl.constexpr = 1 if BY_ROW else 0
+    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP)
     for begin in range(first, end, STEP):
         at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)
         value = load_weights(w, at, inside, offset)
         if L1:
-            total += tl.abs(value).to(tl.float64)
+            high, low, rare = add_magnitudes(high, low, rare, value, AXIS)
             if GRADIENT:
                 _add(grad, at, inside, tl.where(value > 0, factor, tl.where(value < 0, -factor, 0.0)))
         else:
-            wide = value.to(tl.float64)
-            total += wide * wide
-    sums = over_groups(total, BY_ROW)
+            high, low, rare = add_squares(high, low, rare, value, AXIS)
+    sums = total(high, low, rare, AXIS, FOLDS)
     position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     tl.store(partial + tl.program_id(1).to(tl.int64) * groups + position, sums, mask=position < groups)
     if GRADIENT and not L1:
@@ -100,7 +100,7 @@ def group_sums(
     launch(
         _penalty, (triton.cdiv(len(index), sizes["GROUPS"]), chunks),
         w, w if grad is None else grad, index, factor, partial, len(index), length, w.shape[1], offset, chunk,
-        L1=kind == "l1", GRADIENT=gradient, **sizes,
+        L1=kind == "l1", GRADIENT=gradient, FOLDS=folds(sizes["STEP"], 1 - axis), **sizes,
     )  # fmt: skip
     return partial.sum(dim=0)
 

@@ -15,7 +15,9 @@ from pyprune.ops._triton import (
     shrink_scale,
     shrink_scales,
     to_storage,
+    zero_sums,
 )
+from pyprune.ops._triton_sums import add_squares, folds, total
 from pyprune.ops.group_penalty.triton import group_sums
 
 
@@ -31,14 +33,13 @@ def _soft_threshold(w, out, index, groups, length, cols, threshold, offset, BY_R
 
 
 @triton.jit
-def _rows(w, out, index, cols, threshold, offset, STEP: tl.constexpr):
+def _rows(w, out, index, cols, threshold, offset, STEP: tl.constexpr, FOLDS: tl.constexpr):
     """One program a row: once over it for the norm, once for the product."""
-    total = tl.zeros((1, STEP), dtype=tl.float64)
+    high, low, rare = zero_sums(True, 1, STEP)
     for begin in range(0, cols, STEP):
         at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
-        value = load_weights(w, at, inside, offset).to(tl.float64)
-        total += value * value
-    scale = shrink_scale(tl.sum(total, axis=1), threshold).to(tl.float32)[:, None]
+        high, low, rare = add_squares(high, low, rare, load_weights(w, at, inside, offset), 1)
+    scale = shrink_scale(total(high, low, rare, 1, FOLDS), threshold).to(tl.float32)[:, None]
     for begin in range(0, cols, STEP):
         at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
         product = tl.where(scale == 0.0, 0.0, load_weights(w, at, inside, offset) * scale) - offset
@@ -65,7 +66,8 @@ def group_prox(
         grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
         launch(_soft_threshold, grid, w, out, index, len(index), length, w.shape[1], threshold, offset, **sizes)
     elif axis == 0:
-        launch(_rows, (len(index),), w, out, index, w.shape[1], threshold, offset, STEP=sizes["STEP"])
+        step = sizes["STEP"]
+        launch(_rows, (len(index),), w, out, index, w.shape[1], threshold, offset, STEP=step, FOLDS=folds(step, 1))
     else:
         scales = shrink_scales(group_sums(w, index, axis, kind, offset), threshold)
         multiply_groups(w, out, index, scales, axis, offset)

@@ -21,7 +21,9 @@ from pyprune.ops._triton import (
     store_column_sums,
     to_float32,
     to_storage,
+    zero_sums,
 )
+from pyprune.ops._triton_sums import add_squares, folds, total
 
 ROW_BLOCK = 2048
 
@@ -35,79 +37,85 @@ def _stepped(delta, grad, offset, inside, decay, gamma):
 
 @triton.jit
 def _store(delta, offset, inside, value):
-    """Store new values; the squares of their change and of themselves, as they are stored, float64."""
+    """Store new values; their change and themselves, as they are stored."""
     before = load_float32(delta + offset, inside)
     stored = to_storage(value, delta.dtype.element_ty)
     tl.store(delta + offset, stored, mask=inside)
     after = tl.where(inside, to_float32(stored), 0.0)
-    change, size = (after - before).to(tl.float64), after.to(tl.float64)
-    return change * change, size * size
+    return after - before, after
 
 
 @triton.jit
 def _keep(sums, program, programs, moved, size):
-    """A program's share of the two sums, in its column of ``sums``, ``[2, programs]``."""
+    """A program's share of the two sums, ``[1]`` each, in its column of ``sums``, ``[2, programs]``."""
+    program += tl.arange(0, 1)
     tl.store(sums + program, moved)
     tl.store(sums + programs + program, size)
 
 
 @triton.jit
-def _plain(delta, grad, sums, count, decay, gamma, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _plain(delta, grad, sums, count, decay, gamma, BLOCK: tl.constexpr, FOLDS: tl.constexpr):
+    offset = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = offset < count
-    moved, size = _store(delta, offset, inside, _stepped(delta, grad, offset, inside, decay, gamma))
-    _keep(sums, tl.program_id(0), tl.num_programs(0), tl.sum(moved, axis=0), tl.sum(size, axis=0))
+    change, after = _store(delta, offset, inside, _stepped(delta, grad, offset, inside, decay, gamma))
+    high, low, rare = zero_sums(True, 1, BLOCK)
+    moved = total(*add_squares(high, low, rare, change, 1), 1, FOLDS)
+    size = total(*add_squares(high, low, rare, after, 1), 1, FOLDS)
+    _keep(sums, tl.program_id(0), tl.num_programs(0), moved, size)
 
 
 @triton.jit
-def _rows(delta, grad, sums, cols, decay, gamma, threshold, BLOCK: tl.constexpr):
+def _rows(delta, grad, sums, cols, decay, gamma, threshold, BLOCK: tl.constexpr, FOLDS: tl.constexpr):
     """One program a row."""
     start = tl.program_id(0).to(tl.int64) * cols
-    lanes = tl.arange(0, BLOCK)
-    squares = tl.zeros((BLOCK,), dtype=tl.float64)
+    lanes = tl.arange(0, BLOCK)[None, :]
+    high, low, rare = zero_sums(True, 1, BLOCK)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma).to(tl.float64)
-        squares += value * value
-    scale = shrink_scale(tl.sum(squares, axis=0), threshold).to(tl.float32)
-    moved = tl.zeros((BLOCK,), dtype=tl.float64)
-    size = tl.zeros((BLOCK,), dtype=tl.float64)
+        value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
+        high, low, rare = add_squares(high, low, rare, value, 1)
+    scale = shrink_scale(total(high, low, rare, 1, FOLDS), threshold).to(tl.float32)[:, None]
+    moved, moved_low, moved_rare = zero_sums(True, 1, BLOCK)
+    size, size_low, size_rare = zero_sums(True, 1, BLOCK)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
         result = tl.where(scale == 0.0, 0.0, value * scale)
-        own_moved, own_size = _store(delta, start + begin + lanes, inside, result)
-        moved += own_moved
-        size += own_size
-    _keep(sums, tl.program_id(0), tl.num_programs(0), tl.sum(moved, axis=0), tl.sum(size, axis=0))
+        change, after = _store(delta, start + begin + lanes, inside, result)
+        moved, moved_low, moved_rare = add_squares(moved, moved_low, moved_rare, change, 1)
+        size, size_low, size_rare = add_squares(size, size_low, size_rare, after, 1)
+    total_moved = total(moved, moved_low, moved_rare, 1, FOLDS)
+    total_size = total(size, size_low, size_rare, 1, FOLDS)
+    _keep(sums, tl.program_id(0), tl.num_programs(0), total_moved, total_size)
 
 
 @triton.jit
 def _column_squares(delta, grad, partial, rows, cols, decay, gamma, CHUNK: tl.constexpr, STEP: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
-    total = tl.zeros((STEP, BLOCK), dtype=tl.float64)
+                    BLOCK: tl.constexpr, FOLDS: tl.constexpr):  # fmt: skip
+    high, low, rare = zero_sums(False, BLOCK, STEP)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
-        value = _stepped(delta, grad, at, inside, decay, gamma).to(tl.float64)
-        total += value * value
-    store_column_sums(partial, total, cols, BLOCK)
+        value = _stepped(delta, grad, at, inside, decay, gamma)
+        high, low, rare = add_squares(high, low, rare, value, 0)
+    store_column_sums(partial, total(high, low, rare, 0, FOLDS), cols, BLOCK)
 
 
 @triton.jit
 def _scale_columns(delta, grad, scales, sums, rows, cols, decay, gamma, CHUNK: tl.constexpr, STEP: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+                   BLOCK: tl.constexpr, FOLDS: tl.constexpr):  # fmt: skip
     column = own_columns(BLOCK)
     scale = tl.load(scales + column, mask=column < cols, other=0.0)[None, :]
-    moved = tl.zeros((STEP, BLOCK), dtype=tl.float64)
-    size = tl.zeros((STEP, BLOCK), dtype=tl.float64)
+    moved, moved_low, moved_rare = zero_sums(False, BLOCK, STEP)
+    size, size_low, size_rare = zero_sums(False, BLOCK, STEP)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
         result = tl.where(scale == 0.0, 0.0, _stepped(delta, grad, at, inside, decay, gamma) * scale)
-        own_moved, own_size = _store(delta, at, inside, result)
-        moved += own_moved
-        size += own_size
+        change, after = _store(delta, at, inside, result)
+        moved, moved_low, moved_rare = add_squares(moved, moved_low, moved_rare, change, 0)
+        size, size_low, size_rare = add_squares(size, size_low, size_rare, after, 0)
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    total_moved, total_size = tl.sum(tl.sum(moved, axis=1), axis=0), tl.sum(tl.sum(size, axis=1), axis=0)
+    total_moved = tl.sum(total(moved, moved_low, moved_rare, 0, FOLDS), axis=0)
+    total_size = tl.sum(total(size, size_low, size_rare, 0, FOLDS), axis=0)
     _keep(sums, program, tl.num_programs(0) * tl.num_programs(1), total_moved, total_size)
 
 
@@ -130,13 +138,18 @@ def moreau_step(
     rows, cols = delta.shape
     if threshold == 0:
         sums = _empty_sums(delta, triton.cdiv(rows * cols, ROW_BLOCK))
-        launch(_plain, (sums.shape[1],), delta, grad, sums, rows * cols, decay, gamma, BLOCK=ROW_BLOCK)
+        launch(
+            _plain, (sums.shape[1],),
+            delta, grad, sums, rows * cols, decay, gamma, BLOCK=ROW_BLOCK, FOLDS=folds(ROW_BLOCK, 1),
+        )  # fmt: skip
     elif axis == 0:
         sums = _empty_sums(delta, rows)
         block = min(ROW_BLOCK, triton.next_power_of_2(cols))
-        launch(_rows, (rows,), delta, grad, sums, cols, decay, gamma, threshold, BLOCK=block)
+        own_folds = folds(block, 1)
+        launch(_rows, (rows,), delta, grad, sums, cols, decay, gamma, threshold, BLOCK=block, FOLDS=own_folds)
     else:
         grid, sizes = column_grid(rows, cols)
+        sizes["FOLDS"] = folds(sizes["STEP"], 0)
         partial = torch.empty(grid[1], cols, dtype=torch.float64, device=delta.device)
         launch(_column_squares, grid, delta, grad, partial, rows, cols, decay, gamma, **sizes)
         scales = shrink_scales(partial.sum(dim=0), threshold)

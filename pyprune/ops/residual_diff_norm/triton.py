@@ -6,25 +6,29 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, to_storage
+from pyprune.ops._triton import launch, load_float32, to_storage, zero_sums
+from pyprune.ops._triton_sums import add_magnitudes, add_squares, folds, total
 
 BLOCK = 2048
 
 
 @triton.jit
-def _norms(x_in, x_out, norms, cols, L1: tl.constexpr, BLOCK: tl.constexpr):
+def _norms(x_in, x_out, norms, cols, L1: tl.constexpr, BLOCK: tl.constexpr, FOLDS: tl.constexpr):
     """One program a token."""
     start = tl.program_id(0).to(tl.int64) * cols
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    lanes = tl.arange(0, BLOCK)[None, :]
+    high, low, rare = zero_sums(True, 1, BLOCK)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         before = load_float32(x_in + start + begin + lanes, inside)
         after = load_float32(x_out + start + begin + lanes, inside)
-        value = (after - before).to(tl.float64)
-        total += tl.abs(value) if L1 else value * value
-    result = tl.sum(total, axis=0)
-    tl.store(norms + tl.program_id(0), (result if L1 else tl.sqrt(result)).to(tl.float32))
+        if L1:
+            high, low, rare = add_magnitudes(high, low, rare, after - before, 1)
+        else:
+            high, low, rare = add_squares(high, low, rare, after - before, 1)
+    result = total(high, low, rare, 1, FOLDS)
+    token = tl.program_id(0) + tl.arange(0, 1)
+    tl.store(norms + token, (result if L1 else tl.sqrt(result)).to(tl.float32))
 
 
 @triton.jit
@@ -61,7 +65,8 @@ def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.T
     """
     rows, cols = x_in.shape
     norms = torch.empty(rows, dtype=torch.float32, device=x_in.device)
-    launch(_norms, (rows,), x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=min(BLOCK, triton.next_power_of_2(cols)))
+    block = min(BLOCK, triton.next_power_of_2(cols))
+    launch(_norms, (rows,), x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=block, FOLDS=folds(block, 1))
     return norms.double().mean().float(), norms
 
 
