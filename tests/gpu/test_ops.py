@@ -213,3 +213,23 @@ class TestRegularisedAdamW:
             assert unequal.float().mean() < 1e-3
             # One step of the code, of which an 8-bit second moment has 16 in a power of two, squared.
             assert (out - wanted).abs().max() <= 0.15 * wanted.abs().max()
+
+    @pytest.mark.parametrize("quantised", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_many_weights_in_one_launch(
+        self, dtype: torch.dtype, quantised: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYPRUNE_BACKEND", "triton")
+        results = []
+        for together in (True, False):
+            made = [tensors(shape, dtype, seed) for seed, shape in enumerate([SHAPE, (3,), (4096,), (64, 1000)])]
+            weights, gradients = ([m[i].to(DEVICE) for m in made] for i in (0, 1))  # type: ignore[union-attr]
+            moments = [Moments.zeros(w, quantised=quantised) for w in weights]
+            for step in (1, 2, 3):
+                for chosen in [range(4)] if together else [range(i, i + 1) for i in range(4)]:
+                    regularised_adamw(
+                        [weights[i] for i in chosen], [gradients[i] for i in chosen], [moments[i] for i in chosen],
+                        HYPER, steps=step, stochastic=True, seed=9, streams=list(chosen),
+                    )  # fmt: skip
+            results.append([*weights, *(t for m in moments for t in vars(m).values() if t is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -69,11 +69,11 @@ def whole(dtype: torch.dtype) -> None:
         ops.layer_norm_virtual(pair[0], scale, bias, 200).sum().backward()
 
 
-def adamw(dtype: torch.dtype, quantised: bool, penalty: Penalty | None) -> None:
-    w, gradient = matrices(dtype, 2)
+def adamw(dtype: torch.dtype, quantised: bool, penalty: Penalty | None, count: int = 1) -> None:
+    weights, gradients = matrices(dtype, count), matrices(dtype, count)
     regularised_adamw(
-        [w], [gradient], [Moments.zeros(w, quantised=quantised)], Hyper(), steps=5, penalties=[penalty],
-        stochastic=True, seed=2**63 + 1,
+        weights, gradients, [Moments.zeros(w, quantised=quantised) for w in weights], Hyper(), steps=5,
+        penalties=[penalty] * count, stochastic=True, seed=2**63 + 1,
     )  # fmt: skip
 
 
@@ -99,6 +99,9 @@ def main() -> None:
     adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l2"))
     adamw(torch.bfloat16, False, Penalty(INDEX, 0, "l1"))
     adamw(torch.float32, True, Penalty(INDEX, 1, "l1", solver="prox"))
+    for dtype, quantised in product(DTYPES, (False, True)):
+        adamw(dtype, quantised, None, 2)
+    adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l1"), 2)
     print(json.dumps({name: sorted(found) for name, found in compiled.items()}))
 
 

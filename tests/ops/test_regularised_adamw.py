@@ -521,3 +521,84 @@ def test_the_bindings_check_what_they_are_given() -> None:
         module.regularised_adamw([make(), coded], 0, False, 1)
     with pytest.raises(ValueError, match="threads"):
         module.regularised_adamw([make()], 0, False, 0)
+
+
+class TestManyWeightsInOneLaunch:
+    """Triton: the weights that need the same kernel go together."""
+
+    SHAPES = ((16, 24), (3,), (131,), (40, 64), (5, 67), (64,))
+
+    @pytest.fixture
+    def launches(self, use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the kernels, in the order of their launches."""
+        use_backend("triton")
+        from pyprune.ops import _triton
+        from pyprune.ops.group_penalty import triton as sums
+        from pyprune.ops.regularised_adamw import triton as kernels
+
+        found: list[str] = []
+
+        def launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
+            found.append(kernel.__name__)
+            _triton.launch(kernel, *arguments, **constants)
+
+        for module in (kernels, sums):
+            monkeypatch.setattr(module, "launch", launch)
+        return found
+
+    def after(
+        self, dtype: torch.dtype, quantised: bool, penalties: list[Penalty | None], *, together: bool
+    ) -> list[torch.Tensor]:
+        """Weights and moments after two steps, in one call a step or in one for each weight."""
+        made = [tensors(shape, dtype, seed) for seed, shape in enumerate(self.SHAPES)]
+        weights, gradients = [m[0] for m in made], [m[1] for m in made]
+        moments = [Moments.zeros(m[0], quantised=True) if quantised else m[2] for m in made]
+        scales = [0.5, 1.0, 0.25, 0.3, 1.0, 0.7]
+        everything = range(len(weights))
+        for step in (1, 2):
+            for chosen in [list(everything)] if together else [[i] for i in everything]:
+                regularised_adamw(
+                    [weights[i] for i in chosen], [gradients[i] for i in chosen], [moments[i] for i in chosen], HYPER,
+                    steps=step, penalties=[penalties[i] for i in chosen], gradient_scales=[scales[i] for i in chosen],
+                    stochastic=True, seed=2**63 + 5, streams=chosen,
+                )  # fmt: skip
+        return [*weights, *(t for m in moments for t in vars(m).values() if t is not None)]
+
+    @pytest.mark.parametrize("quantised", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_equals_one_launch_for_each(self, launches: list[str], dtype: torch.dtype, quantised: bool) -> None:
+        none: list[Penalty | None] = [None] * len(self.SHAPES)
+        alone = self.after(dtype, quantised, none, together=False)
+        assert launches == ["_update"] * 12
+        launches.clear()
+        together = self.after(dtype, quantised, none, together=True)
+        assert launches == ["_update_many"] * 2
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+    @pytest.mark.parametrize("case", PENALTIES[1:], ids=str)
+    def test_equals_one_launch_for_each_with_penalties(self, launches: list[str], case: Any) -> None:
+        penalties = [
+            penalty_for(case, shape[-1], len(shape) - 1) if i in (0, 3, 4) else None
+            for i, shape in enumerate(self.SHAPES)
+        ]
+        alone = self.after(torch.bfloat16, True, penalties, together=False)
+        assert launches.count("_update") == 12
+        launches.clear()
+        together = self.after(torch.bfloat16, True, penalties, together=True)
+        assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+        # The l2 proximal map comes after the pass, in which its weights go with those that have no penalty.
+        passes = [name for name in launches if name.startswith("_update")]
+        assert passes == ["_update_many"] * (2 if case[:2] == ("l2", "prox") else 4)
+
+    def test_tables_are_made_once(self, launches: list[str]) -> None:
+        from pyprune.ops.regularised_adamw import triton as kernels
+
+        weights = [torch.ones(32, 16) for _ in range(3)]
+        gradients = [torch.ones(32, 16) for _ in range(3)]
+        moments = [Moments.zeros(w) for w in weights]
+        before = kernels._table.cache_info().misses, kernels._owners.cache_info().misses
+        for step in range(1, 6):
+            regularised_adamw(weights, gradients, moments, HYPER, steps=step)
+        assert launches == ["_update_many"] * 5
+        assert kernels._table.cache_info().misses == before[0] + 1
+        assert kernels._owners.cache_info().misses <= before[1] + 1

@@ -216,16 +216,19 @@ def _run_triton(
 ) -> None:
     from pyprune.ops.regularised_adamw import triton as kernels
 
+    steps = []
     for i, weight in enumerate(weights):
         if not weight.numel():
             continue
         rows, cols, by_row = _matrix_of(weight, penalties[i])
         scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
         penalty_weight = _weight_of(penalties[i], hyper.lr, weight.dtype)
-        kernels.step_tensor(
-            weight.view(rows, cols), gradients[i].view(rows, cols), moments[i], hyper, scalars, penalties[i],
-            _kind(penalties[i]), by_row, penalty_weight, randoms[i], stochastic=stochastic,
+        matrix, slope, kind = weight.view(rows, cols), gradients[i].view(rows, cols), _kind(penalties[i])
+        step = kernels.Step(
+            matrix, slope, moments[i], scalars, penalties[i], kind, by_row, penalty_weight, randoms[i]
         )  # fmt: skip
+        steps.append(step)
+    kernels.step_tensors(steps, stochastic=stochastic)
 
 
 def _run_cpp(

@@ -1,10 +1,17 @@
 """Triton kernels of AdamW. ``reference.py`` is the definition, ``philox.py`` that of the random bits.
 
 A program works on a few blocks of 128 elements as ``[blocks, 8 parts, 16 lanes]``, the shape in which one Philox
-counter serves eight elements and in which the 8-bit moments share a scale.
+counter serves eight elements and in which the 8-bit moments share a scale. Tensors that need the same kernel go in one
+launch: a model has hundreds, most of them too small to fill a GPU.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +25,6 @@ from pyprune.ops.regularised_adamw.reference import (
     PURPOSE_PROX,
     PURPOSE_SECOND,
     PURPOSE_WEIGHT,
-    Hyper,
     Moments,
     Penalty,
     Randomness,
@@ -98,15 +104,16 @@ def _encode(value, bits, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
     return code.to(tl.uint8), scale
 
 
-@triton.jit(do_not_specialize=["count", "step", "stream", "key0", "key1"])
-def _update(
-    weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
+@triton.jit
+def _blocks(
+    program, weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
     decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale, offset,
     step, stream, key0, key1,
     KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
     FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    block = (tl.program_id(0).to(tl.int64) * N + tl.arange(0, N))[:, None, None]
+    """One step of the N blocks of one weight that are its program number ``program``."""
+    block = (program.to(tl.int64) * N + tl.arange(0, N))[:, None, None]
     part = tl.arange(0, 8)[None, :, None]
     lane = tl.arange(0, 16)[None, None, :]
     i = block * 128 + part * 16 + lane
@@ -165,6 +172,54 @@ def _update(
     tl.store(weight + i, _to_weight(w, bits, weight.dtype.element_ty, STOCHASTIC), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count", "step", "stream", "key0", "key1"])
+def _update(
+    weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
+    decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale, offset,
+    step, stream, key0, key1,
+    KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One weight."""
+    _blocks(
+        tl.program_id(0), weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
+        decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale, offset,
+        step, stream, key0, key1,
+        KIND, BY_ROW, QUANTISED, STOCHASTIC, FOR_WEIGHT, FOR_FIRST, FOR_SECOND, N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pointer(entry, dtype: tl.constexpr):
+    return tl.load(entry).to(tl.pointer_type(dtype))
+
+
+@triton.jit(do_not_specialize=["step", "key0", "key1"])
+def _update_many(
+    weight, moment, owners, table, gradient_scales,
+    decay, rate1, beta2, rate2, step_size, root_correction, eps, offset, step, key0, key1,
+    KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
+    FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Many weights: ``owners`` has the weight of each program, ``table`` a row for each weight (:func:`_row_of`).
+
+    ``weight`` and ``moment`` are any of them, for their dtypes.
+    """
+    owner = tl.load(owners + tl.program_id(0))
+    row = table + owner * FIELDS
+    _blocks(
+        tl.program_id(0) - tl.load(row + 9),
+        _pointer(row, weight.dtype.element_ty), _pointer(row + 1, weight.dtype.element_ty),
+        _pointer(row + 2, moment.dtype.element_ty), _pointer(row + 3, moment.dtype.element_ty),
+        _pointer(row + 4, tl.float32), _pointer(row + 5, tl.float32), _pointer(row + 6, tl.float32),
+        tl.load(row + 7), tl.load(row + 8),
+        decay, rate1, beta2, rate2, step_size, root_correction, eps, tl.load(gradient_scales + owner), offset,
+        step, tl.load(row + 10), key0, key1,
+        KIND, BY_ROW, QUANTISED, STOCHASTIC, FOR_WEIGHT, FOR_FIRST, FOR_SECOND, N,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["step", "stream", "key0", "key1"])
 def _scale(weight, index, scales, groups, length, group_stride, inner_stride, offset, step, stream, key0, key1,
            STOCHASTIC: tl.constexpr, FOR_PROX: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
@@ -201,62 +256,153 @@ def _coefficients(
     return values
 
 
-def step_tensor(
-    matrix: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Moments,
-    hyper: Hyper,
-    scalars: Scalars,
-    penalty: Penalty | None,
-    kind: str,
-    by_row: bool,
-    penalty_weight: float,
-    random: Randomness,
-    *,
-    stochastic: bool,
-) -> None:
-    """One step of one weight, in place.
+@dataclass(frozen=True)
+class Step:
+    """One step of one weight.
 
-    Args:
-        matrix: the weight as ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+    Attributes:
+        matrix: the weight as ``[rows, cols]``, contiguous, float32, bfloat16 or float16, not empty.
         gradient: like ``matrix``.
         moments: its moments.
-        hyper: the optimizer's options (not used beyond ``scalars``; the signature is the reference's).
         scalars: of this step.
         penalty: with its index on the device, or None.
         kind: solver and norm of the penalty, a key of ``KINDS``.
         by_row: the penalty's groups are rows of ``matrix``, else columns.
         penalty_weight: lambda, or the threshold of a proximal map.
         random: seed, step and stream of the random bits.
+    """
+
+    matrix: torch.Tensor
+    gradient: torch.Tensor
+    moments: Moments
+    scalars: Scalars
+    penalty: Penalty | None
+    kind: str
+    by_row: bool
+    penalty_weight: float
+    random: Randomness
+
+    @property
+    def active(self) -> int:
+        """What the pass over all elements has to do for the penalty."""
+        penalised = self.penalty is not None and self.penalty.index.numel() and self.kind != "l2-prox"
+        return KINDS[self.kind] if penalised else 0
+
+    @property
+    def programs(self) -> int:
+        """The programs that its elements take."""
+        return int(triton.cdiv(self.matrix.numel(), BLOCKS * 128))
+
+    @property
+    def offset(self) -> float:
+        """What the penalty adds to the weights."""
+        return float(self.penalty.offset) if self.penalty is not None else 0.0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Weight, gradient, moments and their scales; the weight stands for scales that there are not."""
+        own = self.moments
+        scales = [self.matrix if scale is None else scale for scale in (own.first_scale, own.second_scale)]
+        return [self.matrix, self.gradient, own.first, own.second, *scales]
+
+    def coefficients(self) -> torch.Tensor:
+        """The penalty's factor of each group, float32; the weight where there is none."""
+        if not self.active or self.penalty is None:
+            return self.matrix
+        return _coefficients(self.matrix, self.penalty, self.by_row, self.kind, self.penalty_weight)
+
+
+def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
+    """One step of many weights, in place: one launch for all that need the same kernel and scalars.
+
+    Norms for l2 penalties, and the l2 proximal map, are launches of their own for each weight.
+
+    Args:
+        steps: of weights of one dtype and device, with moments of one kind.
         stochastic: round bfloat16 weights stochastically.
     """
-    count, cols = matrix.numel(), max(1, matrix.shape[1])
-    active = KINDS[kind] if penalty is not None and penalty.index.numel() and kind != "l2-prox" else 0
-    dummy = matrix
-    coefficients = dummy
-    if active and penalty is not None:
-        coefficients = _coefficients(matrix, penalty, by_row, kind, penalty_weight)
-    scales = (moments.first_scale, moments.second_scale) if moments.quantised else (dummy, dummy)
-    words = (random.step, random.stream, random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
-    values = (
-        scalars.decay, scalars.rate1, scalars.beta2, scalars.rate2, scalars.step_size, scalars.root_correction,
-        scalars.eps, scalars.gradient_scale,
-    )  # fmt: skip
-    offset = float(penalty.offset) if penalty is not None else 0.0
-    launch(
-        _update, (triton.cdiv(count, BLOCKS * 128),),
-        matrix, gradient, moments.first, moments.second, *scales, coefficients, count, cols, *values, offset, *words,
-        KIND=active, BY_ROW=by_row, QUANTISED=moments.quantised, STOCHASTIC=stochastic,
-        FOR_WEIGHT=PURPOSE_WEIGHT, FOR_FIRST=PURPOSE_FIRST, FOR_SECOND=PURPOSE_SECOND, N=BLOCKS,
-    )  # fmt: skip
-    if penalty is None or kind != "l2-prox" or not penalty.index.numel():
+    alike: dict[object, list[Step]] = defaultdict(list)
+    for step in steps:
+        scalars = replace(step.scalars, gradient_scale=1.0)
+        offset = step.offset if step.active else 0.0
+        by_row = step.by_row or not step.active
+        alike[step.active, by_row, scalars, offset, step.random.step, step.random.seed].append(step)
+    for members in alike.values():
+        _update_alike(members, stochastic)
+    for step in steps:
+        if step.kind == "l2-prox" and step.penalty is not None and step.penalty.index.numel():
+            _l2_prox(step, step.penalty, stochastic)
+
+
+def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
+    """The pass over all elements of weights that differ in nothing but their tensors, streams and gradient scales."""
+    like, coefficients = steps[0], [step.coefficients() for step in steps]
+    own, random = like.scalars, like.random
+    values = (own.decay, own.rate1, own.beta2, own.rate2, own.step_size, own.root_correction, own.eps)
+    keys = (random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
+    constants: dict[str, Any] = {
+        "KIND": like.active, "BY_ROW": like.by_row or not like.active, "QUANTISED": like.moments.quantised,
+        "STOCHASTIC": stochastic, "FOR_WEIGHT": PURPOSE_WEIGHT, "FOR_FIRST": PURPOSE_FIRST,
+        "FOR_SECOND": PURPOSE_SECOND, "N": BLOCKS,
+    }  # fmt: skip
+    if len(steps) == 1:
+        # Such as in backward, where a table for each weight would be one more transfer.
+        launch(
+            _update, (like.programs,),
+            *like.tensors, coefficients[0], like.matrix.numel(), like.matrix.shape[1], *values, own.gradient_scale,
+            like.offset, random.step, random.stream, *keys, **constants,
+        )  # fmt: skip
         return
-    factors = shrink_scales(_squared_norms(matrix, penalty, by_row), penalty_weight)
-    rows = matrix.shape[0]
-    along = (cols, cols, 1) if by_row else (rows, 1, cols)
+    device = like.matrix.device
+    # Work on another stream must not use a table before it is there.
+    queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    owners = _owners(tuple(step.programs for step in steps), device, queue)
+    first, rows = 0, []
+    for step, factors in zip(steps, coefficients, strict=True):
+        rows.append(_row_of(step, factors, first))
+        first += step.programs
+    table = _table(tuple(rows), device, queue)
+    scales = _scales(tuple(step.scalars.gradient_scale for step in steps), device, queue)
+    launch(
+        _update_many, (first,),
+        like.matrix, like.moments.first, owners, table, scales, *values, like.offset, random.step, *keys, **constants,
+        FIELDS=len(rows[0]),
+    )  # fmt: skip
+
+
+def _row_of(step: Step, coefficients: torch.Tensor, first: int) -> tuple[int, ...]:
+    """What :func:`_update_many` reads of a weight: seven addresses, count, columns, its first program and stream."""
+    addresses = (tensor.data_ptr() for tensor in (*step.tensors, coefficients))
+    return (*addresses, step.matrix.numel(), step.matrix.shape[1], first, step.random.stream)
+
+
+# The same lists come back at every step: kept, they are copied to the device once. A table holds addresses, not
+# tensors, so that one which is kept is right for whatever lies there. ``queue`` only tells entries apart.
+@lru_cache(maxsize=8)
+def _owners(programs: tuple[int, ...], device: torch.device, queue: int) -> torch.Tensor:
+    counts = torch.tensor(programs)
+    return torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
+
+
+@lru_cache(maxsize=64)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, queue: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def _scales(values: tuple[float, ...], device: torch.device, queue: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def _l2_prox(step: Step, penalty: Penalty, stochastic: bool) -> None:
+    matrix, random = step.matrix, step.random
+    factors = shrink_scales(_squared_norms(matrix, penalty, step.by_row), step.penalty_weight)
+    rows, cols = matrix.shape
+    along = (cols, cols, 1) if step.by_row else (rows, 1, cols)
     grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
+    words = (random.step, random.stream, random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
     launch(
         _scale, grid,
-        matrix, penalty.index, factors, len(factors), *along, offset, *words,
+        matrix, penalty.index, factors, len(factors), *along, step.offset, *words,
         STOCHASTIC=stochastic, FOR_PROX=PURPOSE_PROX, GROUPS=GROUPS, STEP=STEP,
     )  # fmt: skip
