@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ class Batch:
         labels: int64 [N, T]; the token that position t - 1 has to predict at t, or :data:`IGNORED`. The first
             column is never predicted.
         kinds: what kind of text each row is (prose, code, ...), one name a row; empty = not known.
+        source: the same in the host's memory, where :meth:`to` has moved it away from there. What decides how to go on
+            is read from it: a read of the device's memory waits until the device has done all it was given.
     """
 
     ids: Tensor
     labels: Tensor
     kinds: tuple[str, ...] = ()
+    source: Batch | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, samples: Tensor | Batch) -> Batch:
@@ -77,15 +80,32 @@ class Batch:
     @property
     def counts_every_token(self) -> bool:
         """Whether there is no padding and every token is predicted, as in windows of a text."""
+        if self.source is not None:
+            return self.source.counts_every_token
         return self.labels is self.ids or (bool(self.real.all()) and torch.equal(self.labels, self.ids))
+
+    def predicting_rows(self) -> Tensor | None:
+        """Which of the first T - 1 positions predict a token that counts, in [N (T - 1)]: int64 [n]; None for all."""
+        return self._where(self.predicted if self.source is None else self.source.predicted)
+
+    def real_rows(self) -> Tensor | None:
+        """Which positions hold a token and no padding, in [N T]: int64 [n]; None for all."""
+        return self._where(self.real if self.source is None else self.source.real)
+
+    def _where(self, chosen: Tensor) -> Tensor | None:
+        flat = chosen.flatten()
+        return None if bool(flat.all()) else _moved(flat.nonzero().squeeze(1), self.ids.device)
 
     def fed(self) -> int:
         """Number of tokens without padding."""
-        return int(self.real.sum())
+        return int(self.real.sum()) if self.source is None else self.source.fed()
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the same on another device."""
-        return Batch(self.ids.to(device), self.labels.to(device), self.kinds)
+        place = torch.device(device)
+        source = self if self.source is None else self.source
+        away = place.type != "cpu" and source.ids.device.type == "cpu"
+        return Batch(_moved(self.ids, place), _moved(self.labels, place), self.kinds, source if away else None)
 
     def micro_batches(self, size: int) -> list[Batch]:
         """Split into batches of ``size`` rows, rows of like length together, each cut to its longest row.
@@ -108,3 +128,10 @@ class Batch:
         for tensor in (self.ids, self.labels):
             digest.update(tensor.contiguous().cpu().numpy().tobytes())
         return digest.hexdigest()
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On another device; to a GPU out of pinned memory, which does not wait for what the GPU is doing."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

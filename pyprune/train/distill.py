@@ -39,7 +39,7 @@ from pyprune.families import Family, check_plan, count_parameters, decoder_layer
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.probe.streams import parts_of
-from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked, predicting_rows
+from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
 from pyprune.train.sharded import release, to_read, within
@@ -130,7 +130,7 @@ class Distillation:
     def terms(self, student: nn.Module, batch: Batch) -> LossTerms:
         """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
         # Looked for once: a mask would be searched anew for every layer of both streams.
-        self.rows = predicting_rows(batch.predicted)
+        self.rows = batch.predicting_rows()
         base = cast(PreTrainedModel, causal_lm(student))
         self.listening = True
         states = at_rows(last_hidden(base, batch.inputs), self.rows)

@@ -36,19 +36,6 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def predicting_rows(predicted: Tensor) -> Tensor | None:
-    """Which of the first T - 1 positions of B sequences predict a token that counts: rows of [B (T - 1)], int64 [n].
-
-    Args:
-        predicted: bool [B, T - 1].
-
-    Returns:
-        None for all of them.
-    """
-    counts = predicted.flatten()
-    return None if bool(counts.all()) else counts.nonzero().squeeze(1)
-
-
 def at_rows(states: Tensor, rows: Tensor | None) -> Tensor:
     """Some of the first T - 1 positions of states [B, T, H], [n, H]; None for all of them."""
     return picked(states[:, :-1].flatten(0, 1), rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyprune.data.tokens import IGNORED, Batch
-from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, picked, predicting_rows
+from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, picked
 
 ROWS = 64
 """The head is given a multiple of so many positions, where it is not given all of them."""
@@ -56,7 +56,7 @@ def _predicting_logits(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] 
     base = causal_lm(model)
     if base is None or batch.counts_every_token:
         return None
-    rows = predicting_rows(batch.predicted)
+    rows = batch.predicting_rows()
     targets = picked(batch.targets.flatten(), rows)
     if rows is not None:  # few lengths, as micro batches have: kernels are built for each
         missing = -len(rows) % ROWS

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -130,17 +130,21 @@ class RegularisedAdamW(torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            for group, members in self._calls():
-                self._run(group, members, [self._scale_of(p) for p, _ in members])
+            calls = list(self._calls())
+            scales = self._scales([p for _, members in calls for p, _ in members])
+            for group, members in calls:
+                self._run(group, members, [scales[p] for p, _ in members])
             return loss
         finally:
             self.gradient_scale = 1.0
 
-    def _scale_of(self, parameter: Tensor) -> float:
-        """The factor on one gradient of an ordinary step."""
-        if self.max_tensor_norm is None:
-            return self.gradient_scale
-        return self.gradient_scale * clip_factor(_norm(parameter.grad), self.max_tensor_norm)
+    def _scales(self, parameters: list[Tensor]) -> dict[Tensor, float]:
+        """The factor on each gradient of an ordinary step."""
+        limit = self.max_tensor_norm
+        if limit is None:
+            return dict.fromkeys(parameters, self.gradient_scale)
+        norms = norms_of([p.grad for p in parameters if p.grad is not None])
+        return {p: self.gradient_scale * clip_factor(norm, limit) for p, norm in zip(parameters, norms, strict=True)}
 
     def _end_step(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
@@ -312,7 +316,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
                     "backward is defined for one backward() a step. Call step() after each, add penalties to the loss "
                     "before backward(), or accumulate without stepping in backward."
                 )
-            norm = _norm(parameter.grad)
+            (norm,) = norms_of([cast(Tensor, parameter.grad)])
             if not math.isfinite(norm):
                 raise FloatingPointError(f"The gradient of a parameter of shape {tuple(parameter.shape)} is {norm}.")
             self.squared_norm += norm * norm
@@ -369,9 +373,12 @@ def clip_each_(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> N
         gradient.mul_(clip_factor(norm, max_norm))
 
 
-def _norm(gradient: Tensor | None) -> float:
-    """The l2 norm of one gradient, in float32."""
-    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+def norms_of(gradients: Sequence[Tensor]) -> list[float]:
+    """The l2 norm of each gradient, in float32; read at once, because every read waits for a device."""
+    if not gradients:
+        return []
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
 
 
 def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:

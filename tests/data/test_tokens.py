@@ -82,3 +82,33 @@ def test_samples_are_a_batch(tmp_path: Path) -> None:
     assert drawn.records
     assert drawn.kinds == (records, records)
     assert not drawn.counts_every_token
+
+
+def test_what_decides_is_read_on_the_host() -> None:
+    """The meta device has no values at all: reading there raises, where a GPU would make the host wait."""
+    ids = tiny_batch(0, 3, 20)
+    masked, padded = ids.clone(), ids.clone()
+    masked[0, 3], padded[0, 10:] = IGNORED, IGNORED
+    for own in (Batch.of(ids), Batch(ids, ids.clone()), Batch(ids, masked), Batch(padded, padded.clone())):
+        there = own.to("meta")
+        assert there.ids.device.type == "meta"
+        assert there.to("meta").counts_every_token == there.counts_every_token == own.counts_every_token
+        assert there.fed() == own.fed()
+        for name in ("predicting_rows", "real_rows"):
+            rows, moved = getattr(own, name)(), getattr(there, name)()
+            assert (rows is None) == (moved is None)
+            if rows is not None:
+                assert moved.shape == rows.shape
+                assert moved.device.type == "meta"
+        assert own.to("cpu").source is None
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(Batch.of(ids).to("meta").real.all())
+
+
+def test_rows_that_predict_and_rows_that_are_real() -> None:
+    padded = Batch.of(torch.tensor([[5, 6, 7], [8, IGNORED, IGNORED]]))
+    predicting, real = padded.predicting_rows(), padded.real_rows()
+    assert predicting is not None
+    assert real is not None
+    assert predicting.tolist() == [0, 1]
+    assert real.tolist() == [0, 1, 2, 3]

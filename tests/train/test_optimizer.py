@@ -87,6 +87,26 @@ def test_a_gradient_scale_serves_one_step() -> None:
     torch.testing.assert_close(optimizer.state[next(model.parameters())]["exp_avg"], 0.9 * first + 0.1)
 
 
+def test_gradients_norms_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read of a tensor on a GPU waits for what was given to it; the number of the step lies on the host."""
+    model = model_of()
+    optimizer = RegularisedAdamW(model.parameters(), 1e-3, max_tensor_norm=0.5)
+    reads: list[str] = []
+
+    def counted(name: str) -> Callable[[Tensor], Any]:
+        own = getattr(Tensor, name)
+        return lambda tensor: (reads.append(name), own(tensor))[1]
+
+    for name in ("__float__", "__bool__", "item", "tolist"):
+        monkeypatch.setattr(Tensor, name, counted(name))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        reads.clear()
+        optimizer.step()
+        assert reads == ["tolist"]
+
+
 def test_without_kernels_torchs_fused_adamw_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     groups = Objective().parameter_groups(model, CONFIG)

@@ -122,7 +122,7 @@ class ElderObjective(Objective):
         # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
         # is dropped here.
         self.norms.clear()
-        self.positions = _token_positions(batch)
+        self.positions = batch.real_rows()
         lm = causal_loss(model, batch)
         if not self.norms:
             return LossTerms(lm)
@@ -145,12 +145,6 @@ class ElderObjective(Objective):
         self.norms.clear()
         if self.hooks is not None:
             self.hooks.remove()
-
-
-def _token_positions(batch: Batch) -> Tensor | None:
-    """Where in [B * T] there is no padding, int64 [n]; None for everywhere."""
-    real = batch.real.flatten()
-    return None if bool(real.all()) else real.nonzero().squeeze(1)
 
 
 def _tokens_only(states: Tensor, positions: Tensor | None) -> Tensor:
