@@ -157,12 +157,13 @@ def of_groups(values, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
+def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, FOLDS: tl.constexpr):
     """The three parts of sums over the tiles of :func:`group_tile`, for the functions of ``_triton_sums.py``."""
+    DTYPE: tl.constexpr = tl.float64 if FOLDS < 0 else tl.float32  # as _triton_sums.FLOAT64 asks
     if BY_ROW:
-        zeros = tl.zeros((GROUPS, STEP), dtype=tl.float32)
+        zeros = tl.zeros((GROUPS, STEP), dtype=DTYPE)
     else:
-        zeros = tl.zeros((STEP, GROUPS), dtype=tl.float32)
+        zeros = tl.zeros((STEP, GROUPS), dtype=DTYPE)
     return zeros, zeros, tl.zeros((GROUPS,), dtype=tl.float64)
 
 

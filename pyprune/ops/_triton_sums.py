@@ -1,16 +1,19 @@
-"""Sums in Triton kernels as accurate as float64 ones, of float32 operations.
+"""Sums in Triton kernels as accurate as float64 ones, also where a GPU is slow in float64.
 
-Consumer cards do 64 operations in float32 in the time of one in float64. A sum is therefore kept as two float32 numbers
-whose sum it is: what an addition rounds away is known exactly (Knuth's two-sum) and joins the lower one. Products are
-taken in parts short enough to be exact, so that a compiler which fuses multiplications with additions changes nothing.
-float64 remains where it is cheap or rare: for the last few lanes of a program, one sum a program, and the terms whose
-parts float32 cannot hold (next to its limits, NaN and infinities).
+Data-centre GPUs add float64 numbers as fast as memory brings them, and there sums are float64. Consumer GPUs do 64
+operations in float32 in the time of one in float64. There a sum is kept as two float32 numbers whose sum it is: what an
+addition rounds away is known exactly (Knuth's two-sum) and joins the lower one. Products are taken in parts short
+enough to be exact, so that a compiler which fuses multiplications with additions changes nothing. float64 remains where
+it is cheap or rare: for the last few lanes of a program, one sum a program, and the terms whose parts float32 cannot
+hold (next to its limits, NaN and infinities).
 
-A tile is two-dimensional; ``AXIS`` is the dimension along which it is summed.
+A tile is two-dimensional; ``AXIS`` is the dimension along which it is summed. Which of the two a sum is follows from
+the dtype of its first part (:func:`pyprune.ops._triton.zero_sums`).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,6 +22,10 @@ LARGEST = tl.constexpr(2.0**90)
 SMALLEST = tl.constexpr(2.0**-100)
 """Of products: what is lost of their lowest part, below 2**-149, is then 2**-49 of them."""
 LANES = {0: 8, 1: 128}
+FLOAT64 = -1
+"""In place of a number of halvings: the sum is float64."""
+FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities that do one operation in float64 in the time of two in float32: P100, V100, A100, H100, B200."""
 
 
 @triton.jit
@@ -48,6 +55,8 @@ def add_products(high, low, rare, a, b, AXIS: tl.constexpr):
         low: likewise.
         rare: float64, one for each sum.
     """
+    if high.dtype == tl.float64:
+        return high + a.to(tl.float64) * b.to(tl.float64), low, rare
     size = tl.abs(a * b)
     # All comparisons are false for NaN. A product that is 0 though no factor is has lost all its bits.
     usual = ((size >= SMALLEST) & (size <= LARGEST)) | (a == 0.0) | (b == 0.0)
@@ -68,6 +77,9 @@ def add_products(high, low, rare, a, b, AXIS: tl.constexpr):
 @triton.jit
 def add_squares(high, low, rare, value, AXIS: tl.constexpr):
     """:func:`add_products` of a tile with itself, in fewer steps."""
+    if high.dtype == tl.float64:
+        wide = value.to(tl.float64)
+        return high + wide * wide, low, rare
     size = value * value
     usual = ((size >= SMALLEST) & (size <= LARGEST)) | (value == 0.0)
     if _any(usual == 0):
@@ -85,6 +97,8 @@ def add_squares(high, low, rare, value, AXIS: tl.constexpr):
 def add_magnitudes(high, low, rare, value, AXIS: tl.constexpr):
     """:func:`add_products` for the absolute values of one tile."""
     size = tl.abs(value)
+    if high.dtype == tl.float64:
+        return high + size.to(tl.float64), low, rare
     usual = size <= LARGEST
     if _any(usual == 0):
         rare += tl.sum(tl.where(usual, 0.0, size.to(tl.float64)), axis=AXIS)
@@ -104,6 +118,8 @@ def _halves(tile, AXIS: tl.constexpr):
 @triton.jit
 def total(high, low, rare, AXIS: tl.constexpr, FOLDS: tl.constexpr):
     """The sums, float64; :func:`folds` says how often the lanes are halved in float32 before."""
+    if FOLDS < 0:
+        return tl.sum(high, axis=AXIS)
     for _ in tl.static_range(FOLDS):
         high, other_high = _halves(high, AXIS)
         low, other_low = _halves(low, AXIS)
@@ -111,6 +127,11 @@ def total(high, low, rare, AXIS: tl.constexpr, FOLDS: tl.constexpr):
     return tl.sum(high.to(tl.float64) + low.to(tl.float64), axis=AXIS) + rare
 
 
-def folds(lanes: int, axis: int) -> int:
-    """Halvings after which the lanes of a tile along ``axis`` are few: about one value a thread."""
-    return max(0, (lanes // LANES[axis]).bit_length() - 1)
+def folds(lanes: int, axis: int, device: torch.device) -> int:
+    """Halvings after which the lanes of a tile along ``axis`` are few, about one value a thread; or :data:`FLOAT64`."""
+    return FLOAT64 if fast_in_float64(device) else max(0, (lanes // LANES[axis]).bit_length() - 1)
+
+
+def fast_in_float64(device: torch.device) -> bool:
+    """Whether sums in float64 cost nothing beside the reading; Triton's interpreter does as a consumer GPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pyprune import ops
-from pyprune.ops import _dispatch
+from pyprune.ops import _dispatch, _triton_sums
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -94,6 +94,10 @@ def main() -> None:
         groups(dtype, axis)
     for dtype in DTYPES:
         whole(dtype)
+    _triton_sums.fast_in_float64 = lambda device: True  # as on a data centre's GPU
+    groups(torch.bfloat16, 1)
+    groups(torch.float32, 0)
+    whole(torch.bfloat16)
     adamw(torch.float32, False, Penalty(INDEX, 0, "l2", prox_step=0.1, solver="prox"))
     adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l2", prox_step=0.1, solver="prox"))
     adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l2"))

@@ -1,4 +1,4 @@
-"""The sums of the Triton kernels, which are kept in pairs of float32 numbers, against sums in float64."""
+"""The sums of the Triton kernels, in pairs of float32 numbers or in float64 as GPUs need it, against sums in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyprune.ops import group_penalty, moreau_step, residual_diff_norm
+from pyprune.ops import _triton_sums, group_penalty, moreau_step, residual_diff_norm
 from pyprune.ops.group_importance.reference import member_scores as exact_scores
 
 # Triton's interpreter computes in numpy, which warns of products that float32 cannot hold.
@@ -28,9 +28,25 @@ BOUND = ADDITIONS**2 * 2.0**-49
 the pair and no addition to the lower one loses more than 2**-25 of what has gathered there, half a unit."""
 
 
-@pytest.fixture(autouse=True)
-def _triton(use_backend: Callable[[str], None]) -> None:
+@pytest.fixture(autouse=True, params=["consumer", "data centre"])
+def _triton(
+    use_backend: Callable[[str], None], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to sum; the interpreter takes the first by itself."""
     use_backend("triton")
+    if request.param == "data centre":
+        monkeypatch.setattr(_triton_sums, "fast_in_float64", lambda device: True)
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((8, 0), True), ((8, 9), False), ((9, 0), True), ((12, 0), False)])
+def test_a_gpu_is_known_by_its_capability(
+    capability: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert _triton_sums.fast_in_float64(torch.device("cuda")) is fast
+    assert (_triton_sums.folds(2048, 1, torch.device("cuda")) < 0) is fast
+    assert _triton_sums.folds(2048, 1, torch.device("cpu")) == 4
 
 
 def matrix(axis: int, groups: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -22,7 +22,7 @@ def _importance(score, w, partial, groups, length, group_stride, along_stride, o
     AXIS: tl.constexpr = 1 if BY_ROW else 0
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     first = tl.program_id(1).to(tl.int64) * (STEP * STEPS)
-    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP)
+    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP, FOLDS)
     for step in range(STEPS):
         along = first + step * STEP + tl.arange(0, STEP).to(tl.int64)
         if BY_ROW:
@@ -59,6 +59,6 @@ def member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool,
     launch(
         _importance, (triton.cdiv(groups, GROUPS[by_row]), chunks),
         score, w, partial, groups, length, *strides, offset, SIGNED=signed, BY_ROW=by_row, GROUPS=GROUPS[by_row],
-        STEP=step, STEPS=steps, FOLDS=folds(step, 1 - axis),
+        STEP=step, STEPS=steps, FOLDS=folds(step, 1 - axis, w.device),
     )  # fmt: skip
     return partial.sum(dim=0).abs()

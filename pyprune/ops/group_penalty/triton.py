@@ -43,7 +43,7 @@ def _penalty(w, grad, index, penalty_weight, partial, groups, length, cols, offs
     end = tl.minimum(first + chunk, length)
     factor = tl.load(penalty_weight)
     AXIS: tl.constexpr = 1 if BY_ROW else 0
-    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP)
+    high, low, rare = zero_sums(BY_ROW, GROUPS, STEP, FOLDS)
     for begin in range(first, end, STEP):
         at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)
         value = load_weights(w, at, inside, offset)
@@ -100,7 +100,7 @@ def group_sums(
     launch(
         _penalty, (triton.cdiv(len(index), sizes["GROUPS"]), chunks),
         w, w if grad is None else grad, index, factor, partial, len(index), length, w.shape[1], offset, chunk,
-        L1=kind == "l1", GRADIENT=gradient, FOLDS=folds(sizes["STEP"], 1 - axis), **sizes,
+        L1=kind == "l1", GRADIENT=gradient, FOLDS=folds(sizes["STEP"], 1 - axis, w.device), **sizes,
     )  # fmt: skip
     return partial.sum(dim=0)
 

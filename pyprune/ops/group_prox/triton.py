@@ -35,7 +35,7 @@ def _soft_threshold(w, out, index, groups, length, cols, threshold, offset, BY_R
 @triton.jit
 def _rows(w, out, index, cols, threshold, offset, STEP: tl.constexpr, FOLDS: tl.constexpr):
     """One program a row: once over it for the norm, once for the product."""
-    high, low, rare = zero_sums(True, 1, STEP)
+    high, low, rare = zero_sums(True, 1, STEP, FOLDS)
     for begin in range(0, cols, STEP):
         at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
         high, low, rare = add_squares(high, low, rare, load_weights(w, at, inside, offset), 1)
@@ -67,7 +67,18 @@ def group_prox(
         launch(_soft_threshold, grid, w, out, index, len(index), length, w.shape[1], threshold, offset, **sizes)
     elif axis == 0:
         step = sizes["STEP"]
-        launch(_rows, (len(index),), w, out, index, w.shape[1], threshold, offset, STEP=step, FOLDS=folds(step, 1))
+        launch(
+            _rows,
+            (len(index),),
+            w,
+            out,
+            index,
+            w.shape[1],
+            threshold,
+            offset,
+            STEP=step,
+            FOLDS=folds(step, 1, w.device),
+        )
     else:
         scales = shrink_scales(group_sums(w, index, axis, kind, offset), threshold)
         multiply_groups(w, out, index, scales, axis, offset)

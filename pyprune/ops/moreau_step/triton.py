@@ -58,7 +58,7 @@ def _plain(delta, grad, sums, count, decay, gamma, BLOCK: tl.constexpr, FOLDS: t
     offset = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = offset < count
     change, after = _store(delta, offset, inside, _stepped(delta, grad, offset, inside, decay, gamma))
-    high, low, rare = zero_sums(True, 1, BLOCK)
+    high, low, rare = zero_sums(True, 1, BLOCK, FOLDS)
     moved = total(*add_squares(high, low, rare, change, 1), 1, FOLDS)
     size = total(*add_squares(high, low, rare, after, 1), 1, FOLDS)
     _keep(sums, tl.program_id(0), tl.num_programs(0), moved, size)
@@ -69,14 +69,14 @@ def _rows(delta, grad, sums, cols, decay, gamma, threshold, BLOCK: tl.constexpr,
     """One program a row."""
     start = tl.program_id(0).to(tl.int64) * cols
     lanes = tl.arange(0, BLOCK)[None, :]
-    high, low, rare = zero_sums(True, 1, BLOCK)
+    high, low, rare = zero_sums(True, 1, BLOCK, FOLDS)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
         high, low, rare = add_squares(high, low, rare, value, 1)
     scale = shrink_scale(total(high, low, rare, 1, FOLDS), threshold).to(tl.float32)[:, None]
-    moved, moved_low, moved_rare = zero_sums(True, 1, BLOCK)
-    size, size_low, size_rare = zero_sums(True, 1, BLOCK)
+    moved, moved_low, moved_rare = zero_sums(True, 1, BLOCK, FOLDS)
+    size, size_low, size_rare = zero_sums(True, 1, BLOCK, FOLDS)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
@@ -92,7 +92,7 @@ def _rows(delta, grad, sums, cols, decay, gamma, threshold, BLOCK: tl.constexpr,
 @triton.jit
 def _column_squares(delta, grad, partial, rows, cols, decay, gamma, CHUNK: tl.constexpr, STEP: tl.constexpr,
                     BLOCK: tl.constexpr, FOLDS: tl.constexpr):  # fmt: skip
-    high, low, rare = zero_sums(False, BLOCK, STEP)
+    high, low, rare = zero_sums(False, BLOCK, STEP, FOLDS)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
         value = _stepped(delta, grad, at, inside, decay, gamma)
@@ -105,8 +105,8 @@ def _scale_columns(delta, grad, scales, sums, rows, cols, decay, gamma, CHUNK: t
                    BLOCK: tl.constexpr, FOLDS: tl.constexpr):  # fmt: skip
     column = own_columns(BLOCK)
     scale = tl.load(scales + column, mask=column < cols, other=0.0)[None, :]
-    moved, moved_low, moved_rare = zero_sums(False, BLOCK, STEP)
-    size, size_low, size_rare = zero_sums(False, BLOCK, STEP)
+    moved, moved_low, moved_rare = zero_sums(False, BLOCK, STEP, FOLDS)
+    size, size_low, size_rare = zero_sums(False, BLOCK, STEP, FOLDS)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
         result = tl.where(scale == 0.0, 0.0, _stepped(delta, grad, at, inside, decay, gamma) * scale)
@@ -140,16 +140,16 @@ def moreau_step(
         sums = _empty_sums(delta, triton.cdiv(rows * cols, ROW_BLOCK))
         launch(
             _plain, (sums.shape[1],),
-            delta, grad, sums, rows * cols, decay, gamma, BLOCK=ROW_BLOCK, FOLDS=folds(ROW_BLOCK, 1),
+            delta, grad, sums, rows * cols, decay, gamma, BLOCK=ROW_BLOCK, FOLDS=folds(ROW_BLOCK, 1, delta.device),
         )  # fmt: skip
     elif axis == 0:
         sums = _empty_sums(delta, rows)
         block = min(ROW_BLOCK, triton.next_power_of_2(cols))
-        own_folds = folds(block, 1)
+        own_folds = folds(block, 1, delta.device)
         launch(_rows, (rows,), delta, grad, sums, cols, decay, gamma, threshold, BLOCK=block, FOLDS=own_folds)
     else:
         grid, sizes = column_grid(rows, cols)
-        sizes["FOLDS"] = folds(sizes["STEP"], 0)
+        sizes["FOLDS"] = folds(sizes["STEP"], 0, delta.device)
         partial = torch.empty(grid[1], cols, dtype=torch.float64, device=delta.device)
         launch(_column_squares, grid, delta, grad, partial, rows, cols, decay, gamma, **sizes)
         scales = shrink_scales(partial.sum(dim=0), threshold)

@@ -17,7 +17,7 @@ def _norms(x_in, x_out, norms, cols, L1: tl.constexpr, BLOCK: tl.constexpr, FOLD
     """One program a token."""
     start = tl.program_id(0).to(tl.int64) * cols
     lanes = tl.arange(0, BLOCK)[None, :]
-    high, low, rare = zero_sums(True, 1, BLOCK)
+    high, low, rare = zero_sums(True, 1, BLOCK, FOLDS)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
         before = load_float32(x_in + start + begin + lanes, inside)
@@ -66,7 +66,7 @@ def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.T
     rows, cols = x_in.shape
     norms = torch.empty(rows, dtype=torch.float32, device=x_in.device)
     block = min(BLOCK, triton.next_power_of_2(cols))
-    launch(_norms, (rows,), x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=block, FOLDS=folds(block, 1))
+    launch(_norms, (rows,), x_in, x_out, norms, cols, L1=kind == "l1", BLOCK=block, FOLDS=folds(block, 1, x_in.device))
     return norms.double().mean().float(), norms
 
 
