@@ -1,4 +1,4 @@
-"""The sums of the Triton kernels, in pairs of float32 numbers or in float64 as GPUs need it, against sums in float64."""
+"""The sums of the Triton kernels, pairs of float32 numbers or float64 as a GPU needs it, against sums in float64."""
 
 from __future__ import annotations
 
