@@ -24,7 +24,7 @@ from pyprune.methods.registry import checked
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
 from pyprune.rework import TEACHER_DTYPE, Dense, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
-from pyprune.run_folder import RunFolder, run_folder
+from pyprune.run_folder import RunFolder, run_folder, with_kept_memory
 from pyprune.run_memory import Source, learns_from_files, placed
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES
@@ -96,6 +96,8 @@ def prune(
         "trust_remote_code": trust_remote_code,
     }
 
+    if resume:
+        config = with_kept_memory(out, config)
     division, config = placed(Source(model_id, reading), config, placement)
     # Decided by all processes together, while the teacher may be wanted by some of them alone.
     taught_in = teacher_dtype(config)

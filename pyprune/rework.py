@@ -24,7 +24,7 @@ from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
-from pyprune.run_folder import RunFolder, run_folder
+from pyprune.run_folder import RunFolder, run_folder, with_kept_memory
 from pyprune.run_memory import Source, learns_from_files, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.device import resolve_device, working_dtype
@@ -169,6 +169,8 @@ def recover_checkpoint(
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     _check_teacher(pruned, config, dense)
     _check_places(pruned, config, dense, out, overwrite=overwrite)
+    if resume:
+        config = with_kept_memory(out, config)
     config = within_memory(_trained(pruned, dense), config)
     wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
     if dense.model is not None and not learns_from_files(config):

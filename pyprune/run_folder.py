@@ -12,10 +12,12 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyprune.config.base import Config
+from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from pyprune.config.train import OF_NO_RESULT
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
 from pyprune.methods.base import PlanDecision
@@ -24,6 +26,8 @@ from pyprune.runtime import processes
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
 from pyprune.runtime.records import differences
+
+Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
 
 RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
 
@@ -56,6 +60,29 @@ def interrupted_run(out: str | Path, config: Config) -> bool:
     except (OSError, ValueError):
         return False
     return _are_alike(of_result(kept.get("config")), of_result(config.to_dict()))
+
+
+def with_kept_memory(out: str | Path, config: Run) -> Run:
+    """The options, with ``memory: auto`` as the interrupted run to ``out`` decided it.
+
+    What is free on a device, by which it is decided, is not the same when the run goes on.
+    """
+    try:
+        kept = unseal(read_json(work_folder(out) / RUN)).get("config")
+    except (OSError, ValueError):
+        return config  # said by who reads the rest
+    for training in [t for t in config.trainings() if t.train.memory == "auto"]:
+        memory = _at(kept, f"{training.name}.memory")
+        if memory in ("full", "lean"):
+            config = config.with_training(training.action, replace(training.train, memory=memory))
+    return config
+
+
+def _at(options: Any, name: str) -> Any:
+    """The option of a dotted name; None where there is none."""
+    for part in name.split("."):
+        options = options.get(part) if isinstance(options, Mapping) else None
+    return options
 
 
 def of_result(facts: Any) -> Any:
