@@ -29,7 +29,7 @@ from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
 from pyprune.train.compiled import check_compiler
 from pyprune.train.lora import adapted
-from pyprune.train.memory import PARTS, TrainingMemory, training_memory
+from pyprune.train.memory import FUSED, PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
 from pyprune.train.sharded import check_shares
@@ -213,7 +213,7 @@ def _capacity(device: torch.device) -> int:
     """Bytes that each process of this run may take on its device."""
     # Processes on one machine share its memory; each of them has a GPU of its own.
     sharing = processes.on_this_machine() if device.type == "cpu" else 1
-    return processes.from_first(device_memory(device) // sharing)  # machines may differ
+    return processes.least(device_memory(device) // sharing)  # machines and cards may differ
 
 
 def memory_of(
@@ -297,8 +297,16 @@ def _estimate(source: Source, model: PreTrainedModel, config: PruneConfig | Reco
     widest = max(p.shape[0] for p in model.parameters() if p.ndim == 2)
     layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
-    activations = tokens * (8 * widest + 200 * layers * hidden)
+    activations = tokens * (8 * widest + 200 * layers * hidden + _of_scores(model, trainings))
     return 24 * parameters + activations + _of_teacher(source, config)
+
+
+def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
+    """Bytes that a token adds in the scores of attention that is not fused: some copies in float32 in each layer."""
+    if model.config._attn_implementation in FUSED:
+        return 0
+    longest = max(t.data.sequence_length for t in trainings)
+    return 16 * int(model.config.num_hidden_layers) * int(model.config.num_attention_heads) * longest
 
 
 def _of_teacher(source: Source, config: PruneConfig | RecoverCheckpointConfig) -> int:

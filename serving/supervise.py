@@ -25,10 +25,11 @@ _PR_SET_PDEATHSIG = 1
 def supervised(run: Callable[[], object]) -> int:
     """Call ``run`` in a child process and return the status with which this process is to end.
 
-    It is the child's own, 128 and the number for one that a signal killed, except where ``run`` returned: 0 after
-    SIGTERM or Ctrl-C, and 1, with a line on stderr, without. Signals that this process gets are handed on. If it is
-    killed itself, the child gets SIGTERM. Children that others left behind are waited for, as the first process of a
-    container has to. Returns in the child as well, with the status for its end. Only on Linux is there a child.
+    It is the child's own, 128 and the number for one that a signal killed, with two exceptions. Where ``run`` returned
+    it is 0 after SIGTERM or Ctrl-C, and 1, with a line on stderr, without; and it is 0 where one of these two killed a
+    child that did not handle it yet. Signals that this process gets are handed on. If it is killed itself, the child
+    gets SIGTERM. Children that others left behind are waited for, as the first process of a container has to. Returns
+    in the child as well, with the status for its end. Only on Linux is there a child.
     """
     if sys.platform != "linux":
         run()
@@ -43,10 +44,10 @@ def supervised(run: Callable[[], object]) -> int:
         run()
         return _RETURNED
     status, asked = _wait(child)
+    if asked and status in (_RETURNED, *(128 + number for number in _ASKING)):
+        return 0
     if status != _RETURNED:
         return status
-    if asked:
-        return 0
     print("The server ended without being asked to; the end of vLLM's log says why.", file=sys.stderr, flush=True)
     return ENDED_BY_ITSELF
 
@@ -65,7 +66,8 @@ def _wait(child: int) -> tuple[int, bool]:
         info = signal.sigwaitinfo(_HANDED_ON | {signal.SIGCHLD})
         if info.si_signo != signal.SIGCHLD:
             asked = asked or info.si_signo in _ASKING
-            if info.si_code <= 0:  # from a process; what the terminal sends, the child has as well
+            # From a process. What a terminal sends the child has as well, but for SIGHUP, when it is closed.
+            if info.si_code <= 0 or info.si_signo == signal.SIGHUP:
                 os.kill(child, info.si_signo)
         elif (status := _reap(child)) is not None:
             return (status if status >= 0 else 128 - status), asked

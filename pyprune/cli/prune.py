@@ -51,7 +51,8 @@ def _presets() -> str:
 def prune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to create for the pruned checkpoint. Required.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder to create for the pruned checkpoint. Required unless --dry-run."),
     ] = None,
     method: Annotated[
         str | None,

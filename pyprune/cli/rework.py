@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def recover(
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint. Required.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint. Required unless --dry-run."),
     ] = None,
     teacher: Annotated[
         str | None,

@@ -34,8 +34,9 @@ def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
     A container may see paths of its host that it does not have; its own cgroup is then the folder on top.
     """
     for line in _text(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "" or "memory" in controllers.split(","):  # of version 2, or the one of version 1
             top = cgroups / controllers
             folder = top / path.strip("/")
             yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))

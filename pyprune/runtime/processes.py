@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pyprune.errors import ConfigError, DataError, PypruneError
 from pyprune.runtime.progress import printing_nothing
@@ -202,13 +202,23 @@ def from_first(value: T) -> T:
 
 def alike(value: object) -> bool:
     """Whether all processes have the same value, plain data."""
+    return all(other == value for other in _of_all(value))
+
+
+def least(value: int) -> int:
+    """The smallest of what the processes have."""
+    return min(_of_all(value))
+
+
+def _of_all(value: T) -> list[T]:
+    """What each process has, plain data."""
     if not _joined:
-        return True
+        return [value]
     import torch.distributed as dist
 
-    found: list[object] = [None] * count()
+    found: list[Any] = [None] * count()
     dist.all_gather_object(found, value)
-    return all(other == value for other in found)
+    return found
 
 
 def check_same_text(digest: Callable[[], str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench import train_step
-from bench._step_parts import BACKWARD, COPY, FORWARD, NORM, OPTIMIZER, PARTS, PENALTY, REST, TEACHER, time_parts
+from bench import _step_parts, train_step
+from bench._step_parts import BACKWARD, COPY, FORWARD, NORM, OPTIMIZER, PARTS, PENALTY, REST, TEACHER
 from bench.train_step import FORMS, FULL, LABELS, LEAN, PLAIN, PLAIN_NARROW
 from pyprune.data.tokens import IGNORED, Batch
 from tests._support.compiled import graphs
@@ -51,21 +50,28 @@ def test_every_form_is_timed_and_weighed(
         assert taken == expected | (set() if name == LEAN else {NORM}), (op, name)
 
 
-def test_a_part_within_another_counts_once() -> None:
+def test_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
     class Owner:
         def outer(self) -> None:
-            time.sleep(0.02)
+            clock[0] += 20
             self.inner()
+            clock[0] += 3
 
         def inner(self) -> None:
-            time.sleep(0.08)
+            clock[0] += 80
 
+    def step() -> None:
+        clock[0] += 1
+        owner.outer()
+
+    monkeypatch.setattr(_step_parts._Stopwatch, "_now", lambda _: clock[0])
     owner = Owner()
     watched = [(owner, "outer", BACKWARD), (owner, "inner", OPTIMIZER)]
-    found = time_parts(lambda: owner.outer(), watched, 1, torch.device("cpu"))
-    assert {part for part, (taken,) in found.items() if taken > 0} >= {BACKWARD, OPTIMIZER}
-    assert found[OPTIMIZER][0] >= 80
-    assert found[BACKWARD][0] >= 20
+    found = _step_parts.time_parts(step, watched, 2, torch.device("cpu"))
+    taken = {part: milliseconds for part, milliseconds in found.items() if any(milliseconds)}
+    assert taken == {BACKWARD: [23.0, 23.0], OPTIMIZER: [80.0, 80.0], REST: [1.0, 1.0]}
     assert vars(owner) == {}, "it is as it was"
 
 

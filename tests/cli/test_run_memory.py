@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,12 +168,33 @@ def test_a_dry_run_of_a_recovery_says_what_it_would_hold_and_does_nothing(
     assert "give the folder to create" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("settings", [[], ["recover.distill={}"], ["recover.adapters=none", "recover.distill={}"]])
+@pytest.mark.parametrize(
+    ("settings", "attention"),
+    [
+        ([], "sdpa"),
+        (["recover.distill={}"], "sdpa"),
+        (["recover.adapters=none", "recover.distill={}"], "sdpa"),
+        (["data.sequence_length=512", "recovery_data.sequence_length=512"], "eager"),
+    ],
+)
 def test_a_small_run_says_in_one_line_what_it_holds_at_most(
-    checkpoint: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path,
+    settings: list[str],
+    attention: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The line is no table, and no training of the run holds more."""
     device_of(2**50, monkeypatch)
+    shapes = Source.shapes
+
+    def with_attention(source: Source, dtype: str) -> Any:
+        model = shapes(source, dtype)
+        model.set_attn_implementation(attention)
+        model.config.max_position_embeddings = 512
+        return model
+
+    monkeypatch.setattr(Source, "shapes", with_attention)
     config = build_config(options={"method": "elder", "device": "cpu"}, settings=settings)
     within_memory(Source(checkpoint, {}), config)
     (line,) = capsys.readouterr().err.splitlines()

@@ -36,7 +36,9 @@ def test_a_step_reads_once(waits: Callable[[Callable[[], object]], int]) -> None
     optimizer = RegularisedAdamW(weights, 1e-3, max_tensor_norm=0.5)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    optimizer.step()  # makes the moments and the tables
+    optimizer.step()  # makes the moments
+    for scale, weight in enumerate(weights, 2):  # at other addresses, with other norms: the tables are made again
+        weight.grad = torch.full_like(weight, scale)
     assert waits(optimizer.step) == 1
 
 

@@ -8,6 +8,8 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import pytest
 
@@ -36,11 +38,14 @@ STOPPED = """
     print(*map(int, received), flush=True)
 """
 ORPHAN = """
-    orphan = "import os, time; os.fork() or (time.sleep(2), os._exit(0)); os._exit(0)"
-    subprocess.run([sys.executable, "-c", orphan], check=True)
+    # It ends when its standard input does.
+    read, write = os.pipe()
+    orphan = "import os; os.fork() or (os.read(0, 1), os._exit(0)); os._exit(0)"
+    subprocess.run([sys.executable, "-c", orphan], stdin=read, check=True)
     parent = os.getppid()
     children = lambda: open(f"/proc/{{parent}}/task/{{parent}}/children").read().split()
     assert len(children()) == 2
+    os.close(write)
     while len(children()) == 2:
         time.sleep(0.05)
     print("gone")
@@ -48,15 +53,31 @@ ORPHAN = """
 """
 
 
-def start(body: str, *, subreaper: bool = False) -> subprocess.Popen[str]:
-    """A supervised stand-in, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(body=body.format(), subreaper=subreaper)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts supervised stand-ins, each in a session of its own; what is left of them goes with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(body: str, *, subreaper: bool = False) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT.format(body=body.format(), subreaper=subreaper)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=WAIT_S)
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -74,7 +95,7 @@ def line(process: subprocess.Popen[str]) -> str:
         ("    os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
     ],
 )
-def test_the_status_of_a_server_that_nobody_asked_to_end(body: str, status: int, said: str) -> None:
+def test_the_status_of_a_server_that_nobody_asked_to_end(start: Start, body: str, status: int, said: str) -> None:
     process = start(body)
     _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == status
@@ -84,7 +105,7 @@ def test_the_status_of_a_server_that_nobody_asked_to_end(body: str, status: int,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_was_asked_to_end_has_status_0(number: signal.Signals) -> None:
+def test_a_server_that_was_asked_to_end_has_status_0(start: Start, number: signal.Signals) -> None:
     process = start(STOPPED)
     assert int(line(process)) != process.pid
     process.send_signal(signal.SIGUSR1)
@@ -94,7 +115,7 @@ def test_a_server_that_was_asked_to_end_has_status_0(number: signal.Signals) -> 
     assert (process.returncode, errors) == (0, "")
 
 
-def test_the_status_of_a_server_that_fails_while_it_stops_is_its_own() -> None:
+def test_the_status_of_a_server_that_fails_while_it_stops_is_its_own(start: Start) -> None:
     process = start("    signal.signal(signal.SIGTERM, lambda *_: os._exit(3)); print(flush=True); time.sleep(1000)")
     line(process)
     process.terminate()
@@ -102,25 +123,48 @@ def test_the_status_of_a_server_that_fails_while_it_stops_is_its_own() -> None:
     assert process.returncode == 3
 
 
-def test_ctrl_c_of_a_terminal_reaches_the_server_once() -> None:
-    """The terminal itself sends it to both processes."""
+def test_a_server_that_is_asked_to_end_before_it_listens_to_signals(start: Start) -> None:
+    process = start("    print(flush=True); time.sleep(1000)")
+    line(process)
+    process.terminate()
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+
+
+def on_a_terminal(body: str) -> tuple[int, BinaryIO, bytes]:
+    """A supervised stand-in that leads the session of a terminal: its process, the other end, and its first line."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", SCRIPT.format(body=STOPPED.format(), subreaper=False)])
-    with open(terminal, "rb", buffering=0) as output:
-        seen = b""
-        while b"\n" not in seen:
-            seen += output.read(64)
-        os.write(terminal, b"\x03")
+        os.execv(sys.executable, [sys.executable, "-c", SCRIPT.format(body=body.format(), subreaper=False)])
+    output = open(terminal, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+    seen = b""
+    while b"\n" not in seen:
+        seen += output.read(64)
+    return pid, output, seen
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_server_once() -> None:
+    """The terminal itself sends it to both processes."""
+    pid, terminal, seen = on_a_terminal(STOPPED)
+    with terminal:
+        os.write(terminal.fileno(), b"\x03")
         with contextlib.suppress(OSError):  # how Linux says that nobody writes to it any more
-            while more := output.read(64):
+            while more := terminal.read(64):
                 seen += more
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert seen.splitlines()[1:] in ([b"^C2"], [b"^C", b"2"]), "one SIGINT, not two"
 
 
-def test_a_killed_first_process_takes_the_server_with_it() -> None:
+def test_a_closed_terminal_ends_the_server() -> None:
+    """It tells the first process alone."""
+    pid, terminal, _ = on_a_terminal("    print(flush=True); time.sleep(1000)")
+    terminal.close()
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+
+
+def test_a_killed_first_process_takes_the_server_with_it(start: Start) -> None:
     process = start(STOPPED)
     line(process)
     process.kill()
@@ -129,7 +173,7 @@ def test_a_killed_first_process_takes_the_server_with_it() -> None:
     assert list(map(int, said.split())) == [signal.SIGTERM]
 
 
-def test_children_that_others_left_behind_are_collected() -> None:
+def test_children_that_others_left_behind_are_collected(start: Start) -> None:
     """As in a container, whose first process gets them; here by a setting of Linux."""
     process = start(ORPHAN, subreaper=True)
     said, errors = process.communicate(timeout=WAIT_S)

@@ -318,7 +318,7 @@ def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
     Norms for l2 penalties, and the l2 proximal map, are launches of their own for each weight.
 
     Args:
-        steps: of weights of one dtype and device, with moments of one kind.
+        steps: of weights of one dtype and device.
         stochastic: round bfloat16 weights stochastically.
     """
     alike: dict[object, list[Step]] = defaultdict(list)
@@ -326,7 +326,8 @@ def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
         scalars = replace(step.scalars, gradient_scale=1.0)
         offset = step.offset if step.active else 0.0
         by_row = step.by_row or not step.active
-        alike[step.active, by_row, scalars, offset, step.random.step, step.random.seed].append(step)
+        kernel = (step.active, by_row, step.moments.quantised)
+        alike[kernel, scalars, offset, step.random.step, step.random.seed].append(step)
     for members in alike.values():
         _update_alike(members, stochastic)
     for step in steps:
