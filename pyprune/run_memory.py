@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,7 +133,8 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         check_sequence_length(model.config, training.data.sequence_length)
     at_most = _estimate(source, model, config)
     if not always and at_most <= WORTH_A_LOOK * capacity:
-        say(f"Memory at the peak: at most about {_gib(at_most)}, of {_gib(capacity)} on {device}{_each()}.", "dim")
+        mib = math.ceil(at_most / 2**20)
+        say(f"Memory at the peak: at most about {mib:,} MiB, of {_gib(capacity)} on {device}{_each()}.", "dim")
         # As it is decided where it matters, or a run that goes on elsewhere would have other options.
         return _settled(config, lean=config.dtype == "bfloat16")
     decided, found = memory_of(source, config, device, capacity)
