@@ -50,16 +50,11 @@ def refuse_kept(folder: Path) -> None:
         )
 
 
-def interrupted_run(out: str | Path, config: Config) -> bool:
+def interrupted_run(out: str | Path, config: Run) -> bool:
     """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
-    folder = work_folder(out)
-    if _kept_in(folder) is None:
-        return False
-    try:
-        kept = unseal(read_json(folder / RUN))
-    except (OSError, ValueError):
-        return False
-    return _are_alike(of_result(kept.get("config")), of_result(config.to_dict()))
+    kept = _kept_options(out)
+    alike = of_result(kept) == of_result(_as_decided(config, kept).to_dict())
+    return alike and kept_of_a_run(out) is not None
 
 
 def with_kept_memory(out: str | Path, config: Run) -> Run:
@@ -67,10 +62,19 @@ def with_kept_memory(out: str | Path, config: Run) -> Run:
 
     What is free on a device, by which it is decided, is not the same when the run goes on.
     """
+    return _as_decided(config, _kept_options(out))
+
+
+def _kept_options(out: str | Path) -> Any:
+    """The options of the interrupted run to ``out``; None where they cannot be read, which who resumes it says."""
     try:
-        kept = unseal(read_json(work_folder(out) / RUN)).get("config")
+        return unseal(read_json(work_folder(out) / RUN)).get("config")
     except (OSError, ValueError):
-        return config  # said by who reads the rest
+        return None
+
+
+def _as_decided(config: Run, kept: Any) -> Run:
+    """The options, with ``memory: auto`` as kept ones have it."""
     for training in [t for t in config.trainings() if t.train.memory == "auto"]:
         memory = _at(kept, f"{training.name}.memory")
         if memory in ("full", "lean"):
@@ -90,14 +94,6 @@ def of_result(facts: Any) -> Any:
     if not isinstance(facts, Mapping):
         return facts
     return {name: of_result(value) for name, value in facts.items() if name not in OF_NO_RESULT}
-
-
-def _are_alike(kept: Any, asked: Any) -> bool:
-    """Whether options are the same, where ``memory: auto`` is what the run decided for it."""
-    if not isinstance(kept, dict) or not isinstance(asked, dict):
-        return bool(kept == asked)
-    decided = [name for name, value in asked.items() if name == "memory" and value == "auto"]
-    return kept.keys() == asked.keys() and all(x in decided or _are_alike(kept[x], asked[x]) for x in asked)
 
 
 def _kept_in(folder: Path) -> str | None:

@@ -300,7 +300,7 @@ def _estimate(source: Source, model: PreTrainedModel, config: PruneConfig | Reco
     layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
     activations = tokens * (8 * widest + 200 * layers * hidden + _of_scores(model, trainings))
-    return 24 * parameters + activations + _of_teacher(source, config)
+    return 24 * parameters + activations + _of_teacher(source, model, config)
 
 
 def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
@@ -311,14 +311,18 @@ def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
     return 16 * int(model.config.num_hidden_layers) * int(model.config.num_attention_heads) * longest
 
 
-def _of_teacher(source: Source, config: PruneConfig | RecoverCheckpointConfig) -> int:
-    """Bytes of the dense model's weights in float32, and of its logits; 0 where nothing learns from it."""
+def _of_teacher(source: Source, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+    """Bytes of the dense model's weights in float32, and of its logits; 0 where nothing learns from it.
+
+    Where the source names no other, it is ``model`` itself.
+    """
     recoveries = [t for t in config.trainings() if t.action == "recover"]
     if config.recover.distill is None or not recoveries:
         return 0
-    teacher = source.teacher_shapes("float32")
+    same = source.teacher is None and source.teacher_reading is None
+    teacher = model if same else source.teacher_shapes("float32")
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in recoveries)
-    return sum(p.nbytes for p in teacher.parameters()) + 8 * tokens * int(teacher.config.vocab_size)
+    return 4 * sum(p.numel() for p in teacher.parameters()) + 8 * tokens * int(teacher.config.vocab_size)
 
 
 class _Look:

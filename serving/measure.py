@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import ConfigError
+from pyprune.runtime.host import machine_available
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
@@ -400,8 +401,5 @@ def _fits(run: _Run) -> bool:
 
 def available_bytes() -> int:
     """Return the memory that is free for new processes (without limit where the system does not say)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 2**62
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 2**62)
+    found = machine_available()
+    return 2**62 if found is None else found

@@ -20,12 +20,16 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
         proc: where the kernel's tables are.
         cgroups: where the cgroups are.
     """
-    return min([_of_machine(proc), *(_left(folder) for folder in _own_cgroups(proc, cgroups))])
+    machine = machine_available(proc)
+    if machine is None:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(_left(folder) for folder in _own_cgroups(proc, cgroups))])
 
 
-def _of_machine(proc: Path) -> int:
+def machine_available(proc: Path = Path("/proc")) -> int | None:
+    """Bytes that the machine has available for processes, whatever their cgroups allow; None where it does not say."""
     found = _figures(proc / "meminfo").get("MemAvailable:")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found * 1024
+    return None if found is None else found * 1024
 
 
 def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:

@@ -143,7 +143,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
         limit = self.max_tensor_norm
         if limit is None:
             return dict.fromkeys(parameters, self.gradient_scale)
-        norms = norms_of([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = norms_of(gradients).tolist() if gradients else []  # one read, which waits for the device
         return {p: self.gradient_scale * clip_factor(norm, limit) for p, norm in zip(parameters, norms, strict=True)}
 
     def _end_step(self, closure: Callable[[], float] | None) -> None:
@@ -316,7 +317,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
                     "backward is defined for one backward() a step. Call step() after each, add penalties to the loss "
                     "before backward(), or accumulate without stepping in backward."
                 )
-            (norm,) = norms_of([cast(Tensor, parameter.grad)])
+            norm = float(norms_of([cast(Tensor, parameter.grad)]))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"The gradient of a parameter of shape {tuple(parameter.shape)} is {norm}.")
             self.squared_norm += norm * norm
@@ -373,12 +374,10 @@ def clip_each_(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> N
         gradient.mul_(clip_factor(norm, max_norm))
 
 
-def norms_of(gradients: Sequence[Tensor]) -> list[float]:
-    """The l2 norm of each gradient, in float32; read at once, because every read waits for a device."""
-    if not gradients:
-        return []
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The l2 norm of each gradient, float32 [n], on the first one's device."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:

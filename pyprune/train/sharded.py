@@ -38,6 +38,7 @@ from pyprune.runtime.shapes import shape_only
 from pyprune.train.blocks import Place
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
+from pyprune.train.optimizer import norms_of
 from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared, save_shared
 from pyprune.train.state import TrainState, load_state, read_whole, save_state
@@ -97,7 +98,7 @@ class Whole:
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """The l2 norm of each gradient, float32 [n]."""
-        return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
+        return norms_of(gradients)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Numbers added up over the processes."""
@@ -156,7 +157,7 @@ class Sharded(Whole):
                 torch.distributed.broadcast(parameter.data, src=0)
         self._stays = {name for name, p in self._originals.items() if how.on_host and not p.requires_grad}
         sent = how.weights == "first"
-        self.model = _sharded_copy(model, self.mesh, self._placement, stays=self._stays, sent=sent)
+        super().__init__(_sharded_copy(model, self.mesh, self._placement, stays=self._stays, sent=sent))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -164,7 +165,6 @@ class Sharded(Whole):
         self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
         self.parts = {name: _with_part(p) for name, p in self.divided.items()}
         self._names = {id(part): name for name, part in self.parts.items()}
-        self._trained: list[nn.Parameter] = []
         self._order: list[str | None] = []
         self._beside: list[nn.Parameter] = []
 

@@ -115,20 +115,17 @@ def test_a_server_that_was_asked_to_end_has_status_0(start: Start, number: signa
     assert (process.returncode, errors) == (0, "")
 
 
-def test_the_status_of_a_server_that_fails_while_it_stops_is_its_own(start: Start) -> None:
-    process = start("    signal.signal(signal.SIGTERM, lambda *_: os._exit(3)); print(flush=True); time.sleep(1000)")
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("signal.signal(signal.SIGTERM, lambda *_: os._exit(3))", 3), ("pass", 0)],
+    ids=["it fails while it stops", "it does not listen to signals yet"],
+)
+def test_the_status_of_a_server_that_is_asked_to_end_and_does_not_return(start: Start, body: str, status: int) -> None:
+    process = start(f"    {body}; print(flush=True); time.sleep(1000)")
     line(process)
     process.terminate()
     process.communicate(timeout=WAIT_S)
-    assert process.returncode == 3
-
-
-def test_a_server_that_is_asked_to_end_before_it_listens_to_signals(start: Start) -> None:
-    process = start("    print(flush=True); time.sleep(1000)")
-    line(process)
-    process.terminate()
-    process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0
+    assert process.returncode == status
 
 
 def on_a_terminal(body: str) -> tuple[int, BinaryIO, bytes]:

@@ -66,19 +66,8 @@ def group_prox(
         grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
         launch(_soft_threshold, grid, w, out, index, len(index), length, w.shape[1], threshold, offset, **sizes)
     elif axis == 0:
-        step = sizes["STEP"]
-        launch(
-            _rows,
-            (len(index),),
-            w,
-            out,
-            index,
-            w.shape[1],
-            threshold,
-            offset,
-            STEP=step,
-            FOLDS=folds(step, 1, w.device),
-        )
+        constants = {"STEP": sizes["STEP"], "FOLDS": folds(sizes["STEP"], 1, w.device)}
+        launch(_rows, (len(index),), w, out, index, w.shape[1], threshold, offset, **constants)
     else:
         scales = shrink_scales(group_sums(w, index, axis, kind, offset), threshold)
         multiply_groups(w, out, index, scales, axis, offset)

@@ -289,6 +289,16 @@ class Step:
         return KINDS[self.kind] if penalised else 0
 
     @property
+    def across_rows(self) -> bool:
+        """Whether the pass takes groups for rows; all the same where it has no penalty."""
+        return self.by_row or not self.active
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """The words of the seed."""
+        return self.random.seed & 0xFFFFFFFF, (self.random.seed >> 32) & 0xFFFFFFFF
+
+    @property
     def programs(self) -> int:
         """The programs that its elements take."""
         return int(triton.cdiv(self.matrix.numel(), BLOCKS * 128))
@@ -325,8 +335,7 @@ def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
     for step in steps:
         scalars = replace(step.scalars, gradient_scale=1.0)
         offset = step.offset if step.active else 0.0
-        by_row = step.by_row or not step.active
-        kernel = (step.active, by_row, step.moments.quantised)
+        kernel = (step.active, step.across_rows, step.moments.quantised)
         alike[kernel, scalars, offset, step.random.step, step.random.seed].append(step)
     for members in alike.values():
         _update_alike(members, stochastic)
@@ -340,9 +349,8 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
     like, coefficients = steps[0], [step.coefficients() for step in steps]
     own, random = like.scalars, like.random
     values = (own.decay, own.rate1, own.beta2, own.rate2, own.step_size, own.root_correction, own.eps)
-    keys = (random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
     constants: dict[str, Any] = {
-        "KIND": like.active, "BY_ROW": like.by_row or not like.active, "QUANTISED": like.moments.quantised,
+        "KIND": like.active, "BY_ROW": like.across_rows, "QUANTISED": like.moments.quantised,
         "STOCHASTIC": stochastic, "FOR_WEIGHT": PURPOSE_WEIGHT, "FOR_FIRST": PURPOSE_FIRST,
         "FOR_SECOND": PURPOSE_SECOND, "N": BLOCKS,
     }  # fmt: skip
@@ -351,7 +359,7 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
         launch(
             _update, (like.programs,),
             *like.tensors, coefficients[0], like.matrix.numel(), like.matrix.shape[1], *values, own.gradient_scale,
-            like.offset, random.step, random.stream, *keys, **constants,
+            like.offset, random.step, random.stream, *like.keys, **constants,
         )  # fmt: skip
         return
     device = like.matrix.device
@@ -366,8 +374,8 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
     scales = _scales(tuple(step.scalars.gradient_scale for step in steps), device, queue)
     launch(
         _update_many, (first,),
-        like.matrix, like.moments.first, owners, table, scales, *values, like.offset, random.step, *keys, **constants,
-        FIELDS=len(rows[0]),
+        like.matrix, like.moments.first, owners, table, scales, *values, like.offset, random.step, *like.keys,
+        **constants, FIELDS=len(rows[0]),
     )  # fmt: skip
 
 
@@ -401,9 +409,8 @@ def _l2_prox(step: Step, penalty: Penalty, stochastic: bool) -> None:
     rows, cols = matrix.shape
     along = (cols, cols, 1) if step.by_row else (rows, 1, cols)
     grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
-    words = (random.step, random.stream, random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF)
     launch(
         _scale, grid,
-        matrix, penalty.index, factors, len(factors), *along, step.offset, *words,
+        matrix, penalty.index, factors, len(factors), *along, step.offset, random.step, random.stream, *step.keys,
         STOCHASTIC=stochastic, FOR_PROX=PURPOSE_PROX, GROUPS=GROUPS, STEP=STEP,
     )  # fmt: skip
