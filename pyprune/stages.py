@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,10 +27,11 @@ from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.methods.base import PlanDecision, PlanRequest, Regularise, RunOptions, StageReport
+from pyprune.methods.base import PlanDecision, PlanRequest, Prepare, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, EffectSnapshot, compare, snapshot
+from pyprune.probe.streams import LayerRunner
 from pyprune.quality.perplexity import perplexity
 from pyprune.run_folder import RunFolder
 from pyprune.runtime import processes
@@ -170,16 +171,25 @@ def planning(config: PruneConfig) -> PruneConfig:
     return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
 
 
+def prepared_in_memory(
+    prepare: Prepare, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]
+) -> Sequence[str]:
+    """What a method does before the cut, on a model in memory; see :class:`pyprune.methods.base.Prepare`."""
+    return prepare(LayerRunner(model, family_for(model)), plan, samples, details)
+
+
 @dataclass(frozen=True)
 class Cutting:
     """What makes the cut of a run; for weights that lie on disk, others than the functions for a model in memory.
 
     Attributes:
+        prepare: calls what a method does to the weights before the cut.
         compact: cuts, or plans the cut.
         compensate: gives biases for what is lost.
         reconstruct: solves what stays by least squares.
     """
 
+    prepare: Callable[..., Sequence[str]] = prepared_in_memory
     compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
     compensate: Callable[..., CompensationReport] = compensate_
     reconstruct: Callable[..., ReconstructionReport] = reconstruct_
@@ -329,7 +339,8 @@ class StageRun:
                 "in the dense model. Run the method without a plan to have both."
             )
             return
-        self.result.notes += method.prepare(self.model, self.result.plan, self.text.before.ids, self.result.decision)
+        ids, result = self.text.before.ids, self.result
+        result.notes += self.cutting.prepare(method.prepare, self.model, result.plan, ids, result.decision)
         if method.rotates:
             self.result.decision[ROTATED] = True
 

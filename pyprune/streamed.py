@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples
 from pyprune.data.tokens import Batch
 from pyprune.errors import CheckpointError
-from pyprune.methods.base import PlanDecision
+from pyprune.methods.base import PlanDecision, Prepare
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
 from pyprune.run_folder import RunFolder
@@ -107,16 +107,25 @@ def beside_files(
     folder, place = folder_with_safetensors(model_id, source["revision"]), resolve_device(config.device)
     stored = StoredModel(str(folder), dtype=DTYPES[config.dtype], device=place, scratch=work / SOLVED)
 
+    def taken_over(model: PreTrainedModel) -> None:
+        for name in stored.replaced:
+            model.get_parameter(name).data = stored.mapped(name)
+
+    def prepared(prepare: Prepare, model: PreTrainedModel, *decided: Any) -> Sequence[str]:
+        with freed_at_once():
+            notes = prepare(StoredLayers(stored), *decided)
+        taken_over(model)
+        return notes
+
     def solved(model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
         with freed_at_once():
             report = reconstruct_(StoredLayers(stored), plan, samples, **options)
-        for name in stored.replaced:
-            model.get_parameter(name).data = stored.mapped(name)
+        taken_over(model)
         return report
 
-    prepared = config.plan is None and get_method(config.method).prepare is not None
-    changed = prepared or bool(config.stages.before)  # the weights are not those of the files when they are cut
-    return None if _why_not_decided(config) else stored, Cutting() if changed else Cutting(reconstruct=solved)
+    trained = bool(config.stages.before)  # the weights are not those of the files when they are cut
+    cutting = Cutting() if trained else Cutting(prepare=prepared, reconstruct=solved)
+    return None if _why_not_decided(config) else stored, cutting
 
 
 class StoredRun:
@@ -163,7 +172,7 @@ class StoredRun:
         self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
         text = StageText.of(self.data)
         own = planning(config) if only_planning else config
-        cutting = Cutting(self._planned, self._compensated, self._solved)
+        cutting = Cutting(self._prepared, self._planned, self._compensated, self._solved)
         self._run = StageRun(self.model, text, own, work, stored=self._source, cutting=cutting)
 
     @freed_at_once()
@@ -179,6 +188,9 @@ class StoredRun:
         result = self._run.finished()
         result.notes.append(NOTE)
         return result
+
+    def _prepared(self, prepare: Prepare, model: PreTrainedModel, *decided: Any) -> Sequence[str]:
+        return prepare(StoredLayers(self._source), *decided)
 
     def _planned(self, model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
         written = self._config.export_dtype or stored_dtype(self._source.folder) or self._config.dtype

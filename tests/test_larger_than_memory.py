@@ -225,13 +225,31 @@ def test_candidates_are_measured_with_a_layer_in_memory(large: Path, tmp_path: P
     assert LAYERS - 9 <= gone < LAYERS - 1
 
 
-def test_gradients_of_a_checkpoint_larger_than_memory_are_taken(large: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "first"), [("taylor", 0), ("moreau", LAYERS - 24)])
+def test_gradients_of_a_checkpoint_larger_than_memory_are_taken(
+    method: str, first: int, large: Path, tmp_path: Path
+) -> None:
+    """The displacements of MoreauPruner alone are larger than memory; a step, because it writes them all."""
+    if method == "moreau":
+        assert (LAYERS - first) * 3 * FFN * HIDDEN * 4 > LIMIT
     sizes = ["--calibration", write_text(tmp_path / "text.txt"), "--samples", "2", "--sequence-length", "32"]
-    arguments = ["prune", large, "--method", "taylor", *sizes, "--set", "dtype=bfloat16", "--set", "score.axes=[ffn]"]
-    result = limited(*arguments, "--dry-run")
+    scored = ["score.axes=[ffn]", f"score.first_layer={first}", *(["moreau.steps=1"] if method == "moreau" else [])]
+    options = [word for setting in ("dtype=bfloat16", *scored) for word in ("--set", setting)]
+    result = limited("prune", large, "--method", method, *sizes, *options, "--dry-run")
     assert result.returncode == 0, result.stderr
     plan = PrunePlan.from_json(result.stdout)
-    assert all(0 < len(layer.ffn) < FFN for layer in plan.layers)
+    assert all(0 < len(layer.ffn) < FFN for layer in plan.layers if layer.index >= first)
+    assert all(len(layer.ffn) == FFN for layer in plan.layers if layer.index < first)
+
+
+def test_layers_of_a_checkpoint_larger_than_memory_are_merged(large: Path, tmp_path: Path) -> None:
+    """Half of the layers in one merge, which is the only one that may be tried."""
+    sizes = ["--calibration", write_text(tmp_path / "text.txt"), "--samples", "2", "--sequence-length", "16"]
+    half = LAYERS // 2
+    one = ["--set", "dtype=bfloat16", "--set", f"laco.merge={half + 1}", "--set", f"laco.lowest={half - 2}"]
+    result = limited("prune", large, "--method", "laco", "--ratio", "0.5", *one, *sizes, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert len(PrunePlan.from_json(result.stdout).removed_layers) == half
 
 
 def test_the_limit_is_one(large: Path, out: Path) -> None:

@@ -162,6 +162,11 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "taylor", "taylor.form": "param_mix", "score.batch_size": 2},
         {"method": "smoothgrad", "smoothgrad.draws": 2},
         {"method": "obs", "ratio": 0.1},
+        {"method": "moreau", "moreau.steps": 3},
+        {"method": "moreau", "moreau.draws": 2, "moreau.steps": 2, "score.batch_size": 2},
+        {"method": "moreau_gs", "moreau_gs.steps": 3, "moreau_gs.eta": 1e-3},
+        {"method": "laco", "ratio": 0.5},
+        {"method": "laco", "ratio": 0.5, "laco.form": "paper", "laco.merge": 2},
     ],
 )
 def test_methods_that_read_activations_or_gradients_decide_with_a_layer_in_memory(
@@ -175,6 +180,20 @@ def test_methods_that_read_activations_or_gradients_decide_with_a_layer_in_memor
     assert_same_folder(*both_ways(dense, config, tmp_path, monkeypatch))
     of_a_layer = len(list(decoder_layers(tiny_model(name))[0].parameters()))
     assert 0 < max(most) < of_a_layer + 2, "FLAP gives a layer two biases"
+
+
+@pytest.mark.parametrize("reconstruct", ["none", "least_squares"])
+@pytest.mark.parametrize("name", ["llama-mha-bias", "granite", "phi3"])
+def test_a_stream_is_rotated_from_file_to_file(
+    name: str, reconstruct: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name)
+    dense = write_model(model.to(torch.bfloat16), tmp_path / "dense")
+    sizes = {"data.source": str(text), "data.samples": 6, "data.sequence_length": 64, "stages.after": []}
+    options = {"method": "pca", "ratio": 0.25, "hidden_multiple": 4, "cut.reconstruct": reconstruct, **sizes}
+    most = counted(monkeypatch)
+    assert_same_folder(*both_ways(dense, build_config(options=options), tmp_path, monkeypatch))
+    assert 0 < max(most) < len(list(decoder_layers(tiny_model(name))[0].parameters()))
 
 
 @pytest.mark.parametrize(("name", "axes"), [
@@ -215,9 +234,8 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
     (["--set", "score.iterations=2"], "score.iterations is 2"),
     (["--method", "taylor", "--set", "score.axes=[hidden]"], "taylor scores hidden"),
     (["--method", "taylor", "--set", "score.layerwise=false"], "score.layerwise is false"),
-    (["--method", "moreau"], "moreau holds the displacements"),
+    (["--method", "moreau", "--set", "score.axes=[hidden]"], "moreau scores hidden"),
     (["--method", "loraprune"], "loraprune holds the LoRA factors"),
-    (["--method", "laco"], "changes weights"),
     (["--set", "verify=true"], "verify measures it"),
 ])  # fmt: skip
 def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, text: Path) -> None:

@@ -157,6 +157,12 @@ class StoredLayers(LayerRunner):
             self.stored.replace(f"{self.family.layers_path}.{index}.{name}", values)
 
     @override
+    def keep_outside(self, names: Iterable[str]) -> None:
+        """Write what parameters outside of the layers were changed to where ``stored`` reads them from then on."""
+        for name in names:
+            self.stored.replace(name, self.model.get_parameter(name))
+
+    @override
     def keep_zeros(self, name: str, count: int) -> None:
         """Write a parameter that the checkpoint lacks."""
         self.stored.replace(name, torch.zeros(count, dtype=self.stored.dtype))

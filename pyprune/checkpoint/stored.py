@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -183,6 +185,32 @@ class StoredModel:
             save_file({name: values.detach().cpu().contiguous()}, path)
         (self._replaced[name],) = read_header(path)
         self._in_range.discard(name)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros on the CPU in a file that memory is mapped to: they need room on the disk, and the system keeps in
+        memory what fits there.
+
+        They lie where :meth:`replace` writes, or, where that is nowhere, among the temporary files (TMPDIR), and are
+        gone with the tensor.
+
+        Args:
+            shape: of the tensor, at least one number.
+            dtype: of the tensor.
+
+        Raises:
+            OutputError: the disk has no room for them.
+        """
+        folder, count = self._scratch or Path(tempfile.gettempdir()), prod(shape)
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+            descriptor, path = tempfile.mkstemp(prefix="pyprune-", dir=folder)
+            try:
+                # A disk that is full is an error here, and would be a signal where the tensor is written to.
+                os.posix_fallocate(descriptor, 0, count * dtype.itemsize)
+                return torch.from_file(path, shared=True, size=count, dtype=dtype).view(*shape)
+            finally:
+                os.close(descriptor)
+                os.unlink(path)  # the mapping keeps the file
 
     @property
     def replaced(self) -> list[str]:

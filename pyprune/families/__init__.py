@@ -148,19 +148,24 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises:
         UnsupportedModelError: an unknown model type.
     """
+    return _family_of_any(model).layers(model)
+
+
+def _family_of_any(model: PreTrainedModel) -> Family:
+    """The family of a model, or the one that it had before it was cut."""
     model_type = str(model.config.model_type).removeprefix("pruned_")
     if model_type not in all_families():
         raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))
-    return all_families()[model_type].layers(model)
+    return all_families()[model_type]
 
 
 def named_axes(model: PreTrainedModel) -> list[NamedParam]:
-    """Every parameter of the model with its axis names; tied parameters appear once.
+    """Every parameter of the model, dense or cut, with its axis names; tied parameters appear once.
 
     Raises:
-        UnsupportedModelError: a parameter that no row describes.
+        UnsupportedModelError: an unknown model type, or a parameter that no row describes.
     """
-    family = family_for(model)
+    family = _family_of_any(model)
     result = []
     for name, parameter in model.named_parameters():
         row, layer = family.match(name)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pyprune.config.run import RatioOf
     from pyprune.config.score import ScoreConfig
     from pyprune.plan import PrunePlan
+    from pyprune.probe.streams import LayerRunner
 
 Options = TypeVar("Options", bound=MethodOptions)
 
@@ -178,9 +179,9 @@ class Prepare(Protocol):
     """Change the weights for the cut, which follows at once."""
 
     def __call__(
-        self, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any], /
+        self, layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any], /
     ) -> Sequence[str]:
-        """Change the weights in place and return notes for the report.
+        """Change the weights in place, have ``layers`` keep them, and return notes for the report.
 
         ``samples`` is the text that was decided on, ``details`` are those of the decision.
         """
@@ -222,8 +223,9 @@ class Method:
             and the stage trains the language model alone, with the same options.
         reads_text: whether ``decide`` looks at the samples; with which options, :meth:`reads_text_with` says.
         options: the class of the method's own options.
-        prepare: (model, plan, samples [N, T], details of the decision) -> notes; changes the weights that stay right
-            before the cut. None for a method that cuts them as they are. A replayed plan is cut without it.
+        prepare: (layers, plan, samples [N, T], details of the decision) -> notes; changes the weights that stay right
+            before the cut, in memory or on disk, as ``layers`` holds them. None for a method that cuts them as they
+            are. A replayed plan is cut without it.
         rotates: whether ``prepare`` changes what the hidden channels are, so that those of the cut model are none of
             the dense model's, and nothing that compares the two channel by channel can be used.
         objective: (plan, the method's own options) -> what ``regularise`` trains on, an
@@ -270,8 +272,6 @@ class Method:
 
     def why_loaded(self, config: PruneConfig) -> str:
         """Why a run of these options needs the whole model in memory to decide and to cut; empty where it does not."""
-        if self.prepare is not None:
-            return f"{self.name} changes weights before they are cut"
         return "" if self.from_disk else f"{self.name} scores the model as a whole"
 
     def reads_text_with(self, options: MethodOptions | None) -> bool:

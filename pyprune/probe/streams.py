@@ -133,6 +133,12 @@ class LayerRunner:
     def keep(self, index: int, names: Iterable[str]) -> None:
         """Keep what parameters of a layer were changed to, in the block of :meth:`layer`; a model in memory does."""
 
+    def keep_outside(self, names: Iterable[str]) -> None:
+        """Keep what parameters outside of the layers were changed to, by their whole names; a model in memory does.
+
+        Those of a head are changed and kept in the block of :meth:`head`.
+        """
+
     def keep_zeros(self, name: str, count: int) -> None:
         """Keep a vector of zeros as a parameter that the model lacked and was given; a model in memory does."""
 

@@ -112,8 +112,8 @@ def score_method(
         from_disk: axes for which the scorer takes weights, statistics and gradients only from ``run``
             (:class:`Scoring`), which reads a tensor or a layer at a time where the model is not in memory.
         gradients: whether the scorer takes gradients.
-        holds: what it holds of all layers at once, if that is why it cannot score from disk: "displacements of all
-            open weights".
+        holds: what it holds of all layers at once, if that is why it cannot score from disk: "the LoRA factors of
+            all layers".
         batches: see :class:`ScoreMethod`.
         options: the class of the method's own options.
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.

@@ -8,7 +8,8 @@ Algorithm 1 and appendix B.2 of the paper, for delta = w - w0 instead of w:
     I      = |delta w0| / rho
 
 Carrying w itself would lose the scores: in bfloat16 or float16 the steps are far below the spacing of numbers at w,
-and nearly every w - w0 is exactly zero. delta is float32 (float64 for float64 models) whatever the model's dtype.
+and nearly every w - w0 is exactly zero. delta is float32 (float64 for float64 models) whatever the model's dtype. Of a
+model on disk it lies in files as well, which memory is mapped to, so that one layer's need be there at a time.
 Theorem 1 of the paper assumes isotropic noise, N(0, sigma^2 I); the noise of its experiments, relative to each
 weight, is not covered by it.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,10 +46,9 @@ USUAL_RISES = 2
 """So many of them may leave a larger residual than the step before; of steps that are too long, 3 to 7 were seen to."""
 
 
-def wide_zeros(param: NamedParam) -> Tensor:
-    """Zeros of the parameter's shape, float32 (float64 for float64)."""
-    dtype = torch.float64 if param.parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros_like(param.parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+def wide_dtype(param: NamedParam) -> torch.dtype:
+    """Of a parameter's displacement: float32 (float64 for float64)."""
+    return torch.float64 if param.parameter.dtype == torch.float64 else torch.float32
 
 
 class Noise:
@@ -77,8 +78,12 @@ class Noise:
             delta: its displacement, float32 or float64; None is zero.
             draw: number of the draw, counted through all steps.
         """
-        moved = wide_zeros(param) if delta is None else delta
-        w0 = param.parameter.detach().to(moved.dtype)
+        w0 = param.parameter.detach()
+        if delta is None:
+            moved = torch.zeros_like(w0, dtype=wide_dtype(param), memory_format=torch.contiguous_format)
+        else:
+            moved = delta.to(w0.device)
+        w0 = w0.to(moved.dtype)
         offset = draw * self.total + self.starts[param.name]
         out = moved if delta is None else None
         return perturb(w0, moved, self.sigma, self.seed, offset, out=out).to(param.parameter.dtype)
@@ -104,9 +109,10 @@ class Descent:
 
     @classmethod
     def start(cls, run: Scoring) -> Descent:
-        """Zero displacement of every open parameter."""
+        """Zero displacement of every open parameter; in files where the weights are, too."""
         config = own_options(run.request, MoreauOptions)
-        deltas = {p.name: wide_zeros(p) for p in run.opened}
+        zeros = partial(torch.zeros, device=run.device) if run.stored is None else run.stored.zeros
+        deltas = {p.name: zeros(p.parameter.shape, dtype=wide_dtype(p)) for p in run.opened}
         return cls(config, Noise(run.opened, config.sigma, config.seed), deltas)
 
     def step(self, run: Scoring, number: int) -> GradientReport:
@@ -122,7 +128,10 @@ class Descent:
             if run.masked:
                 grad = grad.masked_fill(param.parameter == 0, 0.0)
             delta = self.deltas[param.name]
-            sums.append(moreau_step(delta, grad, config.gamma, config.rho, config.group_weight, axis=0))
+            there = delta.to(grad.device)
+            sums.append(moreau_step(there, grad, config.gamma, config.rho, config.group_weight, axis=0))
+            if there is not delta:
+                delta.copy_(there)
 
         report = take_gradients(run, weights, Summed(advance), draws=config.draws)
         if not math.isfinite(report.loss):
@@ -160,7 +169,9 @@ def score_by_descent(run: Scoring) -> None:
             if descent.converged:
                 break
     for param in run.opened:
-        run.add(param, descent.deltas.pop(param.name) / config.rho)
+        run.add(param, descent.deltas.pop(param.name).to(run.device) / config.rho)
+    if run.stored is not None:
+        run.note("The displacements of all open weights lay in files, which memory was mapped to.")
     run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
     if config.tolerance is not None and not descent.converged:
         advice = _advice(descent, run.request.method)

@@ -41,8 +41,8 @@ METHOD = score_method(
     "moreau_gs",
     "MoreauPruner-GS: MoreauPruner with group sparsity of the displacement.",
     "pyprune.methods.score._descent:score_by_descent",
+    from_disk=("heads", "ffn"),
     gradients=True,
-    holds="the displacements of all open weights through its steps",
     options=MoreauGsOptions,
     presets=with_equal_layers("moreau_gs", _moreau_gs_paper),
 )

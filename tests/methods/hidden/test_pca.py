@@ -282,12 +282,16 @@ def test_the_command_writes_a_stock_checkpoint(pruned: Path, dense: Path) -> Non
     assert float((logits(model, FRESH % 200 + 3) - expected).norm() / expected.norm()) < 0.5
 
 
+@pytest.mark.parametrize(("verify", "last"), [
+    (True, "pyprune.stages.StageRun.train_after_the_cut"), (False, "pyprune.checkpoint.compact.write_shards"),
+])  # fmt: skip
 def test_an_interrupted_run_resumes_to_the_same_weights(
-    dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verify: bool, last: str, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Behind the cut in memory, which ``verify`` needs, and behind the one from file to file."""
     settings = read_config(
         {
-            **config(cut={"reconstruct": "least_squares"}).to_dict(),
+            **config(cut={"reconstruct": "least_squares"}, verify=verify).to_dict(),
             "data": {"source": str(text), "samples": 32, "sequence_length": 32},
         }
     )
@@ -297,7 +301,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun.train_after_the_cut", interrupt)  # the cut itself is in memory
+        patch.setattr(last, interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(dense, settings, out=tmp_path / "again")
     assert (tmp_path / ".again.work" / "decision.json").exists()

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, ScoreError
+from pyprune.families import family_for
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
 from pyprune.methods.registry import preset
 from pyprune.pipeline import make_plan, prune_
+from pyprune.probe.streams import LayerRunner
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.planted import layer_of
@@ -86,7 +88,7 @@ def collapsed_literally(
 def test_one_merge_is_the_formula_and_leaves_the_norms() -> None:
     model, dense = tiny_model("llama-mha-bias"), tiny_model("llama-mha-bias")
     ((_, own),) = [entry for entry in taken_over(dense_layers(4), 1, 2) if entry[0] == 1]
-    merge_(model.model.layers, 1, own)
+    merge_(LayerRunner(model, family_for(model)), 1, own)
     layer = layer_of(model, 1)
     assert "self_attn.q_proj.bias" in projections(layer)
     for name, parameter in layer.named_parameters():

@@ -65,7 +65,7 @@ def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text:
     record = read_pruning_json(tmp_path / "out", verify_files=True)
     assert record.plan == result.plan
     memory = record.provenance["report"]["decision"]["scores"]["memory"]
-    assert memory["peak_bytes"] > memory["model_bytes"] > memory["layer_bytes"]
+    assert memory["peak_bytes"] > memory["layer_bytes"] > memory["model_bytes"] == 0, "it is streamed"
     assert any("peak memory" in note for note in result.notes)
     loaded, _ = load_model(tmp_path / "out")
     batch = tiny_batch() % 200 + 3

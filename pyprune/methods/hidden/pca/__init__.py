@@ -36,6 +36,7 @@ METHOD = Method(
     regularise=None,
     options=PcaOptions,
     prepare=Deferred(f"{__name__}.directions:prepare"),
+    from_disk=True,
     rotates=True,
     presets={"pca": _pca},
 )

@@ -70,7 +70,7 @@ def decide(
     )
 
 
-def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
+def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
     """Rotate the stream of the dense model to its principal directions, in place.
 
     Raises:
@@ -78,11 +78,11 @@ def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: M
         UnsupportedModelError: the rotated model does not compute what it did, so that its family's table is wrong.
     """
     tokens = details["pca"]["tokens"]
-    moment = stream_moment(model, samples, alike=tokens == "alike")
+    moment = stream_moment(layers, samples, alike=tokens == "alike")
     rotation = principal_directions(moment)
-    before = _logits(model, samples)
-    rotate_(model, rotation)
-    moved = _relative_change(before, _logits(model, samples))
+    before = _logits(layers, samples)
+    rotate_(layers, rotation)
+    moved = _relative_change(before, _logits(layers, samples))
     if not moved <= _ROUNDING:
         raise UnsupportedModelError(
             f"Rotating the residual stream changed the logits by {moved:.1%}, but it must change nothing: this "
@@ -101,13 +101,13 @@ def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: M
 
 
 @torch.no_grad()
-def stream_moment(model: PreTrainedModel, samples: Tensor, *, alike: bool) -> Tensor:
+def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alike: bool) -> Tensor:
     """M, the second moment of the stream summed over all points between layers; see above.
 
     Products and sums are float64. Beside the model it holds the stream of all samples and a few matrices [H, H].
 
     Args:
-        model: a dense model of a known family; it comes back as it was.
+        model: a dense model of a known family, or its layers as something else holds them; it comes back as it was.
         samples: token ids, int64 [N, T].
         alike: each token of the stream is divided by its norm.
 
@@ -120,16 +120,16 @@ def stream_moment(model: PreTrainedModel, samples: Tensor, *, alike: bool) -> Te
     """
     if not samples.numel():
         raise DataError(NO_TEXT)
-    runner = LayerRunner(model, family_for(model))
-    hidden = int(model.config.hidden_size)
+    runner = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    hidden = int(runner.model.config.hidden_size)
     total = torch.zeros(hidden, hidden, dtype=torch.float64)
-    with still(model):
+    with still(runner.model):
         size = micro_batch_for(len(samples), samples.shape[1])
-        streams = [runner.embed(batch) for batch in samples.to(model.device).split(size)]
+        streams = [runner.embed(batch) for batch in samples.split(size)]
         for index in track(range(len(runner.layers)), "directions of the stream"):
             total += _moment_here(streams, alike)
             with runner.layer(index) as layer:
-                streams = [runner.run(layer, Part(index, BLOCKS), stream) for stream in streams]
+                runner.run_(layer, Part(index, BLOCKS), streams)
     if not math.isfinite(float(total.sum())):
         raise ScoreError(
             "The residual stream is not finite on the calibration text. The weights or their dtype are broken: check "
@@ -168,10 +168,13 @@ def principal_directions(moment: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, samples: Tensor) -> Tensor:
+def _logits(layers: LayerRunner, samples: Tensor) -> Tensor:
     """The logits of the first sample, float32 [1, T, V]."""
-    with still(model):
-        found: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
+    with still(layers.model):
+        streams = [layers.embed(samples[:1])]
+        layers.through_(streams)
+        with layers.head(), layers.ending(streams[0]) as model:
+            found: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
     return found.float()
 
 

@@ -13,8 +13,10 @@ every residual connection to go from one to the next; this has one for the whole
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from transformers import PreTrainedModel
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, NamedParam, family_for, named_axes
 from pyprune.families.base import Block, Role
+from pyprune.probe.streams import LayerRunner
+from pyprune.runtime.progress import track
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,40 +68,55 @@ def check_rotatable(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def rotate_(model: PreTrainedModel, rotation: Tensor) -> None:
+def rotate_(model: PreTrainedModel | LayerRunner, rotation: Tensor) -> None:
     """Rotate the residual stream of a dense model, in place; the weights of its norms become 1 (0 where 1 is added).
 
     Products are float64 and rounded once to the weights' dtype. The logits stay the same up to that rounding.
 
     Args:
-        model: a dense model of a family that :func:`why_not` has nothing against; any dtype and device.
+        model: a dense model of a family that :func:`why_not` has nothing against, any dtype and device, or its layers
+            as something else holds and keeps them, one at a time.
         rotation: Q, orthogonal, float64 [H, H]; its columns are the new channels.
 
     Raises:
         UnsupportedModelError: as :func:`check_rotatable`.
     """
-    check_rotatable(model)
-    offset = 1.0 if family_for(model).unit_offset_norm else 0.0
-    params = named_axes(model)
-    norms = [param for param in params if param.row.is_norm_weight]
-    gains = {(p.layer, p.row.role, p.row.block): p.parameter.detach().double() + offset for p in norms}
-    for param in params:
-        dim = param.axis_dim("hidden")
-        if dim is not None and not param.row.is_norm_weight:
-            _rotate_parameter(param.parameter, dim, _gain(param, gains), rotation)
+    layers = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    check_rotatable(layers.model)
+    places: dict[int | None, list[NamedParam]] = {}
+    for param in named_axes(layers.model):
+        places.setdefault(param.layer, []).append(param)
+    with layers.head():
+        layers.keep_outside(_rotated(layers, places.pop(None), rotation))
+    for index, params in track(places.items(), "rotating layers"):
+        prefix = f"{layers.family.layers_path}.{index}."
+        with layers.layer(cast(int, index)):
+            layers.keep(cast(int, index), [name.removeprefix(prefix) for name in _rotated(layers, params, rotation)])
+
+
+def _rotated(layers: LayerRunner, params: Sequence[NamedParam], rotation: Tensor) -> list[str]:
+    """Rotate the parameters of one layer, or of what lies outside of the layers, which are in memory; their names."""
+    here = [replace(param, parameter=layers.model.get_parameter(param.name)) for param in params]
+    touched = [param for param in here if param.axis_dim("hidden") is not None]
+    norms = [param for param in touched if param.row.is_norm_weight]
+    offset = 1.0 if layers.family.unit_offset_norm else 0.0
+    gains = {(p.row.role, p.row.block): p.parameter.detach().double() + offset for p in norms}
+    for param in touched:
+        if not param.row.is_norm_weight:
+            _rotate_parameter(param.parameter, cast(int, param.axis_dim("hidden")), _gain(param, gains), rotation)
     for param in norms:
         param.parameter.fill_(1.0 - offset)
+    return [param.name for param in touched]
 
 
-def _gain(param: NamedParam, gains: dict[tuple[int | None, Role, Block | None], Tensor]) -> Tensor | None:
+def _gain(param: NamedParam, gains: Mapping[tuple[Role, Block | None], Tensor]) -> Tensor | None:
     """Weight of the norm in front of what reads the stream, float64 [H]; None where there is none."""
     if param.row.role == "head":
-        return gains.get((None, "final_norm", None))
+        return gains.get(("final_norm", None))
     if param.row.role != "reader":
         return None
     # One norm may serve both blocks of a layer.
-    shared = gains.get((param.layer, "pre_norm", None))
-    return gains.get((param.layer, "pre_norm", param.row.block), shared)
+    return gains.get(("pre_norm", param.row.block), gains.get(("pre_norm", None)))
 
 
 def _rotate_parameter(parameter: nn.Parameter, dim: int, gain: Tensor | None, rotation: Tensor) -> None:

@@ -48,5 +48,6 @@ METHOD = Method(
     regularise=None,
     options=LacoOptions,
     prepare=Deferred(f"{__name__}.collapse:prepare"),
+    from_disk=True,
     presets={"laco": _laco, "laco-paper": _laco_paper},
 )

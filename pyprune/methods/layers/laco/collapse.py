@@ -29,13 +29,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.errors import ConfigError, ScoreError
-from pyprune.families import decoder_layers
+from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, micro_batches
+from pyprune.methods.layers._units import Removal, layers_of, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
-from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.streams import LayerRunner, Part
 
 Multiples = tuple[tuple[int, int], ...]
 """A layer's parameters as a sum of dense layers': (dense layer, how many times), ascending, without zeros."""
@@ -62,8 +62,9 @@ def decide(
             "merged model would be reconstructed instead of the dense one. Set it to none, or choose another method."
         )
     removal = Removal.of(request, keep_first=options.lowest + 1)
-    with still(model):
-        similarity = _Similarity(model, micro_batches(model, samples, request.method))
+    layers = layers_of(model, run)
+    with still(layers.model):
+        similarity = _Similarity(layers, micro_batches(layers.model, samples, request.method))
         collapsed, threshold = _search(request.identity.dense.num_layers, removal.count, options, similarity)
     kept = {index for index, _ in collapsed}
     merges = {str(index): {str(layer): times for layer, times in own} for index, own in merged_of(collapsed).items()}
@@ -76,11 +77,10 @@ def decide(
     )
 
 
-def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
-    """Merge the layers, in place, as the decision says; the layers that were taken over stay for the cut."""
+def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
+    """Merge the layers as the decision says; the layers that were taken over stay as they are, for the cut."""
     merges = {int(i): tuple((int(j), n) for j, n in own.items()) for i, own in details["layers"]["merges"].items()}
-    layers = decoder_layers(model)
-    for index, own in merges.items():
+    for index, own in sorted(merges.items()):  # a merge takes from its own layer and later ones, which are dense yet
         merge_(layers, index, own)
     kept = [*plan.kept_layers, plan.dense.num_layers]
     ends = dict(pairwise(kept))
@@ -89,17 +89,30 @@ def prepare(model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: M
 
 
 @torch.no_grad()
-def merge_(layers: nn.ModuleList, index: int, own: Multiples) -> None:
-    """Set the linear projections of a layer to a sum of multiples of those of dense layers, in place.
+def merge_(layers: LayerRunner, index: int, own: Multiples) -> None:
+    """Set the linear projections of a layer to a sum of multiples of those of dense layers, and have them kept."""
+    merged = merged_projections(layers, own)
+    with layers.layer(index) as layer:
+        for name, parameter in _projections(layer):
+            parameter.copy_(merged[name])
+        layers.keep(index, merged)
+
+
+@torch.no_grad()
+def merged_projections(layers: LayerRunner, own: Multiples) -> dict[str, Tensor]:
+    """The linear projections of a merged layer, by their names in it; beside them one dense layer is held.
 
     Sums are float32 (float64 for such weights) and rounded once.
     """
-    sources = [(times, dict(_projections(layers[layer]))) for layer, times in own]
-    for name, parameter in _projections(layers[index]):
-        total = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for times, source in sources:
-            total.add_(source[name].to(total.dtype), alpha=times)
-        parameter.copy_(total)
+    totals: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for index, times in own:
+        with layers.layer(index) as source:
+            for name, parameter in _projections(source):
+                dtypes[name] = parameter.dtype
+                wide = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+                totals[name] = totals[name].add_(wide, alpha=times) if name in totals else wide * times
+    return {name: totals.pop(name).to(dtype) for name, dtype in dtypes.items()}
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -187,29 +200,29 @@ class _Similarity:
     """How similar the output of a collapsed model is to the dense model's; remembers what it has measured.
 
     Attributes:
-        model: the dense model; it comes back as it was.
+        layers: of the dense model, which comes back as it was. Of a checkpoint on disk all batches go through a layer
+            before the next one is read.
         batches: token ids, int64 [B, T] each.
         known: what was measured.
     """
 
-    model: PreTrainedModel
+    layers: LayerRunner
     batches: Sequence[Tensor]
     known: dict[Collapsed, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.dense = [self._output(batch) for batch in self.batches]
+        dense = tuple((index, ((index, 1),)) for index in range(len(self.layers.layers)))
+        self.dense = list(self._outputs(dense))
 
     def __call__(self, collapsed: Collapsed) -> float:
         """The cosine of the last hidden states, mean over the samples, in [-1, 1]."""
         if collapsed not in self.known:
-            with _in_place(self.model, collapsed):
-                self.known[collapsed] = self._measure()
+            self.known[collapsed] = self._measure(collapsed)
         return self.known[collapsed]
 
-    def _measure(self) -> float:
-        total = 0.0
-        for batch, dense in zip(self.batches, self.dense, strict=True):
-            total += float(functional.cosine_similarity(self._output(batch), dense, dim=1).sum())
+    def _measure(self, collapsed: Collapsed) -> float:
+        pairs = zip(self._outputs(collapsed), self.dense, strict=True)
+        total = sum(float(functional.cosine_similarity(output, dense, dim=1).sum()) for output, dense in pairs)
         mean = total / sum(map(len, self.batches))
         if not math.isfinite(mean):
             raise ScoreError(
@@ -219,27 +232,32 @@ class _Similarity:
         return mean
 
     @torch.no_grad()
-    def _output(self, batch: Tensor) -> Tensor:
-        """The last hidden states of a batch [B, T], float64 [B, T * H]."""
-        output: Tensor = self.model.base_model(input_ids=batch, use_cache=False)[0]
-        return output.flatten(1).double()
+    def _outputs(self, collapsed: Collapsed) -> Iterator[Tensor]:
+        """The last hidden states of each batch, float64 [B, T * H]."""
+        for group in self.layers.walking_together(self.batches):
+            streams = [self.layers.embed(batch) for batch in group]
+            for index, own in collapsed:
+                with _merged(self.layers, index, own) as layer:
+                    self.layers.run_(layer, Part(index, BLOCKS), streams)
+            for batch, stream in zip(group, streams, strict=True):
+                with self.layers.ending(stream) as model:
+                    output: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False)[0]
+                yield output.flatten(1).double()
 
 
 @contextmanager
-def _in_place(model: PreTrainedModel, collapsed: Collapsed) -> Iterator[None]:
-    """Let the model compute as it would with merged layers; its weights come back bit for bit."""
-    layers = decoder_layers(model)
-    merged = merged_of(collapsed)
-    saved = [(p, p.detach().clone()) for index in merged for _, p in _projections(layers[index])]
-    hooks = LayerHooks(layers, (), lambda index, before, after: None)
-    try:
-        for index in set(range(len(layers))) - {index for index, _ in collapsed}:
-            hooks.skip(index)
-        for index, own in merged.items():
-            merge_(layers, index, own)
-        yield
-    finally:
-        hooks.remove()
-        with torch.no_grad():
-            for parameter, value in saved:
-                parameter.copy_(value)
+def _merged(layers: LayerRunner, index: int, own: Multiples) -> Iterator[nn.Module]:
+    """Give a layer as it is after its merge, for the time of the block; its weights come back bit for bit."""
+    merged = {} if own == ((index, 1),) else merged_projections(layers, own)
+    with layers.layer(index) as layer:
+        before = {name: parameter.data for name, parameter in _projections(layer)}
+        try:
+            _set(layer, merged)
+            yield layer
+        finally:
+            _set(layer, before)
+
+
+def _set(layer: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, tensor in values.items():
+        layer.get_parameter(name).data = tensor
