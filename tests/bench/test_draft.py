@@ -1,0 +1,107 @@
+"""bench/draft.py: drafts are trained once, what servers count becomes rows, and rows are not measured again."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pytest
+
+from bench import draft
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.runtime.records import RecordFile
+from tests._support.models import tiny_model
+from tests._support.text import write_model
+
+NEW_TOKENS, PROMPTS, TURNS = 5, 3, 2
+
+
+class Answers:
+    """What a server of these options would say: a draft proposes 10 tokens an answer, of which 4 are accepted."""
+
+    model = "dense"
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command: list[str], model: str) -> None:
+        self.asked = 0
+        self.drafts = "--speculative-config" in command
+        self.started.append(command)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> str:
+        assert path == "/v1/completions"
+        assert body["temperature"] == 0
+        self.asked += 1
+        time.sleep(0.002)
+        wrong = self.drafts and self.asked % PROMPTS == 0
+        return json.dumps({"choices": [{"token_ids": [int(wrong)] * body["max_tokens"]}]})
+
+    def get(self, path: str) -> str:
+        assert path == "/metrics"
+        if not self.drafts:
+            return "# nothing"
+        counts = {"proposed": 10 * self.asked, "accepted": 4 * self.asked}
+        lines = [f'{draft.COUNTERS[name]}{{engine="0"}} {count}.0' for name, count in counts.items()]
+        return "\n".join(["# HELP of something", *lines])
+
+
+def run(folder: Path, *more: str) -> int:
+    sizes = ["--prompts", PROMPTS, "--prompt-tokens", 6, "--new-tokens", NEW_TOKENS, "--turns", TURNS, "--steps", 1]
+    given = ["--model", folder / "dense", "--cache", folder / "drafts", "--jsonl", folder / "rows.jsonl", "--proposed"]
+    return draft.main([str(word) for word in (*sizes, *given, "1,3", *more)])
+
+
+def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = tiny_model("llama")
+    write_model(dense, tmp_path / "dense")
+    monkeypatch.setattr("pyprune.serving.load.server.Server", Answers)
+    monkeypatch.setattr(Answers, "started", [])
+    assert run(tmp_path, "--layers", "2", "--only-train") == 0
+    assert not Answers.started
+    (folder,) = [path for path in (tmp_path / "drafts").iterdir() if path.is_dir()]
+    record = read_pruning_json(folder)
+    assert record.plan is not None
+    assert record.plan.kept_layers == (0, dense.config.num_hidden_layers - 1)
+    assert [stage["action"] for stage in record.provenance["report"]["stages"]] == ["recover"]
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+
+    assert run(tmp_path, "--layers", "2") == 0
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    speculations = [json.loads(c[c.index("--speculative-config") + 1]) for c in Answers.started[1:]]
+    assert [s["num_speculative_tokens"] for s in speculations] == [1, 3]
+    assert {s["model"] for s in speculations} == {str(folder)}
+    rows = list(RecordFile(tmp_path / "rows.jsonl").of("draft").values())
+    assert [row["proposed_at_a_time"] for row in rows] == [1, 3]
+    for row in rows:
+        answers = TURNS * PROMPTS  # not the one before the turns
+        assert (row["proposed"], row["accepted"]) == (10 * answers, 4 * answers)
+        assert row["same_answers"] == PROMPTS - 1
+        assert len(row["seconds"]) == len(row["dense_seconds"]) == TURNS
+    assert "40.0%" in capsys.readouterr().out
+
+    Answers.started.clear()
+    assert run(tmp_path, "--layers", "2") == 0
+    assert not Answers.started
+    assert run(tmp_path, "--layers", "2", "--turns", "3") == 0
+    assert len(Answers.started) == 3
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--layers", "9"], "--layers has 9; a draft has 2 to 3 of the 4 layers"),
+    (["--layers", "2", "--prompts", "100000"], "--prompts is 100000, but the text has"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tiny_model("llama"), tmp_path / "dense")
+    assert run(tmp_path, *more) == 2
+    assert message in capsys.readouterr().err
