@@ -523,9 +523,8 @@ class _Run:
                 f"{self.checkpoint_dir} already holds the checkpoint {path.name} of a run. Continue it with "
                 "resume, or remove it or choose another folder to start over."
             )
-        state = self.shards.load(path)
+        state = self.shards.load(path, lambda meta: check_same_run(path, meta["run"], self._run_facts()))
         try:
-            check_same_run(path, state.meta["run"], self._run_facts())
             self._load(state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"The training checkpoint {path} does not fit this run: {error!r}.") from error

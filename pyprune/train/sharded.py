@@ -41,7 +41,7 @@ from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.optimizer import norms_of
 from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared, save_shared
-from pyprune.train.state import TrainState, load_state, read_whole, save_state
+from pyprune.train.state import Check, TrainState, load_state, read_whole, save_state
 
 _LOSS = "pyprune_loss"
 
@@ -112,9 +112,9 @@ class Whole:
         """Write a state whose tensors are parts; see :func:`pyprune.train.state.save_state`."""
         return save_state(folder, state, name=name)
 
-    def load(self, path: Path) -> TrainState:
-        """Read a state; tensors come back as this process's parts."""
-        return load_state(path, lambda folder: read_whole(folder, self.place))
+    def load(self, path: Path, check: Check | None = None) -> TrainState:
+        """Read a state, tensors as this process's parts; ``check`` looks at its plain data before."""
+        return load_state(path, lambda folder: read_whole(folder, self.place), check)
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
         """Steps between two checkpoints; None = only at the end."""
@@ -295,9 +295,9 @@ class Sharded(Whole):
 
         return init_device_mesh("cpu", (self.processes,))
 
-    def load(self, path: Path) -> TrainState:
-        """Read a state of any number of processes."""
-        return load_shared(path, self._empty, self._part_of_whole, self.place)
+    def load(self, path: Path, check: Check | None = None) -> TrainState:
+        """The same, of a state of any number of processes."""
+        return load_shared(path, self._empty, self._part_of_whole, self.place, check)
 
     def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
         """Where an entry of a state is read to: of a parameter the part of this process, else all of it."""

@@ -13,7 +13,7 @@ from pyprune.errors import shown
 from pyprune.runtime import processes
 from pyprune.train.blocks import Places, recut_whole
 from pyprune.train.shards import OPTIMIZER, SHARDS, Empty, Tensors, is_blocks, own_name, quietly, read_shards
-from pyprune.train.state import TrainState, load_state, read_whole, save_state
+from pyprune.train.state import Check, TrainState, load_state, read_whole, save_state
 
 
 def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, name: str | None = None) -> Path:
@@ -49,7 +49,13 @@ def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, 
     return Path(processes.from_first(str(written)))
 
 
-def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Tensor], places: Places) -> TrainState:
+def load_shared(
+    path: Path,
+    empty: Empty,
+    part: Callable[[str, str, Tensor], Tensor],
+    places: Places,
+    check: Check | None = None,
+) -> TrainState:
     """Read a checkpoint; every process gets its parts.
 
     Args:
@@ -58,6 +64,7 @@ def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Ten
         part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
         places: what this process holds of the optimizer's parameters, for moments in 8 bits of another number of
             processes, which are encoded anew.
+        check: see :func:`pyprune.train.state.load_state`.
 
     Raises:
         CheckpointError: it is damaged, or of another training.
@@ -74,4 +81,4 @@ def load_shared(path: Path, empty: Empty, part: Callable[[str, str, Tensor], Ten
         found.get(OPTIMIZER, {}).update(recut_whole(whole.get(OPTIMIZER, {}), places))
         return found
 
-    return load_state(path, read)
+    return load_state(path, read, check)

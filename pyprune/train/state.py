@@ -31,6 +31,9 @@ from pyprune.train.shards import SHARDS, Tensors, read_shards
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
 
+Check = Callable[[Mapping[str, Any]], None]
+"""Looks at the plain data of a checkpoint and raises what is wrong with it."""
+
 
 @dataclass
 class TrainState:
@@ -107,12 +110,17 @@ def latest_state(folder: Path) -> Path | None:
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
-def load_state(path: Path, read_tensors: Callable[[Path], Tensors] | None = None) -> TrainState:
+def load_state(
+    path: Path,
+    read_tensors: Callable[[Path], Tensors] | None = None,
+    check: Check | None = None,
+) -> TrainState:
     """Read and verify one checkpoint; tensors come back on the CPU.
 
     Args:
         path: of the checkpoint.
         read_tensors: reads the tensors of a folder; None = all of them, whole.
+        check: is called before any tensor is read, which may take minutes.
 
     Raises:
         CheckpointError: a missing, truncated or altered file, or another version.
@@ -122,6 +130,8 @@ def load_state(path: Path, read_tensors: Callable[[Path], Tensors] | None = None
         if meta.pop("version") != CHECKPOINT_VERSION:
             raise CheckpointError(f"{path} was written by another version of pyprune; start the run again.")
         step, files = int(meta.pop("step")), dict(meta.pop("files"))
+        if check is not None:
+            check(meta)
         for name, digest in files.items():
             if ".." in Path(name).parts or Path(name).is_absolute() or file_digest(path / name) != digest:
                 raise CheckpointError(_damaged(path, f"{name} does not match its recorded SHA-256"))

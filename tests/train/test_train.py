@@ -307,8 +307,11 @@ def test_a_fresh_run_does_not_overwrite_a_checkpoint(tmp_path: Path) -> None:
         train(tiny_model(), samples(), CONFIG, checkpoint_dir=tmp_path)
 
 
-def test_resuming_another_run_names_what_differs(tmp_path: Path) -> None:
+def test_resuming_another_run_names_what_differs_before_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(tiny_model(), samples(), CONFIG, checkpoint_dir=tmp_path)
+    monkeypatch.setattr("pyprune.train.sharded.read_whole", lambda *_: pytest.fail("tensors were read"))
     other = replace(CONFIG, learning_rate=2e-3)
     with pytest.raises(CheckpointError, match="learning_rate"):
         train(tiny_model(), samples(), other, checkpoint_dir=tmp_path, resume=True)
