@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--proposed", type=_counts, default=[1, 3], metavar="A,B", help="tokens at a time (default: 1,3)"
     )
-    parser.add_argument("--steps", type=count, default=120, metavar="N", help="of training, 8 x 256 tokens each")
+    parser.add_argument("--steps", type=count, default=80, metavar="N", help="of training, 8 x 256 tokens each")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the text")
     parser.add_argument("--prompts", type=count, default=8, metavar="N")
     parser.add_argument("--prompt-tokens", type=count, default=128, metavar="N")

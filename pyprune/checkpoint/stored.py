@@ -205,8 +205,9 @@ class StoredModel:
             folder.mkdir(exist_ok=True)
             descriptor, path = tempfile.mkstemp(prefix="pyprune-", dir=folder)
             try:
-                # A disk that is full is an error here, and would be a signal where the tensor is written to.
-                os.posix_fallocate(descriptor, 0, count * dtype.itemsize)
+                if hasattr(os, "posix_fallocate"):  # Linux
+                    # A disk that is full is an error here, and would be a signal where the tensor is written to.
+                    os.posix_fallocate(descriptor, 0, count * dtype.itemsize)
                 return torch.from_file(path, shared=True, size=count, dtype=dtype).view(*shape)
             finally:
                 os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.cut.compact import compact_
 from pyprune.cut.reconstruct import reconstruct_compacted_
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import family_for, named_axes
 from pyprune.probe.activations import gather_moments
 from pyprune.probe.streams import parts_of
@@ -94,3 +95,29 @@ def test_a_damaged_checkpoint_is_refused(change: str, tmp_path: Path) -> None:
     words = {"missing": "is missing", "shape": "has the shape", "nan": "not finite"}[change]
     with pytest.raises(CheckpointError, match=words), StoredLayers(StoredModel(tmp_path, dtype=torch.float32)).layer(2):
         pass
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_zeros_lie_in_a_file_that_goes_with_them(beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model().save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    folder = tmp_path / ("scratch" if beside else "temporary")
+    stored = StoredModel(tmp_path / "dense", scratch=folder if beside else None)
+    found = stored.zeros((3, 5), torch.float32)
+    assert torch.equal(found, torch.zeros(3, 5))
+    found.add_(2.0)
+    assert torch.equal(found, torch.full((3, 5), 2.0))
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert f"{folder}/pyprune-" in maps.read_text()
+    assert not list(folder.iterdir()), "nothing is left where a run is killed"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", _full)
+        with pytest.raises(OutputError, match="no room on the disk"):
+            stored.zeros((3, 5), torch.float32)
+    assert not list(folder.iterdir())
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
