@@ -12,9 +12,9 @@ nothing was trained on. Measured are the share of the proposed tokens that the d
 beside the dense model alone in the same turn, and in how many answers every token is the dense model's (in bfloat16 a
 check of several tokens at once rounds otherwise than one token after the other).
 
-Drafts are kept in --cache, by what made them; a row is appended to --jsonl as soon as all turns are there, and not
-measured again. The table goes to stdout, progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or
-input, 130 stopped with Ctrl-C or SIGTERM.
+Drafts are kept in --cache, by what made them, and so is a training that was interrupted; a row is appended to --jsonl
+as soon as all turns are there, and not measured again. The table goes to stdout, progress to stderr. Exit codes: 0 all
+rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -82,10 +81,9 @@ class Bench:
     Args:
         options: of the command line.
         records: of this run and the earlier ones.
-        work: folder for the dense checkpoint and the texts.
     """
 
-    def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
+    def __init__(self, options: argparse.Namespace, records: RecordFile) -> None:
         from bench._demo_data import load_dense, write_demo_mixture
         from pyprune.checkpoint.save import save_checkpoint
         from pyprune.families import family_for
@@ -93,8 +91,11 @@ class Bench:
 
         self.options, self.records = options, records
         self.name, model, self.tokenizer = load_dense(options.model)
-        self.mixture = write_demo_mixture(work)
-        self.dense = save_checkpoint(model, self.tokenizer, work / "dense", plan=None, provenance={"source": self.name})
+        # In places that stay, or the training of a draft that was interrupted would be another run's.
+        self.mixture = write_demo_mixture(options.cache / "text")
+        self.dense = Path(options.model) if options.model else options.cache / "dense"
+        if not self.dense.exists():
+            save_checkpoint(model, self.tokenizer, self.dense, plan=None, provenance={"source": self.name})
         self.plan = family_for(model).plan(model.config)
         self.environment = environment_record()
         most = len(self.plan.layers)
@@ -131,7 +132,6 @@ class Bench:
         folder: Path = self.options.cache / f"{layers}-layers-{digest([self.name, made])[:8]}"
         if folder.exists():
             return folder
-        self.options.cache.mkdir(parents=True, exist_ok=True)
         plan = folder.with_suffix(".plan.json")
         gone = sorted(set(range(len(self.plan.layers))) - set(made["kept"]))
         write_text(plan, self.plan.drop_layers(gone).to_json())
@@ -302,8 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         records = RecordFile(options.jsonl)
         if not options.only_table:
-            with tempfile.TemporaryDirectory(prefix="pyprune-draft-") as work:
-                Bench(options, records, Path(work)).run()
+            Bench(options, records).run()
         print(table(records))
 
     return exit_status(run)

@@ -67,7 +67,7 @@ def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
     monkeypatch.setattr(Answers, "started", [])
     assert run(tmp_path, "--layers", "2", "--only-train") == 0
     assert not Answers.started
-    (folder,) = [path for path in (tmp_path / "drafts").iterdir() if path.is_dir()]
+    (folder,) = (tmp_path / "drafts").glob("2-layers-????????")
     record = read_pruning_json(folder)
     assert record.plan is not None
     assert record.plan.kept_layers == (0, dense.config.num_hidden_layers - 1)
