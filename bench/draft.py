@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, records: RecordFile) -> None:
         from bench._demo_data import load_dense, write_demo_mixture
+        from pyprune.checkpoint.load import weights_version
         from pyprune.checkpoint.save import save_checkpoint
         from pyprune.families import family_for
         from pyprune.serving.stats import environment_record
@@ -96,22 +97,25 @@ class Bench:
         self.dense = Path(options.model) if options.model else options.cache / "dense"
         if not self.dense.exists():
             save_checkpoint(model, self.tokenizer, self.dense, plan=None, provenance={"source": self.name})
+        self.weights = weights_version(self.dense)
         self.plan = family_for(model).plan(model.config)
         self.environment = environment_record()
         most = len(self.plan.layers)
         if wrong := [number for number in options.layers if not 1 < number < most]:
             raise ConfigError(f"--layers has {wrong[0]}; a draft has 2 to {most - 1} of the {most} layers.")
+        self.prompts = self._prompts()
 
     def run(self) -> None:
         """Train the drafts that are not there, and measure what has no record yet."""
-        missing = [
-            Draft(layers, self._draft(layers), proposed)
-            for layers in self.options.layers
-            for proposed in self.options.proposed
-            if self._key(layers, proposed) not in self.records.of("draft")
-        ]
-        if missing and not self.options.only_train:
-            self._measure(missing)
+        o = self.options
+        wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
+        if o.only_train:
+            for layers in o.layers:
+                self._draft(layers)
+            return
+        missing = [each for each in wanted if self._key(*each) not in self.records.of("draft")]
+        if missing:
+            self._measure([Draft(layers, self._draft(layers), proposed) for layers, proposed in missing])
 
     def _key(self, layers: int, proposed: int) -> str:
         o = self.options
@@ -119,14 +123,20 @@ class Bench:
         return digest([machine_of(self.environment), self.name, self._made(layers), proposed, *asked])[:16]
 
     def _made(self, layers: int) -> Json:
-        """What makes a draft: the layers that stay and the training."""
+        """What makes a draft: the dense weights, the layers that stay, the reconstruction and the training."""
         last = len(self.plan.layers) - 1
         kept = [round(position * last / (layers - 1)) for position in range(layers)]
-        return {"kept": kept, "steps": self.options.steps, "seed": self.options.seed}
+        config = self._config(Path())
+        options = digest([asdict(config.cut), asdict(config.recover)])[:16]
+        return {
+            "weights": self.weights[:16], "kept": kept, "steps": self.options.steps, "seed": self.options.seed,
+            "options": options,
+        }  # fmt: skip
 
     def _draft(self, layers: int) -> Path:
         """The checkpoint of a draft, trained unless it is in the cache."""
         from pyprune.pipeline import prune
+        from pyprune.run_folder import interrupted_run
 
         made = self._made(layers)
         folder: Path = self.options.cache / f"{layers}-layers-{digest([self.name, made])[:8]}"
@@ -136,7 +146,8 @@ class Bench:
         gone = sorted(set(range(len(self.plan.layers))) - set(made["kept"]))
         write_text(plan, self.plan.drop_layers(gone).to_json())
         say(f"training a draft of {layers} layers for {made['steps']} steps")
-        prune(self.dense, self._config(plan), out=folder, resume=folder.with_name(f".{folder.name}.work").exists())
+        config = self._config(plan)
+        prune(self.dense, config, out=folder, overwrite=True, resume=interrupted_run(folder, config))
         return folder
 
     def _config(self, plan: Path) -> PruneConfig:
@@ -172,7 +183,7 @@ class Bench:
         return [ids[: self.options.prompt_tokens] for ids in encoded if len(ids) >= self.options.prompt_tokens]
 
     def _measure(self, drafts: Sequence[Draft]) -> None:
-        o, prompts = self.options, self._prompts()
+        o, prompts = self.options, self.prompts
         seconds: dict[Any, list[float]] = {}
         answers: dict[Any, list[list[int]]] = {}
         with ExitStack() as stack:
@@ -331,7 +342,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
+    return list(dict.fromkeys(count(part) for part in text.split(",")))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pyprune.runtime.freed import freed_at_once
 from pyprune.stages import Cutting, PruneResult, StageRun, StageText, draw_samples, planning
 
 SOLVED = "solved"
-"""Folder of a run for the tensors that a reconstruction has changed or a compensation has added."""
+"""Folder of a run for tensors that were changed before the cut (merged, rotated, solved) or added (biases)."""
 
 NOTE = "Streamed from file to file: one tensor or layer of the model was in memory at a time."
 

@@ -31,9 +31,9 @@ from pyprune.checkpoint.shards import (
     mapped,
     read_header,
 )
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import family_for, parameter_shapes
-from pyprune.runtime.disk import disk_errors
+from pyprune.runtime.disk import disk_errors, reason
 from pyprune.runtime.progress import quiet
 
 BESIDE = ("generation_config.json", "adapter_config.json")
@@ -101,7 +101,8 @@ class StoredModel:
         folder: a dense checkpoint of a known family, in one file or in shards.
         dtype: of the tensors that :meth:`read` gives; None = each its own.
         device: where they are put.
-        scratch: a folder for tensors that take the place of the checkpoint's (:meth:`replace`); made when needed.
+        scratch: a folder for tensors that take the place of the checkpoint's (:meth:`replace`), and for what is held
+            beside them (:meth:`zeros`); made when needed.
 
     Attributes:
         folder: the checkpoint.
@@ -180,9 +181,11 @@ class StoredModel:
         if self._scratch is None:
             raise RuntimeError("There is no folder for tensors that were changed; give scratch.")
         path = self._scratch / f"{name}.safetensors"
+        beside = path.with_suffix(".part")  # what was mapped from the file before stays as it was
         with disk_errors(self._scratch):
             self._scratch.mkdir(exist_ok=True)
-            save_file({name: values.detach().cpu().contiguous()}, path)
+            save_file({name: values.detach().cpu().contiguous()}, beside)
+            beside.replace(path)
         (self._replaced[name],) = read_header(path)
         self._in_range.discard(name)
 
@@ -201,17 +204,24 @@ class StoredModel:
             OutputError: the disk has no room for them.
         """
         folder, count = self._scratch or Path(tempfile.gettempdir()), prod(shape)
-        with disk_errors(folder):
+        size = count * dtype.itemsize
+        try:
             folder.mkdir(exist_ok=True)
             descriptor, path = tempfile.mkstemp(prefix="pyprune-", dir=folder)
             try:
                 if hasattr(os, "posix_fallocate"):  # Linux
                     # A disk that is full is an error here, and would be a signal where the tensor is written to.
-                    os.posix_fallocate(descriptor, 0, count * dtype.itemsize)
+                    os.posix_fallocate(descriptor, 0, size)
                 return torch.from_file(path, shared=True, size=count, dtype=dtype).view(*shape)
             finally:
                 os.close(descriptor)
                 os.unlink(path)  # the mapping keeps the file
+        except OSError as error:
+            other = "" if self._scratch else " TMPDIR names another folder for temporary files."
+            raise OutputError(
+                f"A tensor of {size / 1e6:,.1f} MB, one of many, is held in a file in {folder}, which failed: "
+                f"{reason(error, folder)}.{other}"
+            ) from error
 
     @property
     def replaced(self) -> list[str]:

@@ -233,8 +233,8 @@ class Method:
             language model alone.
         decides_by: the same of the training by which ``decide`` chooses (``deciding`` of the options); None = it trains
             nothing.
-        from_disk: whether ``decide`` can read the weights from disk, a tensor or a layer at a time (``run.stored``), so
-            that a model larger than memory is decided on; with which options, :meth:`why_loaded` says.
+        from_disk: whether ``decide`` (by ``run.stored``) and ``prepare`` can read the weights from disk, a tensor or a
+            layer at a time, so that a model larger than memory is pruned; with which options, :meth:`why_loaded` says.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; :meth:`start` where it is missing) and ``name-...``.

@@ -105,3 +105,11 @@ def test_what_cannot_be_measured_is_refused(
     write_model(tiny_model("llama"), tmp_path / "dense")
     assert run(tmp_path, *more) == 2
     assert message in capsys.readouterr().err
+    assert not list((tmp_path / "drafts").glob("*-layers-*")), "it is found before a draft is trained"
+
+
+def test_drafts_of_other_weights_are_others(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("two", 1)):
+        write_model(tiny_model("llama", seed=seed), tmp_path / name / "dense")
+        assert run(tmp_path / name, "--layers", "2", "--only-train", "--cache", str(tmp_path / "drafts")) == 0
+    assert len(list((tmp_path / "drafts").glob("2-layers-????????"))) == 2

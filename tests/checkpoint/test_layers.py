@@ -113,9 +113,14 @@ def test_zeros_lie_in_a_file_that_goes_with_them(beside: bool, tmp_path: Path, m
         assert f"{folder}/pyprune-" in maps.read_text()
     assert not list(folder.iterdir()), "nothing is left where a run is killed"
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", _full)
-        with pytest.raises(OutputError, match="no room on the disk"):
+        patch.setattr("os.posix_fallocate", _full, raising=False)
+        with pytest.raises(
+            OutputError, match=r"A tensor of 0\.0 MB.*no room on the disk" + ("" if beside else ".*TMPDIR")
+        ):
             stored.zeros((3, 5), torch.float32)
+    with monkeypatch.context() as patch:
+        patch.delattr("os.posix_fallocate", raising=False)
+        assert torch.equal(stored.zeros((3, 5), torch.float32), torch.zeros(3, 5))
     assert not list(folder.iterdir())
 
 

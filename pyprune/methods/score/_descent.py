@@ -171,7 +171,10 @@ def score_by_descent(run: Scoring) -> None:
     for param in run.opened:
         run.add(param, descent.deltas.pop(param.name).to(run.device) / config.rho)
     if run.stored is not None:
-        run.note("The displacements of all open weights lay in files, which memory was mapped to.")
+        run.note(
+            "The displacements of all open weights lay in files that memory was mapped to; the peak counts what the "
+            "system kept of them."
+        )
     run.details |= {"losses": descent.losses, "residuals": descent.residuals, "steps": len(descent.residuals)}
     if config.tolerance is not None and not descent.converged:
         advice = _advice(descent, run.request.method)

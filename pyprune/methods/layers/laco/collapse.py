@@ -201,9 +201,10 @@ class _Similarity:
 
     Attributes:
         layers: of the dense model, which comes back as it was. Of a checkpoint on disk all batches go through a layer
-            before the next one is read.
+            before the next one is read, so that the streams of all are held.
         batches: token ids, int64 [B, T] each.
         known: what was measured.
+        dense: the dense model's last hidden states, [B, T * H] of each batch, held all the time.
     """
 
     layers: LayerRunner
@@ -222,7 +223,7 @@ class _Similarity:
 
     def _measure(self, collapsed: Collapsed) -> float:
         pairs = zip(self._outputs(collapsed), self.dense, strict=True)
-        total = sum(float(functional.cosine_similarity(output, dense, dim=1).sum()) for output, dense in pairs)
+        total = sum(float(functional.cosine_similarity(a.double(), b.double(), dim=1).sum()) for a, b in pairs)
         mean = total / sum(map(len, self.batches))
         if not math.isfinite(mean):
             raise ScoreError(
@@ -233,26 +234,33 @@ class _Similarity:
 
     @torch.no_grad()
     def _outputs(self, collapsed: Collapsed) -> Iterator[Tensor]:
-        """The last hidden states of each batch, float64 [B, T * H]."""
-        for group in self.layers.walking_together(self.batches):
+        """The last hidden states of each batch, [B, T * H]."""
+        groups = self.layers.walking_together(self.batches)
+        # Where several groups pass, merges are made once for all of them.
+        merges = merged_of(collapsed) if len(groups) > 1 else {}
+        made = {index: merged_projections(self.layers, own) for index, own in merges.items()}
+        for group in groups:
             streams = [self.layers.embed(batch) for batch in group]
             for index, own in collapsed:
-                with _merged(self.layers, index, own) as layer:
+                with _merged(self.layers, index, own, made.get(index)) as layer:
                     self.layers.run_(layer, Part(index, BLOCKS), streams)
             for batch, stream in zip(group, streams, strict=True):
                 with self.layers.ending(stream) as model:
                     output: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False)[0]
-                yield output.flatten(1).double()
+                yield output.flatten(1)
 
 
 @contextmanager
-def _merged(layers: LayerRunner, index: int, own: Multiples) -> Iterator[nn.Module]:
+def _merged(
+    layers: LayerRunner, index: int, own: Multiples, made: Mapping[str, Tensor] | None = None
+) -> Iterator[nn.Module]:
     """Give a layer as it is after its merge, for the time of the block; its weights come back bit for bit."""
-    merged = {} if own == ((index, 1),) else merged_projections(layers, own)
+    if made is None:
+        made = {} if own == ((index, 1),) else merged_projections(layers, own)
     with layers.layer(index) as layer:
         before = {name: parameter.data for name, parameter in _projections(layer)}
         try:
-            _set(layer, merged)
+            _set(layer, made)
             yield layer
         finally:
             _set(layer, before)
