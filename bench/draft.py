@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
 from bench._machine import machine_of, named
+from bench.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.training import reconstructed
@@ -108,11 +109,11 @@ class Bench:
     def run(self) -> None:
         """Train the drafts that are not there, and measure what has no record yet."""
         o = self.options
-        wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
         if o.only_train:
             for layers in o.layers:
                 self._draft(layers)
             return
+        wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
         missing = [each for each in wanted if self._key(*each) not in self.records.of("draft")]
         if missing:
             self._measure([Draft(layers, self._draft(layers), proposed) for layers, proposed in missing])
@@ -193,13 +194,13 @@ class Bench:
                 servers[draft] = stack.enter_context(self._server(draft))
             for server in servers.values():
                 _answer(server, prompts[:1], o.new_tokens)
-            before = {draft: _counted(server) for draft, server in servers.items()}
+            before = {draft: _counted(servers[draft]) for draft in drafts}
             for _ in track(range(o.turns), "turns"):
                 for draft, server in servers.items():
                     began = time.perf_counter()
                     answers[draft] = _answer(server, prompts, o.new_tokens)
                     seconds.setdefault(draft, []).append(time.perf_counter() - began)
-            after = {draft: _counted(server) for draft, server in servers.items()}
+            after = {draft: _counted(servers[draft]) for draft in drafts}
         for draft in drafts:
             counts = {name: int(after[draft][name] - before[draft][name]) for name in COUNTERS}
             if not counts["proposed"]:
@@ -265,12 +266,9 @@ def _answer(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int) -
 
 
 def _counted(server: Server) -> dict[str, float]:
-    """What a server has proposed and accepted so far; zeros without a draft."""
-    lines = (server.get("/metrics") or "").splitlines()
-    return {
-        name: sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counter))
-        for name, counter in COUNTERS.items()
-    }
+    """What a server with a draft has proposed and accepted so far."""
+    text = server.get("/metrics") or ""
+    return {name: metric(text, counter) for name, counter in COUNTERS.items()}
 
 
 COLUMNS = (

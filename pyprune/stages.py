@@ -175,7 +175,7 @@ def prepared_in_memory(
     prepare: Prepare, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]
 ) -> Sequence[str]:
     """What a method does before the cut, on a model in memory; see :class:`pyprune.methods.base.Prepare`."""
-    return prepare(LayerRunner(model, family_for(model)), plan, samples, details)
+    return prepare(LayerRunner.of(model), plan, samples, details)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def compensate_(
         PlanError: the plan is not this model's.
         UnsupportedModelError: neither the model nor a pruned architecture of its family has such biases.
     """
-    runner = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    runner = LayerRunner.of(model)
     family = runner.family
     check_plan(plan, family, runner.model.config)
     removed = _removed_inputs(plan)

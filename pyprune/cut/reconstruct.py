@@ -48,7 +48,7 @@ from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._walk import Solved, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
-from pyprune.families import check_plan, family_for
+from pyprune.families import check_plan
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.streams import HostLayers, LayerRunner, Part
@@ -183,7 +183,7 @@ def reconstruct_(
         UnsupportedModelError: unknown model type or parameter, or a layer that does more with its writers' output than
             to add it to the stream.
     """
-    dense = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    dense = LayerRunner.of(model)
     check_plan(plan, dense.family, dense.model.config)
     side = MaskedLayers(dense, plan)
     return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size)
@@ -217,7 +217,7 @@ def reconstruct_compacted_(
         DataError, UnsupportedModelError: see :func:`reconstruct_`.
         PlanError: the plan is not the dense model's, or the pruned model does not have its sizes.
     """
-    source = dense if isinstance(dense, LayerRunner) else LayerRunner(dense, family_for(dense))
+    source = LayerRunner.of(dense)
     check_plan(plan, source.family, source.model.config)
     family = source.family  # which a model that was cut has none of its own of
     own = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from pyprune.families import Family, decoder_layers
+from pyprune.families import Family, decoder_layers, family_for
 from pyprune.families.base import BLOCKS, Block
 from pyprune.runtime import processes
 
@@ -63,6 +63,15 @@ class LayerRunner:
         self.device = model.device
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._bfloat16 = False
+
+    @staticmethod
+    def of(model: PreTrainedModel | LayerRunner) -> LayerRunner:
+        """The layers of a dense model in memory; what holds and keeps layers already is given back.
+
+        Raises:
+            UnsupportedModelError: unknown model type or variant.
+        """
+        return model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
 
     def embed(self, ids: Tensor) -> Tensor:
         """The stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
-from pyprune.families import family_for
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
@@ -116,7 +115,7 @@ def json_scores(scores: Mapping[int, float]) -> dict[str, float | None]:
 
 def layers_of(model: PreTrainedModel, run: RunOptions) -> LayerRunner:
     """The layers of a model: its own, or, where it is decided on from disk, those of its checkpoint."""
-    return LayerRunner(model, family_for(model)) if run.stored is None else StoredLayers(run.stored)
+    return LayerRunner.of(model) if run.stored is None else StoredLayers(run.stored)
 
 
 def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple[Tensor, ...]:

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError, ScoreError, UnsupportedModelError
-from pyprune.families import family_for
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.hidden.pca import PcaOptions
@@ -120,7 +119,7 @@ def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alik
     """
     if not samples.numel():
         raise DataError(NO_TEXT)
-    runner = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    runner = LayerRunner.of(model)
     hidden = int(runner.model.config.hidden_size)
     total = torch.zeros(hidden, hidden, dtype=torch.float64)
     with still(runner.model):

@@ -81,7 +81,7 @@ def rotate_(model: PreTrainedModel | LayerRunner, rotation: Tensor) -> None:
     Raises:
         UnsupportedModelError: as :func:`check_rotatable`.
     """
-    layers = model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+    layers = LayerRunner.of(model)
     check_rotatable(layers.model)
     places: dict[int | None, list[NamedParam]] = {}
     for param in named_axes(layers.model):
