@@ -128,7 +128,13 @@ def test_dtypes_mean_the_same(
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "phi3"])
 @pytest.mark.parametrize(
-    "more", [{"method": "magnitude"}, {"method": "magnitude", "magnitude.norm": "l2"}, {"method": "last"}]
+    "more",
+    [
+        {"method": "magnitude"},
+        {"method": "magnitude", "magnitude.norm": "l2"},
+        {"method": "magnitude", "score.iterations": 3},
+        {"method": "last"},
+    ],
 )
 def test_methods_that_read_no_text_decide_from_disk(
     name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +166,11 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "flap"},
         {"method": "taylor"},
         {"method": "taylor", "taylor.form": "param_mix", "score.batch_size": 2},
+        {"method": "taylor", "score.axes": ["hidden"], "score.iterations": 2},
+        {"method": "taylor", "score.iterations": 3},
+        {"method": "moreau", "score.axes": ["hidden"], "score.iterations": 2, "moreau.steps": 2},
+        {"method": "wanda", "score.axes": ["heads", "ffn", "hidden"], "score.iterations": 2},
+        {"method": "flap", "score.iterations": 2},
         {"method": "smoothgrad", "smoothgrad.draws": 2},
         {"method": "obs", "ratio": 0.1},
         {"method": "moreau", "moreau.steps": 3},
@@ -231,10 +242,7 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("more", "why"), [
     (["--trust-remote-code"], "code of its own"),
-    (["--set", "score.iterations=2"], "score.iterations is 2"),
-    (["--method", "taylor", "--set", "score.axes=[hidden]"], "taylor scores hidden"),
     (["--method", "taylor", "--set", "score.layerwise=false"], "score.layerwise is false"),
-    (["--method", "moreau", "--set", "score.axes=[hidden]"], "moreau scores hidden"),
     (["--method", "loraprune"], "loraprune holds the LoRA factors"),
     (["--set", "verify=true"], "verify measures it"),
 ])  # fmt: skip

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import NamedParam, Row, check_plan, family_for, named_axes
+from pyprune.families import Family, NamedParam, Row, check_plan, family_for, named_axes
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
 
@@ -34,18 +34,41 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
         PlanError: the plan does not belong to this model.
         UnsupportedModelError: unknown model type or parameter.
     """
-    family = family_for(model)
-    check_plan(plan, family, model.config)
-    if plan.removed_hidden and family.gauges(model.config):
-        gauge_(model, plan.hidden)
-    layers = {layer.index: layer for layer in plan.layers}
+    masking = Masking(family_for(model), model.config, plan)
     for param in named_axes(model):
-        layer = layers.get(param.layer) if param.layer is not None else None
+        masking.apply_(param)
+
+
+class Masking:
+    """What masking does to the parameters of a model, one by one, so that they need not be in memory together.
+
+    Args:
+        family: of the model.
+        config: of the dense model.
+        plan: what stays.
+
+    Raises:
+        PlanError: the plan does not belong to this model.
+    """
+
+    def __init__(self, family: Family, config: PretrainedConfig, plan: PrunePlan) -> None:
+        check_plan(plan, family, config)
+        self._plan = plan
+        self._layers = {layer.index: layer for layer in plan.layers}
+        self._gauges = bool(plan.removed_hidden) and family.gauges(config)
+        self._unit_offset = family.unit_offset_norm
+
+    @torch.no_grad()
+    def apply_(self, param: NamedParam) -> None:
+        """Zero in place what the plan removes of a parameter, after :func:`gauged` where the family needs it."""
+        layer = self._layers.get(param.layer) if param.layer is not None else None
         removed_layer = param.layer is not None and layer is None
+        if self._gauges:
+            param.parameter.copy_(gauged(param.parameter, param.row, self._plan.hidden))
         if param.row.role == "writer" and (removed_layer or block_is_skipped(param.row, layer)):
             param.parameter.zero_()
-            continue
-        _zero_removed(param, layer, plan, offset=family.unit_offset_norm and param.row.is_norm_weight)
+        else:
+            _zero_removed(param, layer, self._plan, offset=self._unit_offset and param.row.is_norm_weight)
 
 
 def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, offset: bool) -> None:

@@ -60,9 +60,6 @@ class ScoreMethod(Method):
 
     @override
     def why_loaded(self, config: PruneConfig) -> str:
-        rounds = config.score_options.iterations
-        if rounds > 1:
-            return f"score.iterations is {rounds}, and later rounds score the masked model"
         axes = [axis for axis in config.score_options.axes if axis not in self.disk_axes]
         if self.from_disk and axes:
             return f"{self.name} scores {', '.join(axes)} of the model as a whole"

@@ -76,8 +76,7 @@ def take_gradients(
     """Take the mean gradient over the samples and ``draws`` changed weights of all open parameters.
 
     Args:
-        run: model, samples [N, T], options (``score.batch_size``, ``score.layerwise``) and open parameters; those of a
-            model on disk lie in layers.
+        run: model, samples [N, T], options (``score.batch_size``, ``score.layerwise``) and open parameters.
         weights: the changed weights.
         consume: gets the gradients; float32 (float64 for float64 models), whatever the model's dtype.
         draws: how many changed weights to average over.
@@ -89,7 +88,9 @@ def take_gradients(
     samples = run.samples.to(run.device)
     if not samples.numel():
         raise DataError(f"{run.request.method} reads gradients on calibration text; give samples.")
-    batches = samples.split(run.score.batch_size or len(samples))
+    # What is open outside of the layers sees all rows at once, so that parts a sample need a pass a sample.
+    alone = per_sample and any(param.layer is None for param in run.opened)
+    batches = samples.split(1 if alone else run.score.batch_size or len(samples))
     order = [(draw, batch) for draw in range(draws) for batch in batches]
     passes = [
         Pass(
@@ -99,7 +100,7 @@ def take_gradients(
             partial(_at, weights, draw),
             consume,
             last=number == len(order) - 1,
-            per_sample=per_sample,
+            per_sample=per_sample and not alone,
         )
         for number, (draw, batch) in enumerate(order)
     ]

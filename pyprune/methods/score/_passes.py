@@ -60,9 +60,14 @@ class Pass:
         return found
 
     @property
+    def outer(self) -> list[NamedParam]:
+        """The open parameters outside of the layers; not in a pass that hands over parts a sample."""
+        return self.opened.get(None, [])
+
+    @property
     def first(self) -> int:
         """The first layer that is differentiated."""
-        return 0 if None in self.opened else min(layer for layer in self.opened if layer is not None)
+        return 0 if self.outer else min(layer for layer in self.opened if layer is not None)
 
     def leaves(self, params: Sequence[NamedParam], *, graph: bool = True) -> dict[str, Tensor]:
         """Changed weights by parameter name."""
@@ -81,7 +86,8 @@ class Pass:
         loss = 0.0
         for number, part in enumerate(rows):
             leaves = self.leaves(params)
-            value = causal_loss(_AtWeights(self.run.model, leaves), part) * (self.share * len(part) / len(self.batch))
+            one = replace(self, batch=part, share=self.share * len(part) / len(self.batch))
+            value = one.loss(self.run.model, leaves)
             grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
             loss += float(value.detach())
             del leaves, value
@@ -90,30 +96,16 @@ class Pass:
 
     def layerwise(self) -> float:
         """Differentiate one layer at a time; return the share of the loss."""
-        outer = self.opened.get(None, [])
-        if self.per_sample and outer:
-            return self._per_row()
-        leaves = self.leaves(outer)
+        leaves = self.leaves(self.outer)
         with self._segments():
-            at = _AtWeights(self.run.model, leaves) if leaves else self.run.model
-            loss = causal_loss(at, self.batch) * self.share
+            loss = self.loss(self.run.model, leaves)
             loss.backward()
-        self.hand_over(outer, [cast(Tensor, leaf.grad) for leaf in leaves.values()], self.last)
+        self.hand_over(self.outer, [cast(Tensor, leaf.grad) for leaf in leaves.values()], self.last)
         return float(loss.detach())
 
-    def _per_row(self) -> float:
-        """Outer parameters see all rows at once, so that parts a sample need a pass a sample."""
-        rows = self.batch.split(1)
-        return sum(
-            replace(
-                self,
-                batch=row,
-                share=self.share / len(rows),
-                last=self.last and number == len(rows) - 1,
-                per_sample=False,
-            ).layerwise()
-            for number, row in enumerate(rows)
-        )
+    def loss(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> Tensor:
+        """The batch's share of the mean loss of a model, some of whose parameters are replaced, by name."""
+        return causal_loss(_AtWeights(model, leaves) if leaves else model, self.batch) * self.share
 
     @contextmanager
     def _segments(self) -> Iterator[None]:
@@ -129,6 +121,23 @@ class Pass:
         finally:
             for segment in segments:
                 segment.restore()
+
+
+def at_weights(model: nn.Module, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What a function that runs parts of a model gives while some of its parameters are replaced, by name."""
+    named = {f"model.{name}": leaf for name, leaf in leaves.items()}
+    return cast(Tensor, functional_call(_Calling(model), named, (function, *args)))
+
+
+class _Calling(nn.Module):
+    """Calls whatever runs parts of a model, as a module that holds the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        return function(*args)
 
 
 class _AtWeights(nn.Module):

@@ -2,19 +2,21 @@
 
 Forwards, the streams that enter some of the layers are kept. Backwards, from the last layer to the first open one, a
 layer is read again, run once more with a graph from its kept input, and its gradients are handed over; what a consumer
-sums over micro batches is complete before the next layer is read. Beside one layer and its gradients, what is held is
-the embeddings, the final norm, for the loss the head and the logits of a micro batch, two streams [N, T, H] of all the
-samples (of SmoothGrad also of all draws), and the kept ones: as many as :data:`KEPT_BYTES` hold, at least one. Where
-that is not one for every layer, layers are read and run again from the kept stream before them, at the places of
+sums over micro batches is complete before the next layer is read. What is open outside of the layers (embeddings, final
+norm, head: the hidden axis) comes last, for which the stream behind the last layer is kept and the loss taken again.
+Beside one layer and its gradients, or those outside of the layers, what is held is the embeddings, the final norm, for
+the loss the head and the logits of a micro batch, two streams [N, T, H] of all the samples (of SmoothGrad also of all
+draws), and the kept ones: as many as :data:`KEPT_BYTES` hold, at least one. Where that is not one for every layer, layers are read and run again from the kept stream before them, at the places of
 Griewank and Walther's binomial schedule ("Algorithm 799: Revolve", 2000), which makes the fewest such runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import comb
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.data.tokens import Batch
 from pyprune.errors import ScoreError
-from pyprune.methods.score._passes import NotLayerwiseError, Pass, Segment
+from pyprune.families import NamedParam
+from pyprune.methods.score._passes import NotLayerwiseError, Pass, Segment, at_weights
 from pyprune.probe.activations import still
-from pyprune.train.loss import causal_loss
 
 KEPT_BYTES = 2 << 30
 """Of streams that are kept between layers, in host memory."""
@@ -37,7 +39,7 @@ class StoredPasses:
     """Passes over the layers of a checkpoint folder.
 
     Args:
-        source: the layers; outside of them nothing is open.
+        source: the layers.
         passes: one or more, in the order in which their parts are handed over.
 
     Attributes:
@@ -57,19 +59,22 @@ class StoredPasses:
             The mean loss, nats a token.
         """
         with still(self.source.model), _layerwise():
-            first, ending = self.passes[0].first, len(self.source.layers)
-            streams = [self.source.embed(Batch.of(one.batch).inputs).cpu() for one in self.passes]
+            first, ending, outer = self.passes[0].first, len(self.source.layers), bool(self.passes[0].outer)
+            streams = [self._embed(one, one.leaves(self._outer(front=True), graph=False)).cpu() for one in self.passes]
             size = sum(stream.nbytes for stream in streams)
             kept = min(max(1, KEPT_BYTES // size), ending - first)
-            self.bytes = (kept + 2) * size
+            self.bytes = (kept + 2 + outer) * size
             walk = self._backwards(self._run(streams, 0, first), first, ending + 1, kept)
             del streams
             _, entered = next(walk)
             loss, gradients = self._ending(entered)
+            left = list(entered) if outer else []
             del entered  # or it would be held while layers are run again
             for index, entered in walk:
                 self._layer_backwards(index, entered, gradients)
                 del entered
+            if outer:
+                self._outer_backwards(left, gradients)
         return loss
 
     def _backwards(self, streams: Streams, start: int, stop: int, kept: int) -> Iterator[tuple[int, Streams]]:
@@ -105,10 +110,11 @@ class StoredPasses:
         """The mean loss, and its gradients in the streams behind the last layer."""
         loss, found = 0.0, []
         with self.source.head():
+            params = self._outer()
             for one, stream in zip(self.passes, streams, strict=True):
                 given = stream.to(self.source.model.device).detach().requires_grad_()
                 with torch.enable_grad(), self.source.ending(given) as model:
-                    value = causal_loss(model, one.batch) * one.share
+                    value = one.loss(model, one.leaves(params, graph=False))
                 found.append(torch.autograd.grad(value, given)[0].cpu())
                 loss += float(value.detach())
         return loss, found
@@ -122,7 +128,7 @@ class StoredPasses:
             gradients: of the loss in what leaves it; those in ``streams`` take their place, where an earlier layer
                 needs them.
         """
-        wanted = index > self.passes[0].first
+        wanted = index > self.passes[0].first or bool(self.passes[0].outer)
         with self.source.layer(index) as layer:
             for number, segment in enumerate(self._segments(index, layer)):
                 hidden = streams[number].to(self.source.model.device)
@@ -131,11 +137,38 @@ class StoredPasses:
                 if before is not None:
                     gradients[number] = before.cpu()
 
+    def _outer_backwards(self, streams: Streams, gradients: Streams) -> None:
+        """Hand the gradients of what is open outside of the layers over.
+
+        Args:
+            streams: what leaves the last layer.
+            gradients: of the loss in what enters the first.
+        """
+        with self.source.head(), torch.enable_grad():
+            params = self._outer()
+            for one, stream, gradient in zip(self.passes, streams, gradients, strict=True):
+                leaves = one.leaves(params)
+                with self.source.ending(stream.to(self.source.model.device)) as model:
+                    one.loss(model, leaves).backward()
+                self._embed(one, leaves).backward(gradient.to(self.source.model.device))
+                one.hand_over(params, [cast(Tensor, leaf.grad) for leaf in leaves.values()], one.last)
+
+    def _embed(self, one: Pass, leaves: Mapping[str, Tensor]) -> Tensor:
+        """The stream that enters the first layer in a pass, at these weights."""
+        return at_weights(self.source.model, leaves, self.source.embed, Batch.of(one.batch).inputs)
+
+    def _outer(self, *, front: bool = False) -> list[NamedParam]:
+        """The open parameters outside of the layers, in memory; or only those before the first layer."""
+        found = self.passes[0].outer
+        return self._in_memory([p for p in found if p.row.role == "embedding"] if front else found)
+
     def _segments(self, index: int, layer: nn.Module) -> list[Segment]:
         """The layer in every pass, its open parameters being those in memory."""
-        model = self.source.model
-        params = [replace(p, parameter=model.get_parameter(p.name)) for p in self.passes[0].opened.get(index, [])]
+        params = self._in_memory(self.passes[0].opened.get(index, []))
         return [Segment(one, layer, index, params) for one in self.passes]
+
+    def _in_memory(self, params: Sequence[NamedParam]) -> list[NamedParam]:
+        return [replace(p, parameter=self.source.model.get_parameter(p.name)) for p in params]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ what it may listen to, and parameters that gradients come with have their values
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -213,7 +213,7 @@ def decide_by_scores(
 ) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
-    Later rounds score the masked model and hold one more copy of its weights meanwhile. Notes and details are those of
+    Later rounds score the masked model and, in memory, hold one more copy of its weights meanwhile. Notes and details are those of
     the last round, warnings those of all.
 
     Args:
@@ -221,7 +221,7 @@ def decide_by_scores(
         model: a dense model of a known family; a scorer that reads no weights may be used on the meta device.
         samples: calibration token ids, int64 [N, T].
         request: what the plan is to reach.
-        stored: where weights are read from, of a model on the meta device; for one round only.
+        stored: where weights are read from, of a model on the meta device.
 
     Raises:
         ConfigError: options that do not fit the model, or a goal that cannot be reached.
@@ -234,7 +234,7 @@ def decide_by_scores(
     run = Scoring.of(model, samples, request, stored=stored)
     warnings: list[str] = []
     for number in range(1, rounds + 1):
-        with masked(model, plan) if number > 1 else nullcontext():
+        with _masked(model, plan, stored) if number > 1 else nullcontext():
             run = Scoring.of(model, samples, request, masked=number > 1, stored=stored)
             scorer(run)
         prefix = f"Round {number}: " if rounds > 1 else ""
@@ -257,6 +257,11 @@ def decide_by_scores(
         **run.details,
     }
     return PlanDecision(plan, tuple(notes), {"scores": details}, tuple(warnings))
+
+
+def _masked(model: PreTrainedModel, plan: PrunePlan, stored: StoredModel | None) -> AbstractContextManager[Any]:
+    """Mask what weights are read from meanwhile."""
+    return masked(model, plan) if stored is None else stored.masked(plan)
 
 
 def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:

@@ -68,7 +68,7 @@ METHOD = score_method(
     "moreau",
     "MoreauPruner: robust scores from the gradient of the Moreau envelope.",
     "pyprune.methods.score._descent:score_by_descent",
-    from_disk=("heads", "ffn"),
+    from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauOptions,
     presets={**with_equal_layers("moreau", _moreau_paper), "moreau-converged": in_every_layer(_moreau_converged)},

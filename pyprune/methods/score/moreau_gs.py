@@ -41,7 +41,7 @@ METHOD = score_method(
     "moreau_gs",
     "MoreauPruner-GS: MoreauPruner with group sparsity of the displacement.",
     "pyprune.methods.score._descent:score_by_descent",
-    from_disk=("heads", "ffn"),
+    from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauGsOptions,
     presets=with_equal_layers("moreau_gs", _moreau_gs_paper),

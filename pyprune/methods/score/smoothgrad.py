@@ -34,7 +34,7 @@ METHOD = score_method(
     "smoothgrad",
     "SmoothGrad: first-order scores from gradients averaged over noisy weights.",
     "pyprune.methods.score._descent:score_by_smooth_gradient",
-    from_disk=("heads", "ffn"),
+    from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=SmoothGradOptions,
     presets=with_equal_layers("smoothgrad", _smoothgrad_paper),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
+from pyprune.families import named_axes
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
@@ -89,6 +90,35 @@ def test_scores_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> N
 ])  # fmt: skip
 def test_forms_and_options_mean_the_same(which: str, change: dict[str, Any], tmp_path: Path) -> None:
     assert_same_bits(*both("gemma3", stored_in(tmp_path, "gemma3"), config_of(which, **change)))
+
+
+@pytest.mark.parametrize("which", [which for which in SCORED if which != "obs"])
+@pytest.mark.parametrize("change", [{}, {"batch_size": 2}, {"axes": ("hidden", "ffn"), "batch_size": 3}])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "opt", "phi"])
+def test_hidden_channels_reach_outside_of_the_layers(
+    name: str, change: dict[str, Any], which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings, final norm and head, tied and not; they come with the layers, one of which is in memory at a time."""
+    stored = stored_in(tmp_path, name)
+    with monkeypatch.context() as patch:
+        counted(patch)
+        memory, disk = both(name, stored, config_of(which, **{"axes": ("hidden",), **change}))
+    assert_same_bits(memory, disk)
+
+
+def test_what_is_open_outside_of_the_layers_is_scored(tmp_path: Path) -> None:
+    """Without the embeddings' own part the sums would be others."""
+    stored = stored_in(tmp_path, "llama")
+    _, disk = both("llama", stored, config_of("param_first", axes=("hidden",)))
+    model = tiny_model("llama")
+    loss = model(input_ids=SAMPLES, labels=SAMPLES).loss
+    loss.backward()
+    wanted = torch.zeros(model.config.hidden_size)
+    for param in named_axes(model):
+        dim = param.axis_dim("hidden")
+        if dim is not None:
+            wanted += (param.parameter * param.parameter.grad).abs().movedim(dim, 0).reshape(len(wanted), -1).sum(1).detach()
+    torch.testing.assert_close(disk.scores.group_scores(None, "hidden").float(), wanted, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("which", ["param_first", "param_second", "smoothgrad"])

@@ -43,7 +43,7 @@ METHOD = score_method(
     "taylor",
     "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
     f"{__name__}.score:score",
-    from_disk=("heads", "ffn"),
+    from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=TaylorOptions,
     presets={**with_equal_layers("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
