@@ -28,6 +28,9 @@ SEPARATE = ("notes", "seconds", "memory")
 """Facts in which the two ways differ: what they say of themselves, and what it cost."""
 
 
+UNTRAINED = {"stages.before": [], "stages.after": [], "cut.reconstruct": "none"}
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
@@ -134,6 +137,8 @@ def test_dtypes_mean_the_same(
         {"method": "magnitude", "magnitude.norm": "l2"},
         {"method": "magnitude", "score.iterations": 3},
         {"method": "last"},
+        {"method": "dress", **UNTRAINED, "dress.select": "scored"},
+        {"method": "dress", **UNTRAINED, "dress.select": "last"},
     ],
 )
 def test_methods_that_read_no_text_decide_from_disk(
@@ -172,11 +177,12 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "wanda", "score.axes": ["heads", "ffn", "hidden"], "score.iterations": 2},
         {"method": "flap", "score.iterations": 2},
         {"method": "smoothgrad", "smoothgrad.draws": 2},
-        {"method": "obs", "ratio": 0.1},
+        {"method": "obs", "ratio": 0.1, "score.iterations": 2},
         {"method": "moreau", "moreau.steps": 3},
         {"method": "moreau", "moreau.draws": 2, "moreau.steps": 2, "score.batch_size": 2},
         {"method": "moreau_gs", "moreau_gs.steps": 3, "moreau_gs.eta": 1e-3},
         {"method": "laco", "ratio": 0.5},
+        {"method": "dress", **UNTRAINED},
         {"method": "laco", "ratio": 0.5, "laco.form": "paper", "laco.merge": 2},
     ],
 )

@@ -8,23 +8,25 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
-from pyprune.families import decoder_layers
+from pyprune.families.base import BLOCKS
 from pyprune.probe.activations import still
-from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.streams import LayerRunner, Part
 
 
 @torch.no_grad()
-def stream_energy(model: PreTrainedModel, samples: Tensor, *, batch_size: int | None = None) -> Tensor:
+def stream_energy(
+    model: PreTrainedModel | LayerRunner, samples: Tensor, *, batch_size: int | None = None
+) -> Tensor:
     """The share of the stream's energy that every hidden channel has, summed over all points between layers:
 
         E_j = sum over layers l of  sum_n x_l[n, j]^2 / sum_n |x_l[n]|^2
 
     x_l is the stream [T, H] that enters layer l, and n runs over all tokens of the samples. The stream behind the last
     layer, which only the final norm reads, does not count. Sums are float64; in addition to the model one number for
-    each layer and channel is held, and what one batch needs.
+    each layer and channel is held, and what one batch needs (where layers are read one at a time, the stream of all samples).
 
     Args:
-        model: a causal LM of a known family; it comes back as it was.
+        model: a dense model of a known family, which comes back as it was; or its layers as something else holds them.
         samples: token ids, int64 [N, T].
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
@@ -37,18 +39,16 @@ def stream_energy(model: PreTrainedModel, samples: Tensor, *, batch_size: int | 
     """
     if not samples.numel():
         raise DataError("The energy of the stream is measured on calibration text; give samples.")
-    layers = decoder_layers(model)
-    energy = torch.zeros(len(layers), int(model.config.hidden_size), dtype=torch.float64)
-
-    def add(index: int, before: Tensor, after: Tensor) -> None:
-        energy[index] += before.flatten(0, -2).double().square().sum(0).cpu()
-
-    hooks = LayerHooks(layers, range(len(layers)), add)
-    try:
-        with still(model):
-            for batch in samples.to(model.device).split(batch_size or micro_batch_for(len(samples), samples.shape[1])):
-                model.base_model(input_ids=batch, use_cache=False)
-    finally:
-        hooks.remove()
+    runner = LayerRunner.of(model)
+    energy = torch.zeros(len(runner.layers), int(runner.model.config.hidden_size), dtype=torch.float64)
+    batches = samples.split(batch_size or micro_batch_for(len(samples), samples.shape[1]))
+    with still(runner.model):
+        for group in runner.walking_together(batches):
+            streams = [runner.embed(batch) for batch in group]
+            for index in range(len(runner.layers)):
+                for stream in streams:
+                    energy[index] += stream.flatten(0, -2).double().square().sum(0).cpu()
+                with runner.layer(index) as layer:
+                    runner.run_(layer, Part(index, BLOCKS), streams)
     totals = energy.sum(1, keepdim=True)
     return (energy / torch.where(totals == 0, 1.0, totals)).sum(0)

@@ -175,6 +175,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.channels:decide"),
     regularise=Deferred(f"{__name__}.training:regularise"),
     objective=Deferred(f"{__name__}.training:objective"),
+    from_disk=True,
     options=DressOptions,
     presets={
         "dress": _dress,

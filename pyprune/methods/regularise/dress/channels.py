@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.errors import ConfigError, ScoreError
+from pyprune.families import family_for, named_axes
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.methods.regularise.dress.training import hidden_slices
 from pyprune.probe.energy import stream_energy
 
 
@@ -25,13 +27,17 @@ def decide(
     """Choose R by the ratio and the options."""
     decision = decide_hidden_count(request)
     options = own_options(request, DressOptions)
-    removed = select_channels(model, decision.count, options, samples)
+    removed = select_channels(model, decision.count, options, samples, run.stored)
     plan = request.identity.keep_hidden(set(request.identity.hidden) - set(removed))
     return PlanDecision(plan, decision.notes, {"select": options.select, "removed": list(removed)})
 
 
 def select_channels(
-    model: PreTrainedModel, count: int, config: DressOptions, samples: Tensor | None = None
+    model: PreTrainedModel,
+    count: int,
+    config: DressOptions,
+    samples: Tensor | None = None,
+    stored: StoredModel | None = None,
 ) -> tuple[int, ...]:
     """Choose R: ``count`` hidden channels, the same in every layer.
 
@@ -46,6 +52,7 @@ def select_channels(
         count: channels to remove, 0 < count < hidden size.
         config: the method's options.
         samples: token ids, int64 [N, T], which ``energy`` alone reads.
+        stored: where the weights are read from, a tensor or a layer at a time; None = from the model.
 
     Raises:
         ConfigError: a count that leaves nothing, or an explicit list of another length or with bad indices.
@@ -65,9 +72,10 @@ def select_channels(
         case "explicit":
             return _explicit(hidden, count, config.channels)
         case "scored":
-            return _smallest(channel_scores(model), count)
+            return _smallest(channel_scores(model, stored), count)
         case "energy":
-            return _smallest(stream_energy(model, torch.empty(0, 0) if samples is None else samples), count)
+            layers = model if stored is None else StoredLayers(stored)
+            return _smallest(stream_energy(layers, torch.empty(0, 0) if samples is None else samples), count)
 
 
 def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
@@ -81,15 +89,18 @@ def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def channel_scores(model: PreTrainedModel) -> Tensor:
-    """Score of every hidden channel, float64 [hidden]; see :func:`select_channels`."""
-    hidden = int(model.config.hidden_size)
-    total = torch.zeros(hidden, dtype=torch.float64)
+def channel_scores(model: PreTrainedModel, stored: StoredModel | None = None) -> Tensor:
+    """Score of every hidden channel, float64 [hidden]; arguments as of :func:`select_channels`, which says more."""
+    unit_offset = family_for(model).unit_offset_norm
+    total = torch.zeros(int(model.config.hidden_size), dtype=torch.float64)
     tensors = 0
-    for slices in hidden_slices(model, range(hidden)):
-        others = tuple(d for d in range(slices.param.parameter.ndim) if d != slices.dim)
-        value = slices.value().float()
-        norms = torch.linalg.vector_norm(value, dim=others) if others else value.abs()
+    for param in named_axes(model):
+        dim = param.axis_dim("hidden")
+        if dim is None:
+            continue
+        value = param.parameter if stored is None else stored.read(param.name)
+        value = value + 1.0 if unit_offset and param.row.is_norm_weight else value
+        norms = torch.linalg.vector_norm(value.float().movedim(dim, 0).reshape(len(total), -1), dim=1)
         mean = norms.double().mean()
         if mean > 0:
             total += (norms.double() / mean).cpu()
