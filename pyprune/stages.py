@@ -178,6 +178,10 @@ def prepared_in_memory(
     return prepare(LayerRunner.of(model), plan, samples, details)
 
 
+def _itself(model: PreTrainedModel) -> PreTrainedModel:
+    return model
+
+
 @dataclass(frozen=True)
 class Cutting:
     """What makes the cut of a run; for weights that lie on disk, others than the functions for a model in memory.
@@ -187,12 +191,16 @@ class Cutting:
         compact: cuts, or plans the cut.
         compensate: gives biases for what is lost.
         reconstruct: solves what stays by least squares.
+        masked: gives the masked model, which ``verify`` measures before the cut, for the time of a block.
+        compacted: gives the model that ``verify`` measures after it.
     """
 
     prepare: Callable[..., Sequence[str]] = prepared_in_memory
     compact: Callable[[PreTrainedModel, PrunePlan], CompactReport] = compact_
     compensate: Callable[..., CompensationReport] = compensate_
     reconstruct: Callable[..., ReconstructionReport] = reconstruct_
+    masked: Callable[[PreTrainedModel, PrunePlan], AbstractContextManager[PreTrainedModel]] = masked
+    compacted: Callable[[PreTrainedModel], PreTrainedModel] = _itself
 
 
 @dataclass
@@ -320,11 +328,11 @@ class StageRun:
         self._prepare()
         self._reconstruct()
         if config.verify:
-            with masked(model, result.plan):
-                result.verified = {"masked_perplexity": self._perplexity()}
+            with self.cutting.masked(model, result.plan) as before:
+                result.verified = {"masked_perplexity": self._perplexity(before)}
         result.compact = replace(self.cutting.compact(model, result.plan), dense_parameters=dense_parameters)
         if result.verified is not None:
-            result.verified["compacted_perplexity"] = self._perplexity()
+            result.verified["compacted_perplexity"] = self._perplexity(self.cutting.compacted(model))
         if result.compact.reasons:
             result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
 
@@ -406,10 +414,10 @@ class StageRun:
             return RunOptions(stored=self.stored)
         return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume, stored=self.stored)
 
-    def _perplexity(self) -> float:
+    def _perplexity(self, model: PreTrainedModel) -> float:
         probe = self.text.probe
         return perplexity(
-            self.model, probe.flatten(), window=probe.shape[1], batch_size=1, source="calibration text"
+            model, probe.flatten(), window=probe.shape[1], batch_size=1, source="calibration text"
         ).perplexity
 
     def __post_init__(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.compact import StreamedCut
-from pyprune.checkpoint.layers import StoredLayers
+from pyprune.checkpoint.compact import CutTensors, StreamedCut
+from pyprune.checkpoint.layers import ReadLayers, StoredLayers
 from pyprune.checkpoint.load import stored_dtype
 from pyprune.checkpoint.record import inherited_facts
 from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
@@ -59,10 +60,8 @@ def why_loaded(
     """
     if config.stages.before or config.stages.after or not config.stages.prune:
         return ""
-    reason = (
-        _why_not_cut(config)
-        or _why_not_decided(config)
-        or why_not_stored(model_id, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code)
+    reason = _why_not_decided(config) or why_not_stored(
+        model_id, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )
     return f"The whole model was in memory, not streamed from file to file: {reason}." if reason else None
 
@@ -76,10 +75,6 @@ def decides_from_disk(model_id: str | Path, config: PruneConfig, **source: Any) 
         source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`why_loaded`.
     """
     return not (_why_not_decided(config) or why_not_stored(model_id, **source))
-
-
-def _why_not_cut(config: PruneConfig) -> str:
-    return "verify measures it before and after the cut" if config.verify else ""
 
 
 def _why_not_decided(config: PruneConfig) -> str:
@@ -172,7 +167,7 @@ class StoredRun:
         self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
         text = StageText.of(self.data)
         own = planning(config) if only_planning else config
-        cutting = Cutting(self._prepared, self._planned, self._compensated, self._solved)
+        cutting = Cutting(self._prepared, self._planned, self._compensated, self._solved, self._masked, self._compacted)
         self._run = StageRun(self.model, text, own, work, stored=self._source, cutting=cutting)
 
     @freed_at_once()
@@ -208,6 +203,14 @@ class StoredRun:
 
     def _solved(self, model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
         return reconstruct_(StoredLayers(self._source), plan, samples, **options)
+
+    @contextmanager
+    def _masked(self, model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]:
+        with self._source.masked(plan):
+            yield StoredLayers(self._source).whole()
+
+    def _compacted(self, model: PreTrainedModel) -> PreTrainedModel:
+        return ReadLayers(CutTensors(cast(StreamedCut, self._cut))).whole()  # it is planned
 
     @freed_at_once()
     def write(self, out: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> Path:

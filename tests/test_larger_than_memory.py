@@ -225,21 +225,29 @@ def test_candidates_are_measured_with_a_layer_in_memory(large: Path, tmp_path: P
     assert LAYERS - 9 <= gone < LAYERS - 1
 
 
-@pytest.mark.parametrize(("method", "first"), [("taylor", 0), ("moreau", LAYERS - 24)])
-def test_gradients_of_a_checkpoint_larger_than_memory_are_taken(
-    method: str, first: int, large: Path, tmp_path: Path
-) -> None:
+def test_gradients_of_a_checkpoint_larger_than_memory_are_taken(large: Path, tmp_path: Path) -> None:
     """The displacements of MoreauPruner alone are larger than memory; a step, because it writes them all."""
-    if method == "moreau":
-        assert (LAYERS - first) * 3 * FFN * HIDDEN * 4 > LIMIT
-    sizes = ["--calibration", write_text(tmp_path / "text.txt"), "--samples", "2", "--sequence-length", "32"]
-    scored = ["score.axes=[ffn]", f"score.first_layer={first}", *(["moreau.steps=1"] if method == "moreau" else [])]
-    options = [word for setting in ("dtype=bfloat16", *scored) for word in ("--set", setting)]
-    result = limited("prune", large, "--method", method, *sizes, *options, "--dry-run")
-    assert result.returncode == 0, result.stderr
-    plan = PrunePlan.from_json(result.stdout)
+    first = LAYERS - 24
+    assert (LAYERS - first) * 3 * FFN * HIDDEN * 4 > LIMIT
+    plan = decided(large, tmp_path, "moreau", "score.axes=[ffn]", f"score.first_layer={first}", "moreau.steps=1")
     assert all(0 < len(layer.ffn) < FFN for layer in plan.layers if layer.index >= first)
     assert all(len(layer.ffn) == FFN for layer in plan.layers if layer.index < first)
+
+
+def test_hidden_channels_of_a_checkpoint_larger_than_memory_are_scored_in_rounds(large: Path, tmp_path: Path) -> None:
+    """By gradients of every tensor, the embeddings' with them; the second round reads the masked model."""
+    plan = decided(large, tmp_path, "taylor", "score.axes=[hidden]", "score.iterations=2")
+    assert 0 < len(plan.removed_hidden) < HIDDEN
+    assert all(len(layer.ffn) == FFN for layer in plan.layers)
+
+
+def decided(large: Path, folder: Path, method: str, *settings: str) -> PrunePlan:
+    """The plan of a dry run on two sequences of 32 tokens."""
+    sizes = ["--calibration", write_text(folder / "text.txt"), "--samples", "2", "--sequence-length", "32"]
+    options = [word for setting in ("dtype=bfloat16", *settings) for word in ("--set", setting)]
+    result = limited("prune", large, "--method", method, *sizes, *options, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    return PrunePlan.from_json(result.stdout)
 
 
 def test_layers_of_a_checkpoint_larger_than_memory_are_merged(large: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from pyprune.checkpoint.load import read_generation_config
 from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
 from pyprune.checkpoint.save import converted
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
-from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.stored import StoredModel, without_parameters
 from pyprune.checkpoint.tokenizer import copy_tokenizer
-from pyprune.cut.compact import Buffers, CompactReport, tensor_cut
+from pyprune.cut.compact import Buffers, CompactReport, TensorCut, tensor_cut
 from pyprune.cut.mask import gauged
 from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
@@ -67,6 +67,32 @@ def compact_checkpoint(
     return cut.report
 
 
+class CutTensors:
+    """The tensors of a cut model before they are written, for :class:`pyprune.checkpoint.layers.ReadLayers`.
+
+    Args:
+        cut: its plan, and where the dense tensors are.
+
+    Attributes:
+        device: where they are put.
+        family: of the dense model.
+    """
+
+    def __init__(self, cut: StreamedCut) -> None:
+        self._cut = cut
+        self.device, self.family = cut.source.device, cut.source.family
+
+    def model(self) -> PreTrainedModel:
+        """The cut model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
+        config = copy.deepcopy(self._cut.target.config)
+        config.dtype = self._cut.source.dtype or config.dtype
+        return without_parameters(config)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name in the cut model, on ``device``."""
+        return self._cut.tensor(name)
+
+
 class StreamedCut:
     """A checkpoint on disk and a plan that fits it: what the cut will be is known, and :meth:`write` makes it.
 
@@ -76,7 +102,8 @@ class StreamedCut:
         dtype: of the written weights; None = each tensor's own.
 
     Attributes:
-        report: sizes before and after, and the architecture.
+        target: the architecture.
+        report: sizes before and after, and the architecture's name.
 
     Raises:
         CheckpointError: tensors are missing from or foreign to the model.
@@ -88,15 +115,18 @@ class StreamedCut:
         self.source = source
         self.plan = plan
         self.dtype = dtype
-        self._target = choose_target(source.family, source.config, plan)
+        self.target = choose_target(source.family, source.config, plan)
+        self._tied = bool(source.config.tie_word_embeddings)
+        self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)
+        self._of: dict[str, str] = {}
         self._entries = self._planned_entries()
         self._model = self._described_model()
         self.report = CompactReport(
             dense_parameters=sum(math.prod(source.entry(name).shape) for name in source.names),
             parameters=sum(math.prod(e.shape) for e in self._entries),
             architecture=type(self._model).__name__,
-            stock=self._target.stock is not None,
-            reasons=self._target.why_not_stock,
+            stock=self.target.stock is not None,
+            reasons=self.target.why_not_stock,
         )
 
     def write(
@@ -141,6 +171,20 @@ class StreamedCut:
             write_record(temporary, PruningRecord(self.plan, facts), digests)
         return Path(out)
 
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the cut model by its name there, as it is before it is converted to the written dtype."""
+        source = self.source
+        if name not in self._of:
+            zeros = dict(zero_biases(self.target, self.plan, dtype=source.dtype or torch.float32))
+            return zeros[name].to(source.device)
+        dense = self._of[name]
+        cut = cast(TensorCut, tensor_cut(dense, source.family, self.plan, tied=self._tied))  # it stays
+        return cut.of(self._gauged(dense, source.read(dense)))
+
+    def _gauged(self, name: str, tensor: Tensor) -> Tensor:
+        """A dense tensor as it is cut: where the family needs that, in the gauge of the channels that stay."""
+        return gauged(tensor, self.source.family.match(name)[0], self.plan.hidden) if self._through_gauge else tensor
+
     def _planned_entries(self) -> list[Entry]:
         """Every tensor of the output, in the order in which they are made."""
         family, stored = self.source.family, {name: self.source.entry(name) for name in self.source.names}
@@ -152,12 +196,13 @@ class StreamedCut:
                 row, index = family.match(name)
                 new = name if index is None else row.pattern.replace("{i}", position[index])
                 entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
-        zeros = zero_biases(self._target, self.plan, dtype=entries[0].dtype) if entries else ()
+                self._of[new] = name
+        zeros = zero_biases(self.target, self.plan, dtype=entries[0].dtype) if entries else ()
         return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
 
     def _described_model(self) -> PreTrainedModel:
         """The compacted model without memory behind it, checked against what will be written."""
-        config = copy.deepcopy(self._target.config)
+        config = copy.deepcopy(self.target.config)
         config.dtype = next((e.dtype for e in self._entries), torch.float32)
         with no_init_weights(), torch.device("meta"):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
@@ -178,32 +223,28 @@ class StreamedCut:
 
     def _tensors(self) -> Iterator[tuple[str, Iterator[Tensor]]]:
         source, plan, family = self.source, self.plan, self.source.family
-        tied = bool(source.config.tie_word_embeddings)
-        through_gauge = bool(plan.removed_hidden) and family.gauges(source.config)
         dtype = None
         buffers = Buffers()
         for name in source.names:
-            cut = tensor_cut(name, family, plan, tied=tied)
+            cut = tensor_cut(name, family, plan, tied=self._tied)
             if cut is None:
                 continue
             tensor = source.mapped(name)
             dtype = dtype or self.dtype or tensor.dtype
-            tensor = self._to_cut(name, tensor, through_gauge)
-            if through_gauge:
-                tensor = gauged(tensor, family.match(name)[0], plan.hidden)
+            tensor = self._gauged(name, self._to_cut(name, tensor))
             yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
             del tensor
-        for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):
+        for name, zeros in zero_biases(self.target, plan, dtype=dtype or torch.float32):
             yield name, iter((zeros,))
 
-    def _to_cut(self, name: str, tensor: Tensor, through_gauge: bool) -> Tensor:
+    def _to_cut(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor in the dtype that it is cut in.
 
         A product of half precision is made in float32 and rounded once, so that a tensor that is read and written in
         the same dtype needs no copy in float32; the gauge would round it once more.
         """
         work = self.source.dtype or tensor.dtype
-        once = work == torch.float32 and tensor.dtype == self.dtype and not through_gauge
+        once = work == torch.float32 and tensor.dtype == self.dtype and not self._through_gauge
         if once or tensor.dtype == work:
             return tensor
         tensor = tensor.to(work)

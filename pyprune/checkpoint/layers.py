@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from typing_extensions import override
 from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
 from pyprune.errors import CheckpointError
+from pyprune.families import Family
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.device import DTYPES, resolve_device
 
@@ -54,23 +55,41 @@ def stored_layers(model_id: str | Path, *, dtype: str, device: str, **reading: A
     return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
 
 
-class StoredLayers(LayerRunner):
-    """The layers of a checkpoint folder with safetensors: of the layers one is in memory at a time.
+class Tensors(Protocol):
+    """A model whose tensors are read one at a time.
+
+    Attributes:
+        device: where tensors are put.
+        family: whose table says what they are.
+    """
+
+    device: torch.device
+    family: Family
+
+    def model(self) -> PreTrainedModel:
+        """The model without its parameters, which are on the meta device."""
+
+    def read(self, name: str) -> Tensor:
+        """The values of a parameter, by its name."""
+
+
+class ReadLayers(LayerRunner):
+    """Layers that are read when they are needed: of the layers one is in memory at a time.
 
     What makes the stream, and the final norm, through which the model's own forward pass sends it, stay in memory. A
     head that is not tied has values only in the block of :meth:`head`.
 
     Args:
-        stored: the checkpoint, read in the dtype and on the device that the layers compute with.
+        tensors: read in the dtype and on the device that the layers compute with.
 
     Raises:
         CheckpointError: a tensor is missing, or its values are not finite.
     """
 
-    def __init__(self, stored: StoredModel) -> None:
-        self.stored = stored
-        super().__init__(stored.model(), stored.family)
-        self.device = stored.device
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        super().__init__(tensors.model(), tensors.family)
+        self.device = tensors.device
         self._read_ends()
 
     def _read_ends(self) -> None:
@@ -81,7 +100,7 @@ class StoredLayers(LayerRunner):
             head.weight = embedding.weight
         for child in self.model.base_model.modules():
             if not any(p.is_meta for p in child.parameters()):
-                child.to(self.stored.device)
+                child.to(self.device)
 
     @override
     def walking_together(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
@@ -149,6 +168,36 @@ class StoredLayers(LayerRunner):
     def _after_call(self, names: list[str], *_: Any) -> None:
         self._drop(names)
 
+    def _read(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, self._parameter(name))
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(owner), last, parameter)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return nn.Parameter(self.tensors.read(name), requires_grad=False)
+
+
+class StoredLayers(ReadLayers):
+    """The layers of a checkpoint folder with safetensors, which keeps what they are changed to.
+
+    Args:
+        stored: the checkpoint, read in the dtype and on the device that the layers compute with.
+
+    Raises:
+        CheckpointError: a tensor is missing, or its values are not finite.
+    """
+
+    def __init__(self, stored: StoredModel) -> None:
+        self.stored = stored
+        super().__init__(stored)
+
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
         """Write what parameters of a layer were changed to where ``stored`` reads them from then on."""
@@ -166,18 +215,3 @@ class StoredLayers(LayerRunner):
     def keep_zeros(self, name: str, count: int) -> None:
         """Write a parameter that the checkpoint lacks."""
         self.stored.replace(name, torch.zeros(count, dtype=self.stored.dtype))
-
-    def _read(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._set(name, self._parameter(name))
-
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
-
-    def _set(self, name: str, parameter: nn.Parameter) -> None:
-        owner, _, last = name.rpartition(".")
-        setattr(self.model.get_submodule(owner), last, parameter)
-
-    def _parameter(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self.stored.read(name), requires_grad=False)

@@ -144,12 +144,20 @@ class StoredModel:
         self._check_shapes()
 
     def model(self) -> PreTrainedModel:
-        """The dense model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
+        """The dense model in eval mode, its parameters without memory (on the meta device), its buffers computed.
+
+        It has what :meth:`replace` has added to it.
+        """
         config = copy.deepcopy(self.config)
         if self.dtype is not None:
             config.dtype = self.dtype
-        model = _without_parameters(config)
-        model.eval()
+        model = without_parameters(config)
+        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in self._replaced.keys() - own:
+            owner, _, last = name.rpartition(".")
+            shape = self._replaced[name].entry.shape
+            added = nn.Parameter(torch.empty(shape, dtype=model.dtype, device="meta"), requires_grad=False)
+            model.get_submodule(owner).register_parameter(last, added)
         return model
 
     def check(self, model: PreTrainedModel) -> None:
@@ -338,11 +346,12 @@ class StoredModel:
         return len(found) == 2 and not torch.equal(found["head"], found["embedding"].to(found["head"].dtype))
 
 
-def _without_parameters(config: PretrainedConfig) -> PreTrainedModel:
-    """A model whose parameters have no memory (they are on the meta device); its buffers are computed as always."""
+def without_parameters(config: PretrainedConfig) -> PreTrainedModel:
+    """A model in eval mode whose parameters have no memory (they are on the meta device); its buffers are computed."""
     with no_init_weights(), _parameters_on_meta():
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     model.tie_weights()
+    model.eval()
     return model
 
 

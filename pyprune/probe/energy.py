@@ -14,16 +14,15 @@ from pyprune.probe.streams import LayerRunner, Part
 
 
 @torch.no_grad()
-def stream_energy(
-    model: PreTrainedModel | LayerRunner, samples: Tensor, *, batch_size: int | None = None
-) -> Tensor:
+def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor, *, batch_size: int | None = None) -> Tensor:
     """The share of the stream's energy that every hidden channel has, summed over all points between layers:
 
         E_j = sum over layers l of  sum_n x_l[n, j]^2 / sum_n |x_l[n]|^2
 
     x_l is the stream [T, H] that enters layer l, and n runs over all tokens of the samples. The stream behind the last
     layer, which only the final norm reads, does not count. Sums are float64; in addition to the model one number for
-    each layer and channel is held, and what one batch needs (where layers are read one at a time, the stream of all samples).
+    each layer and channel is held, and what one batch needs (of layers that are read one at a time, the stream of all
+    samples).
 
     Args:
         model: a dense model of a known family, which comes back as it was; or its layers as something else holds them.

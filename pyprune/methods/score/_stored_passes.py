@@ -6,8 +6,9 @@ sums over micro batches is complete before the next layer is read. What is open 
 norm, head: the hidden axis) comes last, for which the stream behind the last layer is kept and the loss taken again.
 Beside one layer and its gradients, or those outside of the layers, what is held is the embeddings, the final norm, for
 the loss the head and the logits of a micro batch, two streams [N, T, H] of all the samples (of SmoothGrad also of all
-draws), and the kept ones: as many as :data:`KEPT_BYTES` hold, at least one. Where that is not one for every layer, layers are read and run again from the kept stream before them, at the places of
-Griewank and Walther's binomial schedule ("Algorithm 799: Revolve", 2000), which makes the fewest such runs.
+draws), and the kept ones: as many as :data:`KEPT_BYTES` hold, at least one. Where that is not one for every layer,
+layers are read and run again from the kept stream before them, at the places of Griewank and Walther's binomial
+schedule ("Algorithm 799: Revolve", 2000), which makes the fewest such runs.
 """
 
 from __future__ import annotations

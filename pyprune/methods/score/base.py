@@ -213,8 +213,8 @@ def decide_by_scores(
 ) -> PlanDecision:
     """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
 
-    Later rounds score the masked model and, in memory, hold one more copy of its weights meanwhile. Notes and details are those of
-    the last round, warnings those of all.
+    Later rounds score the masked model and, in memory, hold one more copy of its weights meanwhile. Notes and details
+    are those of the last round, warnings those of all.
 
     Args:
         scorer: adds the scores of a round.

@@ -117,7 +117,8 @@ def test_what_is_open_outside_of_the_layers_is_scored(tmp_path: Path) -> None:
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is not None:
-            wanted += (param.parameter * param.parameter.grad).abs().movedim(dim, 0).reshape(len(wanted), -1).sum(1).detach()
+            products = (param.parameter * param.parameter.grad).abs().detach()
+            wanted += products.movedim(dim, 0).reshape(len(wanted), -1).sum(1)
     torch.testing.assert_close(disk.scores.group_scores(None, "hidden").float(), wanted, rtol=1e-4, atol=0)
 
 
