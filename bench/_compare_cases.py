@@ -9,6 +9,7 @@ from typing import Literal
 Action = Literal[
     "finetune",
     "finetune-lean",
+    "finetune-lean-passes",
     "papers",
     "anneal",
     "cut",
@@ -28,6 +29,7 @@ CUTS: tuple[Action, ...] = ("cut", "reconstruct", "reconstruct-prose", "reconstr
 TRAININGS: tuple[Action, ...] = (
     "finetune",
     "finetune-lean",
+    "finetune-lean-passes",
     "papers",
     "anneal",
     "lora",
@@ -42,6 +44,7 @@ DENSE: Mapping[str, Arm] = {
     "dense": (),
     "dense, fine-tuned": ("finetune",),
     "dense, fine-tuned in lean memory": ("finetune-lean",),
+    "dense, fine-tuned in lean memory, a pass for each sequence": ("finetune-lean-passes",),
 }
 """What every case is compared with: label -> what is done, in order."""
 

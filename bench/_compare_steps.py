@@ -71,8 +71,9 @@ class Steps:
         text = self.samples("mixture" if action.endswith("mixture") else "prose")
         if action in ("finetune", "finetune-mixture"):
             report: Any = finetune(model, text, self._training())
-        elif action == "finetune-lean":
-            report = finetune(model, text, replace(self._training(), memory="lean", dtype="bfloat16"))
+        elif action.startswith("finetune-lean"):
+            lean = replace(self._training(), memory="lean", dtype="bfloat16")
+            report = finetune(model, text, replace(lean, micro_batch_size=1) if action.endswith("passes") else lean)
         elif action in ("papers", "anneal"):
             report = self._regularise(action, model, text)
         else:

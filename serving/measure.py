@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import ConfigError
-from pyprune.runtime.host import machine_available
+from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
@@ -396,10 +396,4 @@ def _fits(run: _Run) -> bool:
         return False
     found = [model.checkpoint for model in run.models.values()]
     process = PROCESS_BYTES[run.engine]
-    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < available_bytes()
-
-
-def available_bytes() -> int:
-    """Return the memory that is free for new processes (without limit where the system does not say)."""
-    found = machine_available()
-    return 2**62 if found is None else found
+    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < available_memory()

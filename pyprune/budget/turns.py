@@ -13,9 +13,10 @@ from typing import Any
 from pyprune.budget.probes import Model
 from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
+from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, time_left, track
 from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, fills_gpu, sequence_bytes
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, fills_gpu, sequence_bytes
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
 
 Enough = Callable[[Sequence[Timing]], bool]
@@ -230,7 +231,7 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
     if fills_gpu(engine):
         return 1
     need = PROCESS_BYTES[engine] + 2 * weight_bytes + cache
-    return max(1, int(MEMORY_SHARE * available_bytes() // need))
+    return max(1, int(MEMORY_SHARE * available_memory() // need))
 
 
 def longest_sequence(quantity: Quantity) -> int:

@@ -20,16 +20,9 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
         proc: where the kernel's tables are.
         cgroups: where the cgroups are.
     """
-    machine = machine_available(proc)
-    if machine is None:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    said = _figures(proc / "meminfo").get("MemAvailable:")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if said is None else said * 1024
     return min([machine, *(_left(folder) for folder in _own_cgroups(proc, cgroups))])
-
-
-def machine_available(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that the machine has available for processes, whatever their cgroups allow; None where it does not say."""
-    found = _figures(proc / "meminfo").get("MemAvailable:")
-    return None if found is None else found * 1024
 
 
 def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pyprune.errors import ConfigError, MissingDependencyError
+from pyprune.runtime.host import available_memory
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
@@ -25,7 +26,7 @@ from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, available_bytes, distrusted
+from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 
@@ -232,7 +233,7 @@ class _Run:
 
     def _fits(self) -> bool:
         each = PROCESS_BYTES["vllm"] + self.options.kv_bytes
-        return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_bytes()
+        return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_memory()
 
 
 class _Pool:

@@ -363,7 +363,7 @@ def fake(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> FakeServe
     monkeypatch.setattr(load_run, "run_client", servers.client)
     monkeypatch.setattr(load_run, "SETTLE_S", 0.0)
     monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
-    monkeypatch.setattr(load_run, "available_bytes", lambda: 2**60)
+    monkeypatch.setattr(load_run, "available_memory", lambda: 2**60)
     return servers
 
 
@@ -403,7 +403,7 @@ def test_two_servers_never_share_a_gpu_or_too_little_memory(
     if why == "a GPU":
         monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
     else:
-        monkeypatch.setattr(load_run, "available_bytes", lambda: 2**30)
+        monkeypatch.setattr(load_run, "available_memory", lambda: 2**30)
     report = measured(folders)
     assert not report.resident
     assert (fake.most_up, fake.up) == (1, [])

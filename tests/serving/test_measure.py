@@ -115,7 +115,7 @@ class PacedEngine:
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PacedEngine, "started", 0)
     monkeypatch.setattr("pyprune.serving.measure.Engine", PacedEngine)
-    monkeypatch.setattr("pyprune.serving.measure.available_bytes", lambda: 2**60)
+    monkeypatch.setattr("pyprune.serving.measure.available_memory", lambda: 2**60)
 
 
 @pytest.mark.usefixtures("paced")
