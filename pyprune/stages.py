@@ -279,7 +279,7 @@ class StageRun:
         stored = self.stored if self.division.on_host else None
         model = self.model if stored is None else stored.model()  # without weights, as a method that streams expects
         # Where every process decides for itself the first one's counts: states of the others would be in its way.
-        run = self._run("decide") if together or processes.first() else RunOptions(stored=self.stored)
+        run = replace(self._run("decide") if together or processes.first() else RunOptions(), stored=self.stored)
         with dividing(self.division) if together else self._alone():
             decision = method.decide(model, self.text.before.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
@@ -328,8 +328,7 @@ class StageRun:
         self._prepare()
         self._reconstruct()
         if config.verify:
-            with self.cutting.masked(model, result.plan) as before:
-                result.verified = {"masked_perplexity": self._perplexity(before)}
+            result.verified = {"masked_perplexity": self._perplexity_of_masked()}
         result.compact = replace(self.cutting.compact(model, result.plan), dense_parameters=dense_parameters)
         if result.verified is not None:
             result.verified["compacted_perplexity"] = self._perplexity(self.cutting.compacted(model))
@@ -411,8 +410,12 @@ class StageRun:
 
     def _run(self, name: str) -> RunOptions:
         if self.work is None:
-            return RunOptions(stored=self.stored)
-        return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume, stored=self.stored)
+            return RunOptions()
+        return RunOptions(checkpoint_dir=self.work.path / name, resume=self.work.resume)
+
+    def _perplexity_of_masked(self) -> float:
+        with self.cutting.masked(self.model, self.result.plan) as model:
+            return self._perplexity(model)
 
     def _perplexity(self, model: PreTrainedModel) -> float:
         probe = self.text.probe

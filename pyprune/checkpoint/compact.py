@@ -118,7 +118,7 @@ class StreamedCut:
         self.target = choose_target(source.family, source.config, plan)
         self._tied = bool(source.config.tie_word_embeddings)
         self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)
-        self._of: dict[str, str] = {}
+        self._dense_names: dict[str, str] = {}  # by the names in the cut model
         self._entries = self._planned_entries()
         self._model = self._described_model()
         self.report = CompactReport(
@@ -174,10 +174,10 @@ class StreamedCut:
     def tensor(self, name: str) -> Tensor:
         """A tensor of the cut model by its name there, as it is before it is converted to the written dtype."""
         source = self.source
-        if name not in self._of:
-            zeros = dict(zero_biases(self.target, self.plan, dtype=source.dtype or torch.float32))
-            return zeros[name].to(source.device)
-        dense = self._of[name]
+        if name not in self._dense_names:
+            biases = zero_biases(self.target, self.plan, dtype=source.dtype or torch.float32, device=source.device)
+            return next(zeros for bias, zeros in biases if bias == name)
+        dense = self._dense_names[name]
         cut = cast(TensorCut, tensor_cut(dense, source.family, self.plan, tied=self._tied))  # it stays
         return cut.of(self._gauged(dense, source.read(dense)))
 
@@ -196,7 +196,7 @@ class StreamedCut:
                 row, index = family.match(name)
                 new = name if index is None else row.pattern.replace("{i}", position[index])
                 entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
-                self._of[new] = name
+                self._dense_names[new] = name
         zeros = zero_biases(self.target, self.plan, dtype=entries[0].dtype) if entries else ()
         return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
 

@@ -155,33 +155,40 @@ class ReadLayers(LayerRunner):
             start: [n for n in names if n.startswith(start) and self.model.get_parameter(n).ndim > 1]
             for start in within
         }
-        passing = {name for found in matrices.values() for name in found}
-        self._read([name for name in names if name not in passing])
+        inside = {name for found in matrices.values() for name in found}
+        self._read([name for name in names if name not in inside])
         for start, layer in zip(within, self.layers, strict=True):
-            layer.register_forward_pre_hook(partial(self._before_call, matrices[start]))
-            layer.register_forward_hook(partial(self._after_call, matrices[start]), always_call=True)
+            passing = [name.removeprefix(start) for name in matrices[start]]
+            # They hold nothing that holds the model, which is gone as soon as nobody uses it.
+            layer.register_forward_pre_hook(partial(_read_before, self.tensors, start, passing))
+            layer.register_forward_hook(partial(_drop_behind, passing), always_call=True)
         return self.model
-
-    def _before_call(self, names: list[str], *_: Any) -> None:
-        self._read(names)
-
-    def _after_call(self, names: list[str], *_: Any) -> None:
-        self._drop(names)
 
     def _read(self, names: Iterable[str]) -> None:
         for name in names:
-            self._set(name, self._parameter(name))
+            _set(self.model, name, self._parameter(name))
 
     def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._set(name, nn.Parameter(self.model.get_parameter(name).to("meta"), requires_grad=False))
-
-    def _set(self, name: str, parameter: nn.Parameter) -> None:
-        owner, _, last = name.rpartition(".")
-        setattr(self.model.get_submodule(owner), last, parameter)
+        _drop_behind(names, self.model)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return nn.Parameter(self.tensors.read(name), requires_grad=False)
+
+
+def _read_before(tensors: Tensors, start: str, names: Iterable[str], layer: nn.Module, *_: Any) -> None:
+    """Give parameters of a layer, whose names begin with ``start`` in the model, their values."""
+    for name in names:
+        _set(layer, name, nn.Parameter(tensors.read(start + name), requires_grad=False))
+
+
+def _drop_behind(names: Iterable[str], module: nn.Module, *_: Any) -> None:
+    for name in names:
+        _set(module, name, nn.Parameter(module.get_parameter(name).to("meta"), requires_grad=False))
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, parameter)
 
 
 class StoredLayers(ReadLayers):

@@ -188,7 +188,7 @@ class PruneConfig(Config):
         stages: what happens before and after the cut.
         cut: what happens at the moment of the cut.
         verify: measure the masked model before the cut and the compacted one after it, on calibration text
-            (holds one more copy of the weights meanwhile).
+            (holds one more copy of the weights meanwhile, or, from file to file, one layer's).
         score: options that all scoring methods share; None for the defaults, and for methods that score nothing.
         options: the method's own options; None = its defaults. As plain data they stand under the method's name.
         recover: options of recovery.

@@ -163,9 +163,8 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
         name = row.pattern.replace("{i}", str(position[index]))
     kept = kept_positions(row, layer, plan)
     rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
-    offset = 1.0 if family.unit_offset_norm and row.is_norm_weight else 0.0
     factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
-    return TensorCut(name, rows, columns, factor, offset)
+    return TensorCut(name, rows, columns, factor, family.offset(row))
 
 
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:

@@ -56,7 +56,7 @@ class Masking:
         self._plan = plan
         self._layers = {layer.index: layer for layer in plan.layers}
         self._gauges = bool(plan.removed_hidden) and family.gauges(config)
-        self._unit_offset = family.unit_offset_norm
+        self._family = family
 
     @torch.no_grad()
     def apply_(self, param: NamedParam) -> None:
@@ -68,17 +68,17 @@ class Masking:
         if param.row.role == "writer" and (removed_layer or block_is_skipped(param.row, layer)):
             param.parameter.zero_()
         else:
-            _zero_removed(param, layer, self._plan, offset=self._unit_offset and param.row.is_norm_weight)
+            _zero_removed(param, layer, self._plan, gone=-self._family.offset(param.row))
 
 
-def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, offset: bool) -> None:
+def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, gone: float) -> None:
     for dim, kept in enumerate(kept_positions(param.row, layer, plan)):
         if kept is None:
             continue
         removed = torch.ones(param.parameter.shape[dim], dtype=torch.bool)
         removed[list(kept)] = False
         where = removed.nonzero().flatten().to(param.parameter.device)
-        param.parameter.index_fill_(dim, where, -1.0 if offset else 0.0)
+        param.parameter.index_fill_(dim, where, gone)
 
 
 @contextmanager

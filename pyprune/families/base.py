@@ -278,6 +278,13 @@ class Family:
         sliced = len(plan.hidden) != plan.dense.hidden_size
         return self.norm == "layer" and sliced and not self.gauges(config)
 
+    def offset(self, row: Row) -> float:
+        """What is added to a parameter where it is used: 1 for norms that multiply by 1 + w, else 0.
+
+        A parameter is gone where what it is with that is zero.
+        """
+        return 1.0 if self.unit_offset_norm and row.is_norm_weight else 0.0
+
     def match(self, name: str) -> tuple[Row, int | None]:
         """Find the row of a parameter name.
 

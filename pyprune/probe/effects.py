@@ -94,14 +94,14 @@ def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
     """
     if not plan.removed_hidden:
         return {}
-    offset_family = family_for(model).unit_offset_norm
+    family = family_for(model)
     gone = torch.tensor(plan.removed_hidden)
     result = {}
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
-        offset = 1.0 if offset_family and param.row.is_norm_weight else 0.0
+        offset = family.offset(param.row)
         others = tuple(d for d in range(param.parameter.ndim) if d != dim)
         value = (param.parameter + offset if offset else param.parameter).abs()
         channels = value.sum(others, dtype=torch.float64) if others else value.double()

@@ -373,7 +373,7 @@ HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "recover.distill.teacher_placement": "files",
         },
     ),
-    # Decided by the first process on the model itself, then a penalty on channels that lie in both.
+    # Decided by the first process from the files, then a penalty on channels that lie in both.
     "dress": (
         ("dress",),
         {
@@ -383,10 +383,13 @@ HOST_RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     # Rotated and reconstructed from the files by the first process.
     "pca": (("recover",), {"stages.after": "[recover]", "hidden_multiple": 4}),
-    # All weights of what fits no stock architecture.
+    # Decided by the first process on the model itself; all weights of what fits no stock architecture.
     "taylor": (
         ("recover",),
-        {"stages.after": "[recover]", "score.ranking": "global", "ratio": 0.2, "recover.adapters": "none"},
+        {
+            "stages.after": "[recover]", "score.ranking": "global", "ratio": 0.2, "recover.adapters": "none",
+            "score.layerwise": "false",
+        },
     ),
 }  # fmt: skip
 """Method -> what trains, and options."""

@@ -100,7 +100,7 @@ def take_gradients(
             partial(_at, weights, draw),
             consume,
             last=number == len(order) - 1,
-            per_sample=per_sample and not alone,
+            per_sample=per_sample,
         )
         for number, (draw, batch) in enumerate(order)
     ]

@@ -40,7 +40,8 @@ class Pass:
         weights: the values at which gradients are taken.
         consume: gets the gradients.
         last: whether no pass comes after this one.
-        per_sample: one part a sample.
+        per_sample: one part a sample; where parameters outside of the layers are open, which see all rows at once, of
+            a batch of one.
     """
 
     run: Scoring
@@ -61,7 +62,7 @@ class Pass:
 
     @property
     def outer(self) -> list[NamedParam]:
-        """The open parameters outside of the layers; not in a pass that hands over parts a sample."""
+        """The open parameters outside of the layers."""
         return self.opened.get(None, [])
 
     @property

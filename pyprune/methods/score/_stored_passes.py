@@ -111,7 +111,7 @@ class StoredPasses:
         """The mean loss, and its gradients in the streams behind the last layer."""
         loss, found = 0.0, []
         with self.source.head():
-            params = self._outer()
+            params = [p for p in self._outer() if p.row.role != "embedding" or self._tied]
             for one, stream in zip(self.passes, streams, strict=True):
                 given = stream.to(self.source.model.device).detach().requires_grad_()
                 with torch.enable_grad(), self.source.ending(given) as model:
@@ -145,14 +145,25 @@ class StoredPasses:
             streams: what leaves the last layer.
             gradients: of the loss in what enters the first.
         """
-        with self.source.head(), torch.enable_grad():
+        with self.source.head():
             params = self._outer()
             for one, stream, gradient in zip(self.passes, streams, gradients, strict=True):
-                leaves = one.leaves(params)
-                with self.source.ending(stream.to(self.source.model.device)) as model:
-                    one.loss(model, leaves).backward()
-                self._embed(one, leaves).backward(gradient.to(self.source.model.device))
-                one.hand_over(params, [cast(Tensor, leaf.grad) for leaf in leaves.values()], one.last)
+                one.hand_over(params, self._outer_gradients(one, params, stream, gradient), one.last)
+
+    @torch.enable_grad()
+    def _outer_gradients(
+        self, one: Pass, params: Sequence[NamedParam], stream: Tensor, gradient: Tensor
+    ) -> list[Tensor]:
+        """Of the loss in these parameters: by what they make of ``stream``, and of what enters the first layer."""
+        leaves, device = one.leaves(params), self.source.model.device
+        with self.source.ending(stream.to(device)) as model:
+            one.loss(model, leaves).backward()
+        self._embed(one, leaves).backward(gradient.to(device))
+        return [cast(Tensor, leaf.grad) for leaf in leaves.values()]
+
+    @property
+    def _tied(self) -> bool:
+        return self.source.model.get_output_embeddings().weight is self.source.model.get_input_embeddings().weight
 
     def _embed(self, one: Pass, leaves: Mapping[str, Tensor]) -> Tensor:
         """The stream that enters the first layer in a pass, at these weights."""

@@ -282,16 +282,18 @@ def test_the_command_writes_a_stock_checkpoint(pruned: Path, dense: Path) -> Non
     assert float((logits(model, FRESH % 200 + 3) - expected).norm() / expected.norm()) < 0.5
 
 
-@pytest.mark.parametrize(("verify", "last"), [
+@pytest.mark.parametrize(("loaded", "last"), [
     (True, "pyprune.stages.StageRun.train_after_the_cut"), (False, "pyprune.checkpoint.compact.write_shards"),
 ])  # fmt: skip
 def test_an_interrupted_run_resumes_to_the_same_weights(
-    verify: bool, last: str, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: bool, last: str, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the cut in memory, which ``verify`` needs, and behind the one from file to file."""
+    """Behind the cut in memory, and behind the one from file to file."""
+    if loaded:
+        monkeypatch.setattr("pyprune.pipeline.why_loaded", lambda *_, **__: "In memory.")
     settings = read_config(
         {
-            **config(cut={"reconstruct": "least_squares"}, verify=verify).to_dict(),
+            **config(cut={"reconstruct": "least_squares"}, verify=True).to_dict(),
             "data": {"source": str(text), "samples": 32, "sequence_length": 32},
         }
     )

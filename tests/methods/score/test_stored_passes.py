@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
@@ -36,6 +37,7 @@ SCORED: dict[str, tuple[str, dict[str, Any]]] = {
     "param_mix": ("taylor", {"form": "param_mix"}),
     "obs": ("obs", {}),
     "smoothgrad": ("smoothgrad", {"draws": 3}),
+    "moreau": ("moreau", {"draws": 2, "steps": 2}),
 }
 
 
@@ -49,9 +51,9 @@ def stored_in(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> St
     return StoredModel(folder, dtype=dtype)
 
 
-def both(name: str, stored: StoredModel, config: PruneConfig) -> tuple[Scoring, Scoring]:
+def both(stored: StoredModel, config: PruneConfig) -> tuple[Scoring, Scoring]:
     """The scores of the model in memory, and of the model on disk."""
-    model = tiny_model(name).to(stored.dtype)
+    model = AutoModelForCausalLM.from_pretrained(stored.folder, dtype=stored.dtype).eval()
     shell = stored.model()
     method = get_method(config.method)
     assert isinstance(method, ScoreMethod)
@@ -72,7 +74,8 @@ def assert_same_bits(memory: Scoring, disk: Scoring) -> None:
         assert parts.keys() == disk.scores.sums[place].keys()
         for part, values in parts.items():
             assert torch.equal(values, disk.scores.sums[place][part]), (place, part)
-    assert memory.details["loss"] == disk.details["loss"]
+    said = [[run.details.get(name) for name in ("loss", "losses", "residuals")] for run in (memory, disk)]
+    assert said[0] == said[1] != [None, None, None]
     assert memory.details["memory"]["layer_bytes"] == disk.details["memory"]["layer_bytes"]
 
 
@@ -81,7 +84,7 @@ def test_scores_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> N
     """In micro batches of unlike size, whose parts are summed in the same order."""
     stored = stored_in(tmp_path, name)
     for which in ("param_mix", "obs"):
-        assert_same_bits(*both(name, stored, config_of(which, batch_size=2)))
+        assert_same_bits(*both(stored, config_of(which, batch_size=2)))
 
 
 @pytest.mark.parametrize("which", SCORED)
@@ -89,12 +92,12 @@ def test_scores_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> N
     {}, {"batch_size": 3, "layers": (1, 3)}, {"axes": ("ffn",), "last_layer": 1}, {"heads_unit": "query_head"},
 ])  # fmt: skip
 def test_forms_and_options_mean_the_same(which: str, change: dict[str, Any], tmp_path: Path) -> None:
-    assert_same_bits(*both("gemma3", stored_in(tmp_path, "gemma3"), config_of(which, **change)))
+    assert_same_bits(*both(stored_in(tmp_path, "gemma3"), config_of(which, **change)))
 
 
 @pytest.mark.parametrize("which", [which for which in SCORED if which != "obs"])
 @pytest.mark.parametrize("change", [{}, {"batch_size": 2}, {"axes": ("hidden", "ffn"), "batch_size": 3}])
-@pytest.mark.parametrize("name", ["gemma3", "llama", "opt", "phi"])
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_hidden_channels_reach_outside_of_the_layers(
     name: str, change: dict[str, Any], which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +105,25 @@ def test_hidden_channels_reach_outside_of_the_layers(
     stored = stored_in(tmp_path, name)
     with monkeypatch.context() as patch:
         counted(patch)
-        memory, disk = both(name, stored, config_of(which, **{"axes": ("hidden",), **change}))
+        memory, disk = both(stored, config_of(which, **{"axes": ("hidden",), **change}))
     assert_same_bits(memory, disk)
+    parts_a_sample = which in ("param_second", "param_mix")  # sums of all parameters are held between its passes
+    open_bytes = sum(p.parameter.nbytes for p in memory.opened)
+    assert (memory.details["memory"]["state_bytes"] >= 2 * open_bytes) or not parts_a_sample
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TINY)
+def test_hidden_channels_of_every_family_mean_the_same(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored = stored_in(tmp_path, name, dtype)
+    for which in ("param_mix", "moreau"):
+        assert_same_bits(*both(stored, config_of(which, axes=("hidden",), batch_size=2)))
 
 
 def test_what_is_open_outside_of_the_layers_is_scored(tmp_path: Path) -> None:
     """Without the embeddings' own part the sums would be others."""
     stored = stored_in(tmp_path, "llama")
-    _, disk = both("llama", stored, config_of("param_first", axes=("hidden",)))
+    _, disk = both(stored, config_of("param_first", axes=("hidden",)))
     model = tiny_model("llama")
     loss = model(input_ids=SAMPLES, labels=SAMPLES).loss
     loss.backward()
@@ -124,13 +138,13 @@ def test_what_is_open_outside_of_the_layers_is_scored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["param_first", "param_second", "smoothgrad"])
 def test_weights_in_bfloat16_mean_the_same(which: str, tmp_path: Path) -> None:
-    assert_same_bits(*both("phi", stored_in(tmp_path, "phi", torch.bfloat16), config_of(which, batch_size=2)))
+    assert_same_bits(*both(stored_in(tmp_path, "phi", torch.bfloat16), config_of(which, batch_size=2)))
 
 
 def test_obs_in_bfloat16_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config_of("obs", batch_size=2), options=ObsOptions(dtype="bfloat16"))
     counted(monkeypatch)
-    assert_same_bits(*both("granite", stored_in(tmp_path, "granite"), config))
+    assert_same_bits(*both(stored_in(tmp_path, "granite"), config))
 
 
 @pytest.mark.parametrize("which", ["param_first", "obs"])
@@ -142,7 +156,7 @@ def test_few_kept_streams_give_the_same_bits(which: str, tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(stored_passes, "KEPT_BYTES", kept * STREAM)
             seen = counted(patch)
-            memory, disk = both("opt", stored, config_of(which, batch_size=2))
+            memory, disk = both(stored, config_of(which, batch_size=2))
         assert_same_bits(memory, disk)
         reads[kept] = [seen.count(index) for index in range(4)]
         assert disk.details["memory"]["state_bytes"] >= (kept + 2) * STREAM

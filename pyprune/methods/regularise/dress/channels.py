@@ -91,15 +91,14 @@ def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
 @torch.no_grad()
 def channel_scores(model: PreTrainedModel, stored: StoredModel | None = None) -> Tensor:
     """Score of every hidden channel, float64 [hidden]; arguments as of :func:`select_channels`, which says more."""
-    unit_offset = family_for(model).unit_offset_norm
+    family = family_for(model)
     total = torch.zeros(int(model.config.hidden_size), dtype=torch.float64)
     tensors = 0
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
-        value = param.parameter if stored is None else stored.read(param.name)
-        value = value + 1.0 if unit_offset and param.row.is_norm_weight else value
+        value = (param.parameter if stored is None else stored.read(param.name)) + family.offset(param.row)
         norms = torch.linalg.vector_norm(value.float().movedim(dim, 0).reshape(len(total), -1), dim=1)
         mean = norms.double().mean()
         if mean > 0:

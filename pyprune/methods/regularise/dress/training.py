@@ -73,21 +73,16 @@ class DressReport:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Slices of a tensor along its hidden axis: the dimension, the selected channels, and Gemma's unit offset."""
+    """Slices of a tensor along its hidden axis: the dimension, the selected channels, and what the ops add to it."""
 
     param: NamedParam
     dim: int
     index: Tensor
-    offset: bool
-
-    @property
-    def shift(self) -> float:
-        """What the ops add to the parameter."""
-        return 1.0 if self.offset else 0.0
+    offset: float
 
     def penalty(self, norm: str) -> Tensor:
         """The sum of the selected channels' norms; differentiable."""
-        return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.shift)
+        return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.offset)
 
     def add_gradient(self, norm: str, penalty_weight: float) -> Tensor:
         """The penalty; ``penalty_weight`` times its gradient joins the parameter's, unless that is frozen."""
@@ -97,22 +92,22 @@ class _Slices:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return add_group_penalty_(
-            parameter.grad, parameter, self.index, self.dim, norm, penalty_weight, offset=self.shift
+            parameter.grad, parameter, self.index, self.dim, norm, penalty_weight, offset=self.offset
         )  # fmt: skip
 
     def value(self) -> Tensor:
         """The tensor that is penalised."""
-        return self.param.parameter + 1.0 if self.offset else self.param.parameter
+        return self.param.parameter + self.offset if self.offset else self.param.parameter
 
     def replace_selected(self, selected: Tensor) -> None:
         """Write the selected slices of :meth:`value` back, in place."""
-        new = selected - 1.0 if self.offset else selected
+        new = selected - self.offset if self.offset else selected
         self.param.parameter.index_copy_(self.dim, self.index, new.to(self.param.parameter.dtype))
 
     def selected(self) -> Tensor:
         """A copy of the selected slices of :meth:`value`."""
         part = self.param.parameter.index_select(self.dim, self.index)
-        return part + 1.0 if self.offset else part
+        return part + self.offset if self.offset else part
 
 
 class DressObjective(Objective):
@@ -189,7 +184,7 @@ class DressObjective(Objective):
         self.in_optimizer = True
         c = self.config
         return {
-            s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, s.shift)
+            s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, s.offset)
             for s in self.slices
         }
 
@@ -253,7 +248,7 @@ class DressObjective(Objective):
             parameter = slices.param.parameter
             ratio = ratios[parameter.dtype]
             if ratio != 1.0:
-                shrink(parameter, slices.index, slices.dim, ratio, offset=slices.shift)
+                shrink(parameter, slices.index, slices.dim, ratio, offset=slices.offset)
 
     def _ratio(self, step: int, dtype: torch.dtype) -> float:
         """What R is multiplied by in ``step`` alone."""
@@ -282,11 +277,11 @@ class DressObjective(Objective):
             scale = scales.get(parameter)
             if scale is None and self.config.norm == "l2" and self.config.penalise == "all":
                 # Every channel is a group: there is nothing to select.
-                group_soft_threshold(parameter, threshold, slices.dim, out=parameter, offset=slices.shift)
+                group_soft_threshold(parameter, threshold, slices.dim, out=parameter, offset=slices.offset)
                 continue
             if scale is None:
                 norm = self.config.norm
-                group_prox(parameter, slices.index, slices.dim, norm, threshold, offset=slices.shift)
+                group_prox(parameter, slices.index, slices.dim, norm, threshold, offset=slices.offset)
                 continue
             # Written as a difference to the clamped value, so that what is cut is exactly zero.
             selected, width = slices.selected(), threshold / scale
@@ -298,7 +293,7 @@ def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slic
 
     Of weights that are divided among processes, the parts of this one and those of the channels that lie in them.
     """
-    offset_family = family_for(model).unit_offset_norm
+    family = family_for(model)
     slices = []
     for param in named_axes(model):
         dim = param.axis_dim("hidden")
@@ -308,7 +303,7 @@ def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slic
         if not len(index):
             continue
         part = replace(param, parameter=part_of(param.parameter))
-        slices.append(_Slices(part, dim, index, offset_family and param.row.is_norm_weight))
+        slices.append(_Slices(part, dim, index, family.offset(param.row)))
     return slices
 
 
