@@ -172,16 +172,18 @@ def test_a_checkpoint_larger_than_memory_is_decided_on_and_cut(
 
 
 def test_a_plan_is_applied_and_reconstructed_with_two_layers_in_memory(large: Path, tmp_path: Path, out: Path) -> None:
-    """Every tensor is the dense one's kept part, but for those of the systems that were solved."""
+    """Every tensor is the dense one's kept part, but for those of the systems that were solved; verified as well."""
     plan = planned()
     (tmp_path / "plan.json").write_text(plan.to_json())
     sizes = ["--calibration", write_text(tmp_path / "text.txt"), "--samples", "8", "--sequence-length", "32"]
-    arguments = ["prune", large, "--plan", tmp_path / "plan.json", "--set", "cut.reconstruct=least_squares", *sizes]
-    result = limited(*arguments, "--out", out)
+    options = ["--set", "cut.reconstruct=least_squares", "--set", "verify=true"]
+    result = limited("prune", large, "--plan", tmp_path / "plan.json", *options, *sizes, "--out", out)
     assert result.returncode == 0, result.stderr
     record = read_pruning_json(out, verify_files=True)
     assert record.plan == plan
     assert NOTE in record.provenance["report"]["notes"]
+    verified = record.provenance["report"]["verified"]
+    assert verified["compacted_perplexity"] == pytest.approx(verified["masked_perplexity"], rel=1e-2)
 
     parts = [part for part in record.provenance["report"]["reconstruction"]["parts"] if part["ridge"] is not None]
     assert parts
