@@ -109,20 +109,24 @@ def profile(
     costs = MeasuredCosts(taken)
     where = f"Stored as {taken.name} ({path})." if out is None else f"Wrote {path}."
     notes = [f"Note: {note}." for note in taken.notes]
-    output({"profile": str(path), "name": taken.name, **summary(costs)}, json_file, fit_table(costs), *notes, where)
+    tables = fit_table(costs), probes_table(costs)
+    output({"profile": str(path), "name": taken.name, **summary(costs)}, json_file, *tables, *notes, where)
 
 
 @guarded
 def predict(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="PLAN", help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's."
-        ),
-    ],
     profile: Annotated[
         str, typer.Option(metavar="NAME", help="Profile of the dense model: its name, or the path of its file.")
     ],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PLAN]",
+            help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's. Without it, what the "
+            "profile measured is printed.",
+            show_default=False,
+        ),
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -145,6 +149,10 @@ def predict(
 
     batch, tokens = _batch(context) if "x" in context else (1, _count(context, context))
     known = Profile.load(profile)
+    if target is None:
+        costs = MeasuredCosts(known)
+        output({"name": known.name, **summary(costs)}, json_file, fit_table(costs), probes_table(costs))
+        return
     plan = plan_of(target)
     known.check(plan, allow=allow_mismatch)
     formats = (known.dtype,) if weights is None else comma_separated(weights)
@@ -226,6 +234,19 @@ def fit_table(costs: MeasuredCosts) -> Table:
     columns = ("workload", "dense (s)", "models", "largest spread", "fit", "left out: median", "left out: worst")
     note = f"{profile.machine['device']}, {profile.engine}, {profile.dtype}. Good FFN widths: {rules.ffn_multiple}s."
     return Table(f"Profile {profile.name}", columns, tuple(rows), note)
+
+
+def probes_table(costs: MeasuredCosts) -> Table:
+    """One row for each probe: what stays in it, and how many times as fast as the dense model it was."""
+    from pyprune.report import Table
+
+    rows: list[tuple[Cell, ...]] = []
+    for probe in costs.profile.probes[1:]:
+        seconds = [(fit.seconds["dense"], fit.seconds.get(probe.name)) for fit in costs.fits.values()]
+        faster = (None if own is None else f"{dense / own:.2f}" for dense, own in seconds)
+        rows.append((probe.name, *faster))
+    columns = ("models with", *map(str, costs.fits))
+    return Table("Times as fast as the dense model", columns, tuple(rows))
 
 
 def plan_of(target: str) -> PrunePlan:

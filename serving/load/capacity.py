@@ -56,7 +56,8 @@ class ServerFacts:
         block_tokens: tokens of a block of its cache; None where it does not say.
         context: tokens of the sequences that ``sequences`` counts; None where it does not say.
         sequences: as many as its cache holds; None where it does not say.
-        compile_seconds: that torch.compile took, as vLLM counts it; None where nothing was compiled.
+        compile_seconds: that torch.compile took, as vLLM counts it; None where nothing was compiled, and on a CPU, of
+            which vLLM does not say it.
     """
 
     block_tokens: int | None

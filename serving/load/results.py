@@ -89,7 +89,7 @@ class ServedModel:
         parameters: stored parameters.
         bytes: size of the weight files.
         load_seconds: of every start, until the server was healthy.
-        compile_seconds: of every start that compiled, as vLLM counts them; part of ``load_seconds``.
+        compile_seconds: of every start that compiled, as vLLM counts them (not on a CPU); part of ``load_seconds``.
         memory: most bytes that the server's processes held.
         capacity: of its key-value cache; None where config.json or the server does not say what it takes to know it.
     """

@@ -346,6 +346,9 @@ def test_commands_measure_by_name_and_predict(
     assert f"Stored as {taken.name}" in result.stdout.replace("\n", " ")
     figures = json.loads((tmp_path / "f.json").read_text())
     assert set(figures["fits"]) == {"prefill@8", "prefill@16", "generation@2x3", "generation@2x3+8"}
+    probes = [probe.name for probe in taken.probes[1:]]
+    shown = [run("predict", "--profile", taken.name).stdout, result.stdout]
+    assert all("Times as fast as the dense model" in text and all(probe in text for probe in probes) for text in shown)
     plan = family_for(dense_config(source)).plan(dense_config(source)).drop_layers([1, 2])
     (tmp_path / "plan.json").write_text(plan.to_json())
     said = run("predict", tmp_path / "plan.json", "--profile", taken.name, "--weights", "float32,q4_0", "--json", "-")
@@ -449,3 +452,13 @@ def test_the_fit_of_a_profile_uses_all_its_repeats(taken: Profile) -> None:
     fit = MeasuredCosts(taken).fits[Quantity("prefill", 16)]
     assert set(fit.seconds) == {probe.name for probe in taken.probes}
     assert set(fit.left_out) == set(fit.seconds) - {DENSE}
+
+
+def test_probes_are_shown_as_times_as_fast_as_the_dense_model(tmp_path: Path) -> None:
+    path = fake_profile(lambda probe, _: 3.0 if probe.name == DENSE else 1.5).save(tmp_path / "p.json")
+    result = run("predict", "--profile", path)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.partition("Times as fast")[2]
+    probes = Profile.load(path).probes[1:]
+    assert probes
+    assert table.count("2.00") == 2 * len(probes), "of both workloads"

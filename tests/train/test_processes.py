@@ -18,6 +18,7 @@ from torch import Tensor
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
+from pyprune.probe.hooks import LayerHooks
 from pyprune.rework import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
@@ -180,6 +181,21 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     assert largest_difference(*after) < 1e-4
 
 
+def test_reconstruct_of_two_writes_what_one_writes(tmp_path: Path) -> None:
+    """Through the command: sequences are divided, and the first process writes what both have solved."""
+    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
+    pruned, alone, together = (tmp_path / name for name in ("pruned", "alone", "together"))
+    assert not run("prune", dense, "--method", "last", "--ratio", "0.5", "--out", pruned).exit_code
+    options = ["--dense", dense, "--calibration", text, "--samples", "16", "--sequence-length", "32"]
+    assert not run("reconstruct", pruned, "--out", alone, *options).exit_code
+    command = torchrun(2, "-m", "pyprune", "reconstruct", pruned, "--out", together, *options)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-4000:]
+    before, *after = (load_file(folder / "model.safetensors") for folder in (pruned, alone, together))
+    assert largest_difference(before, after[0]) > 1e-3, "solved"
+    assert largest_difference(*after) < 1e-5
+
+
 def test_sums_of_two_agree_to_the_last_bits(one: Path, two: Path) -> None:
     """Two micro batches of one process, or one of each of two: the same products, and a sum of two. A library that
     divides a product by the number of its threads may still round it otherwise."""
@@ -193,6 +209,27 @@ def test_penalised_channels_shrink_in_whichever_process_they_lie(two: Path) -> N
     sizes = found.norm(dim=0) / dense.norm(dim=0)
     others = [i for i in range(48) if i not in REMOVED]
     assert float(sizes[REMOVED].max()) < 0.9 < float(sizes[others].min())
+
+
+def test_penalised_layers_write_less_in_whichever_process_their_weights_lie(two: Path) -> None:
+    dense = branches(untrained())
+    sizes = [own / before for own, before in zip(branches(read(two, "elder")["weights"]), dense, strict=True)]
+    assert max(sizes[1], sizes[2]) < 0.95 * min(sizes[0], sizes[3]), sizes
+
+
+def branches(weights: dict[str, Tensor]) -> list[float]:
+    """What every layer adds to the stream, l2 over the text of the cases."""
+    model = tiny_model("llama")
+    model.load_state_dict(weights, strict=False)
+    found = [0.0] * model.config.num_hidden_layers
+
+    def add(index: int, before: Tensor, after: Tensor) -> None:
+        found[index] = float((after - before).norm())
+
+    LayerHooks(model.model.layers, range(len(found)), add)
+    with torch.no_grad():
+        model(input_ids=processes_child.SAMPLES, use_cache=False)
+    return found
 
 
 def test_dropout_of_two_draws_masks_of_its_own(one: Path, two: Path) -> None:
