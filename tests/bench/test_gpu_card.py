@@ -11,7 +11,7 @@ import torch
 
 from bench import gpu_card
 from bench._serving_card_plans import UNEQUAL
-from bench.gpu_card import LIMITS, Part, parts, run_part
+from bench.gpu_card import LIMITS, PATIENCE, Part, parts, run_part
 from bench.train_step import FORMS, LABELS, LEAN, PLAIN
 
 NOTHING = ("timeit", "-n", "1", "-r", "1")
@@ -37,7 +37,7 @@ def test_every_kind_of_part_runs_in_small(tmp_path: Path, capfd: pytest.CaptureF
     assert {name: cells[0] for name, cells in found.items()} == dict.fromkeys(names, "ran")
     assert status == 0
     tests, *served = records(tmp_path / "gpu_card.jsonl")
-    assert tests["passed"] > 50
+    assert tests["passed"] == 4, "of tests/gpu, in the interpreter"
     assert tests["failures"] == []
     assert [row["name"] for row in served] == [UNEQUAL]
     assert all(len(m["seconds"]) == len(m["dense_seconds"]) - 1 for row in served for m in row["measured"].values())
@@ -51,7 +51,8 @@ def test_every_kind_of_part_runs_in_small(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_all_of_it_takes_at_most_40_minutes(tmp_path: Path) -> None:
-    assert sum(LIMITS.values()) <= 39, "the rest is for starting"
+    assert sum(LIMITS.values()) + len(LIMITS) * PATIENCE / 60 <= 40
+    assert max(LIMITS.values()) <= 10, "what a lent machine may allow a command"
     made = parts(list(LIMITS), tmp_path, small=False)
     assert [part.name for part in made] == list(LIMITS)
     assert sum(part.seconds for part in made) == 60 * sum(LIMITS.values())
