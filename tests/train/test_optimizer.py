@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
+from pyprune.methods.registry import preset, presets
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from pyprune.train.objective import Objective
-from pyprune.train.optimizer import RegularisedAdamW, make_optimizer
+from pyprune.train.optimizer import RegularisedAdamW, make_optimizer, uses_own_optimizer
 from tests._support.models import tiny_batch, tiny_model
 
 CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3, optimizer="fused_adamw")
@@ -426,3 +427,11 @@ def test_bad_arguments() -> None:
     stranger = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ConfigError, match="not among"):
         RegularisedAdamW(model.parameters(), penalties={stranger: Penalty(torch.tensor([0]), 0)})
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_training_of_a_preset_steps_through_the_own_kernel(name: str) -> None:
+    """Also where it clips, as all of them do."""
+    for training in preset(name).trainings():
+        assert uses_own_optimizer(training.train, torch.device("cuda")), training.name
+        assert training.train.max_grad_norm is not None
