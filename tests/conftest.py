@@ -18,9 +18,12 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Triton decides what a kernel is when triton itself is imported, and many packages import it: the switch must
     # be set before the first of them, here.
     os.environ["TRITON_INTERPRET"] = "1"
+# A shell starts background jobs with Ctrl-C ignored, and nohup ignores a closed terminal; the tests of both need them,
+# here and in their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with Ctrl-C ignored; the tests of Ctrl-C need it, here and in their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Property tests draw the same examples at every run of `make test`, and others at each of `make fuzz`. An example that
 # fails there becomes an explicit case. A kernel's first call may be slow, and choosing a backend once for all examples
