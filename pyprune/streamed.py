@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.compact import CutTensors, StreamedCut
+from pyprune.checkpoint.compact import StreamedCut
 from pyprune.checkpoint.layers import ReadLayers, StoredLayers
 from pyprune.checkpoint.load import stored_dtype
 from pyprune.checkpoint.record import inherited_facts
@@ -210,7 +210,7 @@ class StoredRun:
             yield StoredLayers(self._source).whole()
 
     def _compacted(self, model: PreTrainedModel) -> PreTrainedModel:
-        return ReadLayers(CutTensors(cast(StreamedCut, self._cut))).whole()  # it is planned
+        return ReadLayers(cast(StreamedCut, self._cut)).whole()  # it is planned
 
     @freed_at_once()
     def write(self, out: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> Path:

@@ -67,34 +67,10 @@ def compact_checkpoint(
     return cut.report
 
 
-class CutTensors:
-    """The tensors of a cut model before they are written, for :class:`pyprune.checkpoint.layers.ReadLayers`.
-
-    Args:
-        cut: its plan, and where the dense tensors are.
-
-    Attributes:
-        device: where they are put.
-        family: of the dense model.
-    """
-
-    def __init__(self, cut: StreamedCut) -> None:
-        self._cut = cut
-        self.device, self.family = cut.source.device, cut.source.family
-
-    def model(self) -> PreTrainedModel:
-        """The cut model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
-        config = copy.deepcopy(self._cut.target.config)
-        config.dtype = self._cut.source.dtype or config.dtype
-        return without_parameters(config)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor by its name in the cut model, on ``device``."""
-        return self._cut.tensor(name)
-
-
 class StreamedCut:
     """A checkpoint on disk and a plan that fits it: what the cut will be is known, and :meth:`write` makes it.
+
+    Before that its tensors can be read one at a time, as :class:`pyprune.checkpoint.layers.Tensors` says.
 
     Args:
         source: the dense checkpoint; its dtype is the one that weights are cut in (None = each tensor's own).
@@ -102,8 +78,9 @@ class StreamedCut:
         dtype: of the written weights; None = each tensor's own.
 
     Attributes:
-        target: the architecture.
-        report: sizes before and after, and the architecture's name.
+        report: sizes before and after, and the architecture.
+        device: where tensors are put that are read.
+        family: of the dense model.
 
     Raises:
         CheckpointError: tensors are missing from or foreign to the model.
@@ -115,7 +92,8 @@ class StreamedCut:
         self.source = source
         self.plan = plan
         self.dtype = dtype
-        self.target = choose_target(source.family, source.config, plan)
+        self.device, self.family = source.device, source.family
+        self._target = choose_target(source.family, source.config, plan)
         self._tied = bool(source.config.tie_word_embeddings)
         self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)
         self._dense_names: dict[str, str] = {}  # by the names in the cut model
@@ -125,8 +103,8 @@ class StreamedCut:
             dense_parameters=sum(math.prod(source.entry(name).shape) for name in source.names),
             parameters=sum(math.prod(e.shape) for e in self._entries),
             architecture=type(self._model).__name__,
-            stock=self.target.stock is not None,
-            reasons=self.target.why_not_stock,
+            stock=self._target.stock is not None,
+            reasons=self._target.why_not_stock,
         )
 
     def write(
@@ -171,14 +149,20 @@ class StreamedCut:
             write_record(temporary, PruningRecord(self.plan, facts), digests)
         return Path(out)
 
-    def tensor(self, name: str) -> Tensor:
+    def model(self) -> PreTrainedModel:
+        """The cut model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
+        config = copy.deepcopy(self._target.config)
+        config.dtype = self.source.dtype or config.dtype
+        return without_parameters(config)
+
+    def read(self, name: str) -> Tensor:
         """A tensor of the cut model by its name there, as it is before it is converted to the written dtype."""
         source = self.source
         if name not in self._dense_names:
-            biases = zero_biases(self.target, self.plan, dtype=source.dtype or torch.float32, device=source.device)
+            biases = zero_biases(self._target, self.plan, dtype=source.dtype or torch.float32, device=self.device)
             return next(zeros for bias, zeros in biases if bias == name)
         dense = self._dense_names[name]
-        cut = cast(TensorCut, tensor_cut(dense, source.family, self.plan, tied=self._tied))  # it stays
+        cut = cast(TensorCut, tensor_cut(dense, self.family, self.plan, tied=self._tied))  # it stays
         return cut.of(self._gauged(dense, source.read(dense)))
 
     def _gauged(self, name: str, tensor: Tensor) -> Tensor:
@@ -197,12 +181,12 @@ class StreamedCut:
                 new = name if index is None else row.pattern.replace("{i}", position[index])
                 entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
                 self._dense_names[new] = name
-        zeros = zero_biases(self.target, self.plan, dtype=entries[0].dtype) if entries else ()
+        zeros = zero_biases(self._target, self.plan, dtype=entries[0].dtype) if entries else ()
         return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
 
     def _described_model(self) -> PreTrainedModel:
         """The compacted model without memory behind it, checked against what will be written."""
-        config = copy.deepcopy(self.target.config)
+        config = copy.deepcopy(self._target.config)
         config.dtype = next((e.dtype for e in self._entries), torch.float32)
         with no_init_weights(), torch.device("meta"):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
@@ -234,7 +218,7 @@ class StreamedCut:
             tensor = self._gauged(name, self._to_cut(name, tensor))
             yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
             del tensor
-        for name, zeros in zero_biases(self.target, plan, dtype=dtype or torch.float32):
+        for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):
             yield name, iter((zeros,))
 
     def _to_cut(self, name: str, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from pyprune.families.gguf_forms import GgufForm
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim"]
@@ -284,6 +284,11 @@ class Family:
         A parameter is gone where what it is with that is zero.
         """
         return 1.0 if self.unit_offset_norm and row.is_norm_weight else 0.0
+
+    def used(self, row: Row, values: Tensor) -> Tensor:
+        """A parameter's values with their :meth:`offset`; the same tensor where that is 0."""
+        offset = self.offset(row)
+        return values + offset if offset else values
 
     def match(self, name: str) -> tuple[Row, int | None]:
         """Find the row of a parameter name.

@@ -101,9 +101,8 @@ def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
-        offset = family.offset(param.row)
         others = tuple(d for d in range(param.parameter.ndim) if d != dim)
-        value = (param.parameter + offset if offset else param.parameter).abs()
+        value = family.used(param.row, param.parameter).abs()
         channels = value.sum(others, dtype=torch.float64) if others else value.double()
         removed = float(channels[gone.to(channels.device)].sum())
         result[param.name] = Sums(removed, float(channels.sum()) - removed)

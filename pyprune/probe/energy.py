@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
-from pyprune.families.base import BLOCKS
 from pyprune.probe.activations import still
-from pyprune.probe.streams import LayerRunner, Part
+from pyprune.probe.streams import LayerRunner
 
 
 @torch.no_grad()
@@ -44,10 +43,8 @@ def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor, *, batc
     with still(runner.model):
         for group in runner.walking_together(batches):
             streams = [runner.embed(batch) for batch in group]
-            for index in range(len(runner.layers)):
+            for index in runner.points_(streams):
                 for stream in streams:
                     energy[index] += stream.flatten(0, -2).double().square().sum(0).cpu()
-                with runner.layer(index) as layer:
-                    runner.run_(layer, Part(index, BLOCKS), streams)
     totals = energy.sum(1, keepdim=True)
     return (energy / torch.where(totals == 0, 1.0, totals)).sum(0)

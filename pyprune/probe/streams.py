@@ -115,7 +115,13 @@ class LayerRunner:
 
     def through_(self, streams: list[Tensor]) -> None:
         """Take the streams [B, T, H] of batches through all layers, in their list."""
+        for _ in self.points_(streams):
+            pass
+
+    def points_(self, streams: list[Tensor]) -> Iterator[int]:
+        """As :meth:`through_`, but stop in front of every layer, and give its index."""
         for index in range(len(self.layers)):
+            yield index
             with self.layer(index) as layer:
                 self.run_(layer, Part(index, BLOCKS), streams)
 

@@ -111,7 +111,8 @@ class StoredPasses:
         """The mean loss, and its gradients in the streams behind the last layer."""
         loss, found = 0.0, []
         with self.source.head():
-            params = [p for p in self._outer() if p.row.role != "embedding" or self._tied]
+            tied = self.source.model.config.tie_word_embeddings
+            params = [p for p in self._outer() if p.row.role != "embedding" or tied]
             for one, stream in zip(self.passes, streams, strict=True):
                 given = stream.to(self.source.model.device).detach().requires_grad_()
                 with torch.enable_grad(), self.source.ending(given) as model:
@@ -160,10 +161,6 @@ class StoredPasses:
             one.loss(model, leaves).backward()
         self._embed(one, leaves).backward(gradient.to(device))
         return [cast(Tensor, leaf.grad) for leaf in leaves.values()]
-
-    @property
-    def _tied(self) -> bool:
-        return self.source.model.get_output_embeddings().weight is self.source.model.get_input_embeddings().weight
 
     def _embed(self, one: Pass, leaves: Mapping[str, Tensor]) -> Tensor:
         """The stream that enters the first layer in a pass, at these weights."""

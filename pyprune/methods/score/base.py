@@ -144,11 +144,10 @@ class Scoring:
     @torch.no_grad()
     def weight(self, param: NamedParam) -> Tensor:
         """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
-        offset = self.request.family.offset(param.row)
         values = param.parameter.detach()
         if self.stored is not None and values.is_meta:
             values = self.stored.read(param.name)
-        return values + offset if offset else values
+        return self.request.family.used(param.row, values)
 
     def module_weight(self, module: str) -> Tensor:
         """The weight of a linear module by its name."""

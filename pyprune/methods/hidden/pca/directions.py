@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError, ScoreError, UnsupportedModelError
-from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
@@ -33,7 +32,7 @@ from pyprune.methods.ratio import decide_hidden_count
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.moments import add_moments_
-from pyprune.probe.streams import LayerRunner, Part
+from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.progress import track
 
 NO_TEXT = "The directions of the stream are found on calibration text; give samples."
@@ -125,10 +124,8 @@ def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alik
     with still(runner.model):
         size = micro_batch_for(len(samples), samples.shape[1])
         streams = [runner.embed(batch) for batch in samples.split(size)]
-        for index in track(range(len(runner.layers)), "directions of the stream"):
+        for _ in track(runner.points_(streams), "directions of the stream", total=len(runner.layers)):
             total += _moment_here(streams, alike)
-            with runner.layer(index) as layer:
-                runner.run_(layer, Part(index, BLOCKS), streams)
     if not math.isfinite(float(total.sum())):
         raise ScoreError(
             "The residual stream is not finite on the calibration text. The weights or their dtype are broken: check "

@@ -99,13 +99,13 @@ def _rotated(layers: LayerRunner, params: Sequence[NamedParam], rotation: Tensor
     here = [replace(param, parameter=layers.model.get_parameter(param.name)) for param in params]
     touched = [param for param in here if param.axis_dim("hidden") is not None]
     norms = [param for param in touched if param.row.is_norm_weight]
-    offset = 1.0 if layers.family.unit_offset_norm else 0.0
-    gains = {(p.row.role, p.row.block): p.parameter.detach().double() + offset for p in norms}
+    family = layers.family
+    gains = {(p.row.role, p.row.block): family.used(p.row, p.parameter.detach().double()) for p in norms}
     for param in touched:
         if not param.row.is_norm_weight:
             _rotate_parameter(param.parameter, cast(int, param.axis_dim("hidden")), _gain(param, gains), rotation)
     for param in norms:
-        param.parameter.fill_(1.0 - offset)
+        param.parameter.fill_(1.0 - family.offset(param.row))
     return [param.name for param in touched]
 
 
