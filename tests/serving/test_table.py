@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pyprune.errors import ConfigError
 from pyprune.report import markdown_table
+from pyprune.serving import stats
 from pyprune.serving.measure import kv_cache_bytes, measure
 from pyprune.serving.speed import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, Sample, SpeedReport, Workload
 from pyprune.serving.stats import environment_record, mad, median
@@ -93,6 +95,21 @@ def test_environment_says_what_a_reader_needs() -> None:
     assert isinstance(record["isa"], list)
     assert record["time"].endswith("+00:00")
     assert environment_record("a GPU")["device"] == "a GPU"
+
+
+def test_generations_of_one_model_name_are_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor : 0\ncpu family : {}\nmodel : {}\nmodel name : AMD EPYC\nflags : fpu avx512f sse\n\n"
+    names = []
+    for family, model in ((25, 17), (26, 2)):
+        cpuinfo = tmp_path / str(family)
+        cpuinfo.write_text(text.format(family, model) * 2)
+        monkeypatch.setattr(stats, "CPUINFO", cpuinfo)
+        record = environment_record()
+        names.append(record["cpu"])
+        assert record["isa"] == ["avx512f"]
+    assert names == ["AMD EPYC, family 25, model 17", "AMD EPYC, family 26, model 2"]
+    monkeypatch.setattr(stats, "CPUINFO", tmp_path / "none")
+    assert environment_record()["cpu"]
 
 
 def test_prompts_repeat_for_every_model_and_change_with_every_repeat() -> None:
