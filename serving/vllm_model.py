@@ -45,7 +45,9 @@ def check_served(vllm_config: VllmConfig) -> None:
     reason = why_not_unequal_heads(widths, vllm_version())
     reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
     if not reason and _is_draft(vllm_config):
-        reason = why_not_drafting(widths)
+        kinds = model_config.hf_config.to_dict().get("layer_types") or ()
+        hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        reason = why_not_drafting(widths, kinds, hybrid=hybrid)
     if reason:
         raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
 

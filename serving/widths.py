@@ -10,6 +10,8 @@ from pyprune.plan import format_ranges
 
 LayerSizes = tuple[int, int, int]
 """Query heads, KV heads and FFN channels of a layer; 0 where the sub-block is skipped."""
+COLUMNS = ("query heads", "KV heads", "FFN channels")
+"""What :data:`LayerSizes` counts, in words."""
 
 
 def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
@@ -77,18 +79,20 @@ def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
 
     Args:
         widths: of every layer.
-        ranks: tensor parallel size.
+        ranks: tensor parallel size; vLLM itself refuses one below 1.
     """
-    if not widths or ranks == 1:
+    if not widths or ranks < 2:
         return ""
-    for column, what in enumerate(("query heads", "KV heads", "FFN channels")):
+    for column, what in enumerate(COLUMNS):
         sizes = [layer[column] for layer in widths]
-        unfit = [i for i, size in enumerate(sizes) if not _can_share(size, ranks, copies=what == "KV heads")]
+        unfit = _unfit(widths, column, ranks)
         if unfit:
             size = sizes[unfit[0]]
             layers = [i for i in unfit if sizes[i] == size]
             allowed = f"a multiple{' or a divisor' if what == 'KV heads' else ''} of {ranks}"
-            fitting = " or ".join(str(n) for n in range(1, ranks) if not why_not_split(widths, n))
+            most = min(ranks - 1, max(map(max, widths)))
+            shared = [n for n in range(1, most + 1) if not any(_unfit(widths, i, n) for i in range(len(COLUMNS)))]
+            fitting = " or ".join(map(str, shared))
             have, several = "has" if len(layers) == 1 else "have", what if size > 1 else what[:-1]
             return (
                 f"{named_layers(layers)} {have} {size} {several}, which {ranks} tensor parallel ranks cannot share "
@@ -96,6 +100,12 @@ def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
                 "divide."
             )
     return ""
+
+
+def _unfit(widths: Sequence[LayerSizes], column: int, ranks: int) -> list[int]:
+    """The layers whose size of this column the ranks cannot share."""
+    copies = COLUMNS[column] == "KV heads"
+    return [i for i, layer in enumerate(widths) if not _can_share(layer[column], ranks, copies=copies)]
 
 
 def _can_share(size: int, ranks: int, *, copies: bool) -> bool:
@@ -127,14 +137,23 @@ def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int
     return ""
 
 
-def why_not_drafting(widths: Sequence[LayerSizes]) -> str:
+def why_not_drafting(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *, hybrid: bool = True) -> str:
     """Why vLLM cannot use a model with these layers as the draft of another one; empty where it can.
 
-    Its proposer prepares attention once for all layers of a draft, with the head counts of one of them.
+    Its proposer prepares attention once for all layers of a draft, with the head counts of one of them and one cache.
 
     Args:
         widths: of every layer.
+        kinds: of attention of every layer, as config.json's ``layer_types``; nothing = they are alike.
+        hybrid: whether vLLM keeps caches of several kinds, which it does by default.
     """
+    attends = {kind for kind, (heads, _, _) in zip(kinds, widths, strict=False) if heads}
+    if hybrid and len(attends) > 1:
+        found = " and ".join(sorted(attends))
+        return (
+            f"a draft model needs one kind of attention in all layers, and this one has {found}, "
+            "whose caches vLLM keeps apart. Add --disable-hybrid-kv-cache-manager, which gives all layers one."
+        )
     pairs: dict[tuple[int, int], int] = {}
     for index, (heads, kv_heads, _) in enumerate(widths):
         if heads:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +20,12 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.compensate import compensate_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.rework import ADAPTER
+from pyprune.serving.engines import engine_environment
 from pyprune.serving.export import export
+from tests._support.cli import run
 from tests._support.models import VOCAB, tiny_batch, tiny_model
+from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
 
 REAL_VLLM = [
@@ -33,8 +40,21 @@ Answer = dict[str, Any]
 
 NEW_TOKENS, TOP = 6, 4
 TOLERANCE = 1e-5
+PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""For several ranks: by itself vLLM gives each a memory node of its own."""
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}
+
+
+RECOVERY = {
+    "rank": 4,
+    "alpha": 8,
+    "train.steps": 6,
+    "train.batch_size": 4,
+    "train.micro_batch_size": 4,
+    "train.learning_rate": 0.01,
+}
+"""Options of `pyprune recover` by which a tiny model answers otherwise."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +111,19 @@ def everything(plan: PrunePlan) -> PrunePlan:
     return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
 
 
+def shareable(plan: PrunePlan) -> PrunePlan:
+    """Other heads and FFN widths in every layer, two blocks missing; two ranks can share all of it, a KV head twice."""
+    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
+    plan = plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
+    return plan.with_layer(3, query_heads=[1, 3], ffn=[])
+
+
+def shareable_pairs(plan: PrunePlan) -> PrunePlan:
+    """The same where every query head has a KV head of its own: two ranks need an even number of them."""
+    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
+    return plan.with_layer(2, query_heads=[1, 3], kv_heads=[1, 3], ffn=range(8, 40)).with_layer(3, ffn=[])
+
+
 def write_case(case: Case, out: Path, **sizes: Any) -> None:
     """Cut the case's model, with other values in its configuration if given, and export it to ``out``."""
     model = tiny_model(case.model, **{**(OPT_SIZES if case.model.startswith("opt") else SIZES), **sizes})
@@ -118,6 +151,59 @@ def prompts(lengths: Sequence[int] = (2, 9, 40, 150)) -> list[list[int]]:
     """Random token ids; by default one prompt is longer than a block of vLLM's cache."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def recover_with_adapters(folder: Path, out: Path) -> Path:
+    """Recover a pruned checkpoint into ``out``; the folder of the adapters, which belong on ``folder``."""
+    settings = [part for key, value in RECOVERY.items() for part in ("--set", f"recover.{key}={value}")]
+    text = ["--data", write_text(out.with_suffix(".txt")), "--samples", "8", "--sequence-length", "12"]
+    done = run("recover", folder, "--out", out, "--keep-adapter", *text, *settings)
+    assert done.exit_code == 0, done.output
+    return out / ADAPTER
+
+
+LIGHT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "attic"]}},
+    "required": ["on", "room"],
+    "additionalProperties": False,
+}
+"""A schema of answers in JSON."""
+
+
+def assert_light(text: str) -> None:
+    """The answer is JSON that keeps to the schema."""
+    answer = json.loads(text)
+    assert set(answer) == {"on", "room"}
+    assert isinstance(answer["on"], bool)
+    assert answer["room"] in LIGHT["properties"]["room"]["enum"]
+
+
+def run_program(name: str, job: dict[str, Any], **environment: str) -> Any:
+    """Run a program of tests/serving, in which engine and worker live: starting processes is what costs the time.
+
+    tests/serving/test_server.py has them all apart, and the configuration pickled.
+
+    Args:
+        name: of the file.
+        job: what it reads from stdin, as JSON.
+        environment: more variables.
+
+    Returns:
+        What it wrote to stdout, as JSON.
+    """
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parents[1] / "serving" / name)],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=engine_environment() | variables,
+        timeout=1700,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class Server:
             prompt: token ids.
             model: the name of an adapter; None = the model itself.
         """
-        reply = self._post(
+        reply = self.post(
             "/v1/completions",
             model=model or self.model,
             prompt=list(prompt),
@@ -151,7 +151,8 @@ class Server:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5):
             pass
 
-    def _post(self, path: str, **body: Any) -> dict[str, Any]:
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Send JSON and read the answer, which is JSON as well."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -16,33 +16,35 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
-from pyprune.plan import PrunePlan
-from pyprune.rework import ADAPTER
 from pyprune.serving.export import export
 from pyprune.serving.widths import layer_widths
-from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.served import (
+    LIGHT,
+    PARALLEL,
     REAL_VLLM,
     SIZES,
     TOLERANCE,
     Case,
     assert_greedy,
+    assert_light,
     compare,
     damp_,
     log_probabilities,
     opt_per_layer,
     prompts,
+    recover_with_adapters,
+    shareable,
     uniform,
     write_case,
 )
 from tests._support.server import OPTIONS, Server
-from tests._support.text import write_text
 from tests._support.tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 
 pytestmark = REAL_VLLM
@@ -51,13 +53,6 @@ VLLM = str(Path(sys.executable).parent / "vllm")
 CONTEXT, CHUNK, BLOCK = 131072, 512, 128
 """Tokens of a sequence, of one step of the engine, and of a block of vLLM's cache on a CPU."""
 COMPILED = ("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", str(CONTEXT))
-
-
-def shareable(plan: PrunePlan) -> PrunePlan:
-    """Other heads and FFN widths in every layer, two blocks missing; two ranks can share all of it, a KV head twice."""
-    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
-    plan = plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
-    return plan.with_layer(3, query_heads=[1, 3], ffn=[])
 
 
 UNEQUAL = Case("llama", shareable, "PrunedLlamaForCausalLM")
@@ -157,21 +152,6 @@ def test_several_answers_to_one_prompt_have_the_probabilities_of_transformers(se
         torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), own, rtol=0, atol=TOLERANCE)
 
 
-LIGHT = {
-    "type": "object",
-    "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "attic"]}},
-    "required": ["on", "room"],
-    "additionalProperties": False,
-}
-
-
-def assert_light(text: str) -> None:
-    answer = json.loads(text)
-    assert set(answer) == {"on", "room"}
-    assert isinstance(answer["on"], bool)
-    assert answer["room"] in LIGHT["properties"]["room"]["enum"]  # type: ignore[index]
-
-
 def test_an_answer_keeps_to_a_json_schema(served: Served) -> None:
     schema = {"name": "light", "schema": LIGHT}
     answer = served.chat(response_format={"type": "json_schema", "json_schema": schema})
@@ -179,10 +159,13 @@ def test_an_answer_keeps_to_a_json_schema(served: Served) -> None:
     assert_light(answer.message.content)
 
 
+TOOL = {"type": "function", "function": {"name": "switch", "parameters": LIGHT, "strict": True}}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch"}}])
 def test_tools_are_called_as_their_schema_says(choice: Any, served: Served) -> None:
-    tool = {"type": "function", "function": {"name": "switch", "parameters": LIGHT, "strict": True}}
-    answer = served.chat(tools=[tool], tool_choice=choice)
+    answer = served.chat(tools=[TOOL], tool_choice=choice)
+    assert answer.message.tool_calls
     for call in answer.message.tool_calls:
         assert call.function.name == "switch"
         assert_light(call.function.arguments)
@@ -200,10 +183,6 @@ def test_a_cancelled_request_stops_and_others_are_answered(served: Served) -> No
     until(lambda: server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0)
     # They are so long that a busy machine, which sees late that nobody listens, is not through half of them by then.
     assert server.metric("vllm:generation_tokens_total") - generated < several * long / 2
-
-
-PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""By itself vLLM gives every rank a memory node of its own."""
 
 
 def assert_two_ranks_answer_right(
@@ -241,34 +220,36 @@ def test_two_ranks_of_a_pipeline_have_some_layers_each(case: Case, environment: 
     assert_two_ranks_answer_right(case, "--pipeline-parallel-size", tmp_path, environment, compiled)
 
 
-RECOVERY = {
-    "rank": 4,
-    "alpha": 8,
-    "train.steps": 6,
-    "train.batch_size": 4,
-    "train.micro_batch_size": 4,
-    "train.learning_rate": 0.01,
-}
-
-
 @CASES
 def test_the_adapters_of_a_recovery_are_served_unmerged(case: Case, tmp_path: Path) -> None:
     """On the checkpoint that was recovered, they answer as the checkpoint does that they were merged into."""
     folder, recovered = tmp_path / "model", tmp_path / "recovered"
     write_case(case, folder)
-    settings = [part for key, value in RECOVERY.items() for part in ("--set", f"recover.{key}={value}")]
-    text = ["--data", write_text(tmp_path / "text.txt"), "--samples", "8", "--sequence-length", "12"]
-    done = run("recover", folder, "--out", recovered, "--keep-adapter", *text, *settings)
-    assert done.exit_code == 0, done.output
+    adapters = recover_with_adapters(folder, recovered)
     plain, merged = load_model(folder)[0], load_model(recovered)[0]
     asked = prompts()
     assert not torch.allclose(log_probabilities(plain, asked[-1]), log_probabilities(merged, asked[-1]), atol=0.1)
-    adapter = f"recovered={recovered / ADAPTER}"
-    command = [VLLM, "serve", str(folder), "--enable-lora", "--lora-modules", adapter]
+    command = [VLLM, "serve", str(folder), "--enable-lora", "--lora-modules", f"recovered={adapters}"]
     with Server(command, folder, tmp_path / "log") as server:
         server.wait_until_healthy()
         compare(merged, asked, [server.complete(prompt, "recovered") for prompt in asked])
         compare(plain, asked, [server.complete(prompt) for prompt in asked])
+
+
+def test_weights_that_were_changed_are_loaded_anew(tmp_path: Path) -> None:
+    """In development mode, on a server whose engine and worker are processes of their own."""
+    folder, asked = tmp_path / "model", prompts()
+    write_case(UNEQUAL, folder)
+    with Server([VLLM, "serve", str(folder)], folder, tmp_path / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        server.wait_until_healthy()
+        before = [server.complete(prompt) for prompt in asked]
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.self_attn.o_proj.weight"] *= 2
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        server.post("/collective_rpc", method="reload_weights")
+        after = [server.complete(prompt) for prompt in asked]
+    assert all(a["prompt"] != b["prompt"] for a, b in zip(before, after, strict=True))
+    compare(load_model(folder, verify=False)[0], asked, after)
 
 
 def test_a_pruned_model_drafts_for_its_own_dense_model(tmp_path: Path) -> None:

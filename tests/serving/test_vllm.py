@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class
-from pyprune.serving.engines import engine_environment
 from tests._support.models import TINY, VOCAB, one_of_each, randomise_
 from tests._support.served import (
     DAMAGE,
     NEW_TOKENS,
     OPT_SIZES,
+    PARALLEL,
     REAL_VLLM,
     TOP,
     Answer,
@@ -33,6 +30,9 @@ from tests._support.served import (
     opt_per_layer,
     per_layer,
     prompts,
+    run_program,
+    shareable,
+    shareable_pairs,
     skipping,
     skipping_and_narrower,
     uniform,
@@ -73,6 +73,12 @@ LLAMA_LAYER = LAYERED["llama"].vllm_layer
 CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for name, family in LAYERED.items()}
 COMPILED = ["opt-per-layer", *(f"{name}-per-layer" for name, x in LAYERED.items() if x.vllm_layer != LLAMA_LAYER)]
 """One of each layer class that test_features.py does not compile in a server."""
+SHARED = {
+    name: Case(name, shareable_pairs if name == "opt" else shareable, all_families()[TINY[name][0]].pruned_model)
+    for name in ("opt", "phi", "gemma3", "starcoder2")
+}
+"""The decoder layers of the plugin that are not LLaMA's with other parts: each splits its own matrices. LLaMA's and
+OLMo 2's, whose norms run over the heads of all ranks, are shared in test_features.py, on servers."""
 OPT_350M = "opt-350m-layout"
 DAMAGED = [(name, kind) for name in ("mistral-per-layer", "opt-per-layer") for kind in DAMAGE]
 """vLLM's LLaMA-like models and its OPT are two classes of ours; each must look at the files by itself."""
@@ -84,6 +90,11 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
         "opt-skipped-blocks",
         {"stages": 2, "partition": "1,3"},
         "The layers are divided 1,3; attention is in 1-3.",
+    ),
+    "draft-kinds": (
+        "gemma3-per-layer",
+        {"draft": True},
+        "this one has full_attention and sliding_attention, whose caches vLLM keeps apart. Add --disable-hybrid-kv",
     ),
     "draft": ("mistral-per-layer", {"draft": True}, "layer 0 has 2 query and 2 KV heads, layer 1 has 4 and 2."),
 }
@@ -103,12 +114,10 @@ def _write_opt_350m(out: Path) -> None:
     save_checkpoint(model.eval(), tiny_tokenizer(), out, plan=None, provenance={})
 
 
-def _run_vllm(models: Sequence[Path], damaged: Sequence[Path] = (), **more: Any) -> dict[str, Any]:
-    """What vLLM makes of the prompts, and how it refuses: one engine after the other, in another process than this.
-
-    Engine and worker live in that process too, and model classes are imported there: starting processes is what costs
-    the time. tests/serving/test_server.py has them all apart, and the configuration pickled.
-    """
+def _run_vllm(
+    models: Sequence[Path], damaged: Sequence[Path] = (), environment: Mapping[str, str] | None = None, **more: Any
+) -> dict[str, Any]:
+    """What vLLM makes of the prompts, and how it refuses: one engine after the other, in another process than this."""
     job = {
         "models": [str(folder) for folder in models],
         "damaged": [str(folder) for folder in damaged],
@@ -117,17 +126,7 @@ def _run_vllm(models: Sequence[Path], damaged: Sequence[Path] = (), **more: Any)
         "top": TOP,
         **more,
     }
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("vllm_child.py"))],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=engine_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        timeout=1700,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    replies: dict[str, Any] = json.loads(done.stdout)
+    replies: dict[str, Any] = run_program("vllm_child.py", job, **(environment or {}))
     return replies
 
 
@@ -155,6 +154,14 @@ def compiled(root: Path, served: dict[str, Any]) -> dict[str, Any]:
     return _run_vllm([root / name for name in COMPILED], compiled=True)
 
 
+@pytest.fixture(scope="module")
+def shared(root: Path) -> dict[str, Any]:
+    """Two ranks that share the layers of each model."""
+    for name, case in SHARED.items():
+        write_case(case, root / f"shared-{name}")
+    return _run_vllm([root / f"shared-{name}" for name in SHARED], environment=PARALLEL, ranks=2)
+
+
 @pytest.mark.parametrize("name", [*CASES, OPT_350M])
 def test_served_log_probabilities_are_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
     answers: list[Answer] = served[str(root / name)]
@@ -164,6 +171,11 @@ def test_served_log_probabilities_are_transformers(name: str, root: Path, served
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_log_probabilities_are_transformers(name: str, root: Path, compiled: dict[str, Any]) -> None:
     compare(root / name, prompts(), compiled[str(root / name)])
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_log_probabilities_of_two_ranks_are_transformers(name: str, root: Path, shared: dict[str, Any]) -> None:
+    compare(root / f"shared-{name}", prompts(), shared[str(root / f"shared-{name}")])
 
 
 @pytest.mark.parametrize("name", [*CASES, OPT_350M])

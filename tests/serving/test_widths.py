@@ -110,6 +110,9 @@ def test_layers_are_named_in_ranges() -> None:
         ([(4, 2, 40), (8, 1, 24), (0, 0, 40), (4, 2, 0)], 4, ""),
         ([(6, 3, 42)], 6, ""),
         ([(3, 1, 25)], 1, ""),
+        ([(3, 1, 25)], 0, ""),
+        ([(9, 3, 1536)] * 30, 32, "(allowed: a multiple of 32). Serve it with --tensor-parallel-size 1 or 3, or prune"),
+        ([(9, 3, 1536)], 10**9, "Serve it with --tensor-parallel-size 1 or 3, or prune"),
         ([], 2, ""),
     ],
 )
@@ -129,6 +132,10 @@ def test_a_rank_of_a_pipeline_needs_attention() -> None:
 
 def test_a_draft_needs_the_same_heads_in_all_layers_with_attention() -> None:
     assert why_not_drafting([(4, 2, 40), (0, 0, 24), (4, 2, 0)]) == ""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert why_not_drafting([(4, 2, 40), (0, 0, 24), (4, 2, 0)], kinds) == "", "what it skips does not count"
+    assert "has full_attention and sliding_attention" in why_not_drafting([(4, 2, 40)] * 3, kinds)
+    assert why_not_drafting([(4, 2, 40)] * 3, kinds, hybrid=False) == ""
     assert "layer 0 has 4 query and 2 KV heads, layer 2 has 4 and 1." in why_not_drafting(
         [(4, 2, 40), (4, 2, 24), (4, 1, 40)]
     )

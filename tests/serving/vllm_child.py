@@ -1,9 +1,10 @@
 """Greedy generation by real vLLM, log probabilities as JSON on stdout: a program that test_vllm.py and others run.
 
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
-and perhaps "dtype" (default: float32), "compiled": true (default: eager), "reload": true (every model answers once
-more, after its weights were wiped and vLLM was asked to load them again) and "built": {name: {"model": folder,
-"tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool}}, of which the model class alone is built
+and perhaps "dtype" (default: float32), "compiled": true (default: eager), "ranks": n of tensor parallelism, "reload":
+true (every model answers once more, after its weights were wiped and vLLM was asked to load them again) and "built":
+{name: {"model": folder, "tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool}}, of which the
+model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
 """
@@ -13,22 +14,29 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 
 def main() -> None:
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    job = json.load(sys.stdin)
+    replies, job = read_job()
     _load_classes(job["models"])
     # First of all: an engine keeps the environment variables that it has seen.
     answers: dict[str, Any] = {name: _built(**case) for name, case in job.get("built", {}).items()}
     answers |= {model: _answers(model, job) for model in job["models"]}
     json.dump(answers | {model: _refusal(model, job) for model in job["damaged"]}, replies)
     replies.close()
+
+
+def read_job() -> tuple[TextIO, Any]:
+    """(Where to write the replies, what is asked on stdin); whatever else is printed goes to stderr from now on."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return replies, json.load(sys.stdin)
 
 
 def _load_classes(models: list[str]) -> None:
@@ -66,6 +74,7 @@ def _built(
     whole = SimpleNamespace(
         model_config=model_config,
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=SimpleNamespace(uses_draft_model=lambda: draft, draft_model_config=model_config),
     )
     try:
@@ -76,21 +85,24 @@ def _built(
     return None
 
 
-def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    from vllm import LLM, SamplingParams
+@contextmanager
+def engine(model: str, **options: Any) -> Iterator[Any]:
+    """vLLM's engine in this process, eager unless told otherwise, with room for a few tiny sequences."""
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(
-        model=model,
-        dtype=job.get("dtype", "float32"),
-        enforce_eager=not job.get("compiled"),
-        max_model_len=256,
-        max_num_seqs=len(job["prompts"]),
-        kv_cache_memory_bytes=64 * 2**20,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-    )
+    given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, **options}
+    llm = LLM(model=model, kv_cache_memory_bytes=64 * 2**20, **given)
+    try:
+        yield llm
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=job["new_tokens"],
@@ -99,17 +111,26 @@ def _answers(model: str, job: dict[str, Any]) -> list[dict[str, Any]]:
         logprobs=job["top"],
         prompt_logprobs=0,
     )
-    inputs: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    outputs = llm.generate(inputs, sampling, use_tqdm=False)
     prompts = job["prompts"]
-    if job.get("reload"):
-        llm.apply_model(_wipe)
-        llm.collective_rpc("reload_weights")
-        outputs += llm.generate(inputs, sampling, use_tqdm=False)
-        prompts = [*prompts, *prompts]
-    del llm
-    cleanup_dist_env_and_memory()
-    return [_plain(prompt, out) for prompt, out in zip(prompts, outputs, strict=True)]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with engine(
+        model,
+        dtype=job.get("dtype", "float32"),
+        enforce_eager=not job.get("compiled"),
+        tensor_parallel_size=job.get("ranks", 1),
+        max_model_len=256,
+        max_num_seqs=len(prompts),
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    ) as llm:
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        if job.get("reload"):
+            llm.apply_model(_wipe)
+            llm.collective_rpc("reload_weights")
+            outputs += llm.generate(inputs, sampling, use_tqdm=False)
+            prompts = [*prompts, *prompts]
+    return [plain_answer(prompt, out) for prompt, out in zip(prompts, outputs, strict=True)]
 
 
 def _wipe(model: Any) -> None:
@@ -117,7 +138,8 @@ def _wipe(model: Any) -> None:
         parameter.data.zero_()
 
 
-def _plain(prompt: list[int], output: Any) -> dict[str, Any]:
+def plain_answer(prompt: Sequence[int], output: Any) -> dict[str, Any]:
+    """An answer of vLLM's with its log probabilities, as plain data."""
     answer = output.outputs[0]
     pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
     return {
