@@ -81,7 +81,9 @@ class Soak:
             asyncio.run(self._load(server))
             seconds = time.monotonic() - began
             rest = _at_rest(server)
-            killed = asyncio.run(self._kill(server, o.kill_worker)) if o.kill_worker else None
+            # One that has ended by itself is in the record; there is nothing left to kill.
+            kill = o.kill_worker if rest["healthy"] else None
+            killed = asyncio.run(self._kill(server, kill)) if kill else None
         counts = Counter(outcome.status for outcome in self.outcomes)
         asked = {"requests": o.requests, "concurrency": o.concurrency, "dtype": o.dtype, "seed": o.seed}
         asked |= {"prompt_tokens": _ends(o.prompt_tokens), "new_tokens": _ends(o.new_tokens), "eager": o.eager}

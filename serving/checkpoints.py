@@ -58,6 +58,11 @@ class Checkpoint:
         return str(names[0])
 
     @property
+    def is_stock(self) -> bool:
+        """Whether plain Transformers and vLLM load it: not pyprune's architecture, nor sizes per layer beside one."""
+        return not (self.architecture.startswith("Pruned") or self.config.get("per_layer_config"))
+
+    @property
     def max_length(self) -> int | None:
         """The longest sequence in tokens, or None where the config sets no limit."""
         value = self.config.get("max_position_embeddings")

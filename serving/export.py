@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -20,7 +21,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint
-from pyprune.serving.engines import engine_environment, vllm_installed
+from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
 from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples, why_not_split
@@ -291,7 +292,7 @@ def serve_command(
         warn(f"The files of {folder} were not verified.")
     for warning in serving_warnings(checkpoint.config):
         warn(warning)
-    from_hub = not os.path.isdir(folder) and _given_options(extra_args).served_model_name is None
+    from_hub = not os.path.isdir(folder) and given_options(extra_args).served_model_name is None
     named = ["--served-model-name", str(folder)] if from_hub else []
     return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args, *named]
 
@@ -315,9 +316,7 @@ def servable(
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
-    given = _given_options(extra_args)
-    hub = Hub(given.revision, given.download_dir, given.hf_token)
-    checkpoint = read_checkpoint(folder, verify=verify, server=server, hub=hub)
+    checkpoint = read_checkpoint(folder, verify=verify, server=server, hub=hub_of(extra_args))
     if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
         raise CheckpointError(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
@@ -328,30 +327,55 @@ def servable(
             f"{folder} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
             "which makes it one that the vLLM plugin serves."
         )
-    widths = layer_widths(checkpoint.config)
+    widths, tensor_ranks = layer_widths(checkpoint.config), given_options(extra_args).tensor_parallel_size
     # vLLM itself would end a stock architecture in an assertion of a rank.
-    reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, given.tensor_parallel_size)
+    reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, tensor_ranks)
     if reason:
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     return checkpoint
 
 
-def _given_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """What of vLLM's options decides here; all others are vLLM's to read."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config")
+def hub_of(extra_args: Sequence[str]) -> Hub:
+    """What these options of ``vllm serve`` say is downloaded of a hub id."""
+    given = given_options(extra_args)
+    return Hub(given.revision, given.download_dir, given.hf_token)
+
+
+def given_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What of ``vllm serve``'s options decides here; all others are vLLM's to read.
+
+    A name may be cut short, as in vLLM, which refuses what could be several of its options.
+
+    Args:
+        arguments: of the command line; the file of ``--config`` is read as well.
+    """
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
     parser.add_argument("--served-model-name")
     parser.add_argument("--download-dir")
     parser.add_argument("--hf-token", nargs="?", const=True)
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    words = [_dashed(argument) for argument in arguments]
+    parser.add_argument("--kv-cache-memory-bytes")
+    parser.add_argument("--gpu-memory-utilization")
+    for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
+        parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
     try:
-        given = parser.parse_known_args(words)[0]
-        # As in vLLM: what the file holds stands before the options, which replace it.
-        return parser.parse_known_args([*_of_file(given.config), *words])[0] if given.config else given
+        return parser.parse_known_args(given_words(arguments))[0]
     except argparse.ArgumentError:
         return parser.parse_args([])  # vLLM says what is wrong with it
+
+
+def given_words(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line of ``vllm serve`` with the names as its help writes them.
+
+    As in vLLM, what the file of ``--config`` holds stands before the options, which replace it.
+    """
+    words = [_dashed(argument) for argument in arguments]
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    with suppress(argparse.ArgumentError):  # vLLM says what is wrong with it
+        path = parser.parse_known_args(words)[0].config
+        return [*_of_file(path), *words] if path else words
+    return words
 
 
 def _of_file(path: str) -> list[str]:
@@ -394,7 +418,11 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
 
     server = current_server() or new_server()
     command = serve_command(folder, extra_args, verify=verify, server=server)
-    environment = {"VLLM_CPU_KVCACHE_SPACE": SERVE_KV_CACHE_GIB, **engine_environment(), SERVER: server}
+    given = given_options(extra_args)
+    # On a CPU this variable replaces both options.
+    sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
+    usual = {} if sized else {KV_CACHE_SPACE: SERVE_KV_CACHE_GIB}
+    environment = {**usual, **engine_environment(), SERVER: server}
     if not verify:
         environment[VERIFY] = "0"
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)

@@ -32,7 +32,7 @@ def inspect(
     record = read_record(checkpoint.folder)
     rows: list[tuple[str, Cell]] = [
         ("architecture", checkpoint.architecture),
-        ("loads without pyprune", "no" if checkpoint.architecture.startswith("Pruned") else "yes"),
+        ("loads without pyprune", "yes" if checkpoint.is_stock else "no"),
         ("parameters", checkpoint.parameters),
         ("bytes of weights", checkpoint.bytes),
     ]

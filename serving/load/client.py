@@ -98,6 +98,21 @@ def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_T
         return dict(found)
 
 
+def refuse_short_answers(found: Mapping[str, Any], new_tokens: int) -> None:
+    """Raise :class:`EngineError` where an answer broke off: vLLM's client counts one that had begun as a success.
+
+    Args:
+        found: what the client wrote.
+        new_tokens: of every answer.
+    """
+    short = sum(tokens != new_tokens for tokens in found.get("output_lens", ()))
+    if short:
+        raise EngineError(
+            f"{short} of {len(found['output_lens'])} answers have another length than the {new_tokens} tokens that "
+            "were asked for: they broke off, and the turn does not count. The server's log says why; measure again."
+        )
+
+
 def patience_with(load: Load, options: LoadOptions) -> float:
     """Seconds that a turn may take: an hour, and as long as its requests take to be sent at their rate."""
     return COMMAND_TIMEOUT_S + (options.requests_of(load) / load.rate if load.rate else 0.0)

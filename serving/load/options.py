@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pyprune.errors import ConfigError, did_you_mean, shown
+from pyprune.serving.export import given_words
 from pyprune.serving.precision import most_repeats, precision_problems
 from pyprune.serving.speed import invalid_options
 
@@ -17,6 +18,19 @@ the tokens after it, and the time from end to end."""
 LEAST_REQUESTS = 8
 LENGTH_SLACK = 16
 """Tokens by which a prompt may come out longer than asked: vLLM makes it as text, and the server reads it again."""
+
+
+OWNED = {
+    "--dtype": "--dtype",
+    "--seed": "--seed",
+    "--enforce-eager": "--eager",
+    "--kv-cache-memory-bytes": "--kv-gib",
+    "--enable-prefix-caching": "",  # loads of one turn have the same prompts
+    "--host": "",
+    "--port": "",
+    "--served-model-name": "",
+}
+"""Options of ``vllm serve`` that a measurement sets itself -> the option that says how; "" = it is not to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,7 @@ class LoadOptions:
             found.append(f"requests is {self.requests}; {most} at once need at least as many.")
         if not self.loads:
             found.append("No load was given; name at least one concurrency or request rate.")
+        found += owned_problems(self.vllm_args)
         found += precision_problems(self.repeats, self.precision, self.max_repeats)
         if found:
             raise ConfigError(found)
@@ -126,6 +141,20 @@ class LoadOptions:
     def requests_of(self, load: Load) -> int:
         """Requests of one turn of ``load``."""
         return self.requests or load.default_requests
+
+
+def owned_problems(vllm_args: Sequence[str]) -> list[str]:
+    """What of these options of ``vllm serve``, and of their --config, would undo what the report says was measured."""
+    found = []
+    for word in given_words(vllm_args):
+        name = word.partition("=")[0]
+        # vLLM reads names that are cut short.
+        owned = [known for known in OWNED if len(name) > len("--") and known.startswith(name)]
+        if owned:
+            own = OWNED[owned[0]]
+            instead = f"use {own} of `pyprune bench`" if own else "leave it out"
+            found.append(f"vllm_args holds {name}, which the measurement sets itself; {instead}.")
+    return found
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:

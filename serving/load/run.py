@@ -8,10 +8,13 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pyprune.checkpoint.shards import weight_files
+from pyprune.checkpoint.verify import SERVER, new_server
 from pyprune.errors import ConfigError, MissingDependencyError
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.interrupts import interrupts_deferred
@@ -19,19 +22,27 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
-from pyprune.serving.export import servable, serve_command
+from pyprune.serving.export import given_options, hub_of, servable, serve_command
 from pyprune.serving.load.capacity import Capacity, token_bytes
-from pyprune.serving.load.client import bench_command, measured_span, patience_with, read_turn, run_client
+from pyprune.serving.load.client import (
+    bench_command,
+    measured_span,
+    patience_with,
+    read_turn,
+    refuse_short_answers,
+    run_client,
+)
 from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
-from pyprune.serving.load.server import Server
+from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 
 CLIENT_BYTES = 2 * 2**30
 """What the client takes while it runs (vLLM and torch, imported; rounded up)."""
+READ_BYTES = 2**24
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
@@ -57,7 +68,8 @@ def measure_serving(
     """
     options = options or LoadOptions()
     check_servers(models, options)
-    run = _Run({name: read_checkpoint(source) for name, source in models.items()}, options, jsonl)
+    hub = hub_of(options.vllm_args)
+    run = _Run({name: read_checkpoint(source, hub=hub) for name, source in models.items()}, options, jsonl)
     run.take()
     return run.report()
 
@@ -110,6 +122,7 @@ class _Run:
         accelerator = accelerator_name()
         self.environment = environment_record(accelerator)
         self.counters = find_counters()
+        self.ranks = parallel_ranks(options)
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
         self.id = uuid.uuid4().hex[:12]
 
@@ -167,10 +180,13 @@ class _Run:
         with TemporaryDirectory(prefix="pyprune-bench-") as folder:
             command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
             try:
-                return run_client(command, Path(folder), patience_with(load, self.options))
+                found = run_client(command, Path(folder), patience_with(load, self.options))
             except EngineError:
                 server.check()  # a server that has ended says more than the client
                 raise
+        server.check()
+        refuse_short_answers(found, self.options.new_tokens)
+        return found
 
     def _record(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -195,7 +211,7 @@ class _Run:
         if facts.compile_seconds is not None:
             seen.compile_seconds += (facts.compile_seconds,)
         size = token_bytes(self.models[name].config, self.options.dtype)
-        if size and facts.block_tokens and facts.context:
+        if size and facts.block_tokens and facts.context and self.ranks == 1:
             seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, facts.sequences)
 
     def served(self, name: str) -> ServedModel:
@@ -210,8 +226,13 @@ class _Run:
             capacity=seen.capacity,
         )
 
-    def server_command(self, name: str) -> list[str]:
-        """The command line of a model's server, up to its address."""
+    def server_command(self, name: str, server: str) -> list[str]:
+        """The command line of a model's server, up to its address.
+
+        Args:
+            name: of the model.
+            server: the name by which its processes know that the folder was verified here, before their time counts.
+        """
         o, checkpoint = self.options, self.models[name]
         length = max(o.prompts) + o.new_tokens + LENGTH_SLACK
         options: dict[str, Any] = {
@@ -222,7 +243,7 @@ class _Run:
         }
         words = [str(word) for pair in options.items() for word in pair]
         words += ["--no-enable-prefix-caching", *(["--enforce-eager"] if o.eager else []), *o.vllm_args]
-        return serve_command(checkpoint.folder, words)
+        return serve_command(checkpoint.folder, words, server=server)
 
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
@@ -232,7 +253,7 @@ class _Run:
         return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment, counters)
 
     def _fits(self) -> bool:
-        each = PROCESS_BYTES["vllm"] + self.options.kv_bytes
+        each = self.ranks * (PROCESS_BYTES["vllm"] + self.options.kv_bytes)
         return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_memory()
 
 
@@ -266,9 +287,27 @@ class _Pool:
         if not self._run.resident:
             while self._servers:
                 self._servers.popitem()[1].close()
-        server = Server(self._run.server_command(name), str(self._run.models[name].folder))
+        checkpoint, verified_by = self._run.models[name], new_server()
+        command = self._run.server_command(name, verified_by)
+        read_once(checkpoint)
+        environment = {**server_environment(), SERVER: verified_by}
+        server = Server(command, str(checkpoint.folder), environment=environment)
         self._servers[name] = server
         self._run.started(name, server)
+
+
+def read_once(checkpoint: Checkpoint) -> None:
+    """Read the weight files through, as verification does where there is a record: no start finds colder files."""
+    for path in weight_files(checkpoint.folder):
+        with path.open("rb", buffering=0) as file:
+            while file.read(READ_BYTES):
+                pass
+
+
+def parallel_ranks(options: LoadOptions) -> int:
+    """Processes of a server that hold a part of the model, each with a cache of its own."""
+    given = given_options(options.vllm_args)
+    return prod(max(1, n) for n in (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size))
 
 
 def accelerator_name() -> str | None:

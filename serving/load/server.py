@@ -18,10 +18,10 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.serving.engines import (
     LOAD_TIMEOUT_S,
     end_group,
-    engine_environment,
     engine_error,
     group_cpu_seconds,
     group_peak_bytes,
+    measured_environment,
 )
 from pyprune.serving.load.capacity import ServerFacts, server_facts
 
@@ -163,7 +163,7 @@ class Server:
 
 def server_environment() -> dict[str, str]:
     """The environment of a measured server: it answers without a key, and its log says what is read from it."""
-    ours = {name: value for name, value in engine_environment().items() if name != "VLLM_API_KEY"}
+    ours = {name: value for name, value in measured_environment().items() if name != "VLLM_API_KEY"}
     return {**ours, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1"}
 
 

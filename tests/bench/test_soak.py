@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,27 @@ def test_a_run_in_which_everything_holds() -> None:
 def test_each_thing_that_may_go_wrong_is_said(broken: dict[str, Any]) -> None:
     assert [holds for _, holds in soak.verdicts(record(**broken))].count(False) == 1
     assert soak.summary(record(**broken)).count(": does not hold.") == 1
+
+
+def test_a_server_that_ended_by_itself_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing left to kill then, and the run is no run without a record."""
+    run = object.__new__(soak.Soak)
+    run.options = Namespace(requests=1, concurrency=1, dtype="float32", seed=0, eager=True, kill_worker="engine",
+                            prompt_tokens=range(4, 9), new_tokens=range(2, 5))  # fmt: skip
+    run.name, run.folder, run.outcomes, run.memory = "tiny", Path("tiny"), [], [(0.0, 1)]
+
+    async def nothing(*_: Any) -> None: ...
+
+    def died(*_: Any) -> Any:
+        return {"healthy": False, "gauges": {}}
+
+    monkeypatch.setattr(soak, "Server", lambda *_: nullcontext())
+    monkeypatch.setattr(soak, "_at_rest", died)
+    for name, value in (("_command", list), ("_load", nothing), ("_compare", dict)):
+        monkeypatch.setattr(run, name, value, raising=False)
+    monkeypatch.setattr(run, "_kill", lambda *_: pytest.fail("nothing is there to be killed"), raising=False)
+    found = run.run()
+    assert (found["killed"], found["rest"]["healthy"]) == (None, False)
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,17 @@ def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatc
         assert said in result.stderr
         assert "Traceback" not in result.stderr
         assert len(result.stderr) < 600
+
+
+def test_sizes_per_layer_of_another_program_do_not_load_without_pyprune(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    row = re.compile(r"\| loads without pyprune \| +(\w+) ")
+    assert row.findall(run("inspect", folder).stdout) == ["yes"]
+    config = json.loads((folder / "config.json").read_text())
+    config["per_layer_config"] = {"1": {"num_attention_heads": 3}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert row.findall(run("inspect", folder).stdout) == ["no"]
 
 
 def test_control_characters_of_a_record_are_escaped(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
-from pyprune.serving.export import export, serve, serve_command, serving_warnings
+from pyprune.serving.export import export, given_options, hub_of, serve, serve_command, serving_warnings
 from pyprune.serving.launch import VariantFinder
 from pyprune.serving.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
@@ -161,6 +161,33 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     serve(tmp_path / "out")
     assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_the_cache_has_the_size_that_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU vLLM takes the variable in place of either option."""
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    (tmp_path / "file.yaml").write_text("gpu-memory-utilization: 0.5\n")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    for words in (
+        ["--kv-cache-memory-bytes", "1G"],
+        ["--gpu-memory-util=0.5"],
+        ["--config", str(tmp_path / "file.yaml")],
+    ):
+        serve(tmp_path / "out", words)
+        assert "VLLM_CPU_KVCACHE_SPACE" not in seen[-1]
+
+
+def test_names_that_are_cut_short_are_read_as_vllm_reads_them() -> None:
+    given = given_options(
+        ["--served-model", "chat", "--rev=v2", "--tensor_parallel", "3", "-pp", "2", "--max-model-len", "9"]
+    )
+    assert (given.served_model_name, given.revision) == ("chat", "v2")
+    assert (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size) == (3, 2, 1)
+    assert hub_of(["--rev", "v2"]).revision == "v2"
 
 
 @pytest.mark.usefixtures("with_vllm")

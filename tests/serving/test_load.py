@@ -18,11 +18,12 @@ import pytest
 
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.verify import SERVER
 from pyprune.cli.base import INTERRUPTED_CODE
 from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError
 from pyprune.serving import measure as measuring
-from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
@@ -30,7 +31,7 @@ from pyprune.serving.load.client import bench_command, client_environment, read_
 from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse_loads, parse_slo
 from pyprune.serving.load.results import LoadReport
-from pyprune.serving.load.run import measure_serving
+from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.load.table import load_text
 from pyprune.serving.tradeoff import load_tradeoff
@@ -101,6 +102,19 @@ def test_loads_and_service_levels_are_read() -> None:
         (["--precision", "1"], "precision is 1; it must be at least 0 and below 1"),
         (["--max-repeats", "2"], "max_repeats is 2; it must be at least repeats, which is 3"),
         (["--vllm-args", "'"], "cannot be divided into words"),
+        (
+            ["--vllm-args", "--dtype float32"],
+            "vllm_args holds --dtype, which the measurement sets itself; use --dtype of",
+        ),
+        (
+            ["--vllm-args", "--enforce_eager"],
+            "holds --enforce-eager, which the measurement sets itself; use --eager of",
+        ),
+        (
+            ["--vllm-args", "--kv-cache-memory=9"],
+            "holds --kv-cache-memory, which the measurement sets itself; use --kv-gib",
+        ),
+        (["--vllm-args", "--enable-prefix-caching"], "sets itself; leave it out"),
         (["--engine", "llamacpp"], "--engine llamacpp cannot be combined with --serving"),
         (["--batch-size", "2", "--quantise", "q8_0"], "--batch-size 2, --quantise q8_0 cannot be combined"),
         (["--prompt-tokens", "500"], "dense reads at most 512 tokens, the load needs 628"),
@@ -300,10 +314,13 @@ class FakeServers:
         self.measured: list[tuple[str, str]] = []
         self.asked: list[dict[str, str]] = []
         self.noise = (1.0,)
+        self.answers = (4,)
+        self.environments: list[dict[str, str]] = []
         self.ended: list[str] = []
         self.patience: set[float] = set()
 
-    def server(self, command: list[str], model: str) -> Any:
+    def server(self, command: list[str], model: str, environment: dict[str, str]) -> Any:
+        self.environments.append(environment)
         fake, name = self, self.names[model]
 
         class Up:
@@ -352,7 +369,7 @@ class FakeServers:
             "ttfts": [pace * (0.1 + 0.01 * i) for i in range(count)],
             "itls": [[0.02 * pace] * 3] * count,
             "latencies": [pace * (0.16 + 0.01 * i) for i in range(count)],
-            "output_lens": [4] * count,
+            "output_lens": [self.answers[i % len(self.answers)] for i in range(count)],
         }
 
 
@@ -365,6 +382,63 @@ def fake(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> FakeServe
     monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
     monkeypatch.setattr(load_run, "available_memory", lambda: 2**60)
     return servers
+
+
+def test_answers_that_broke_off_do_not_count(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The client of vLLM calls them successes: their first token had come."""
+    fake.answers = (4, 4, 4, 4, 2)
+    with pytest.raises(EngineError, match=r"2 of 10 answers have another length than the 4 tokens"):
+        measured(folders, jsonl=tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_the_files_were_verified_before_the_time_of_a_start_counts(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    given, read = [], []
+    command, once = load_run.serve_command, load_run.read_once
+
+    def serve_command(folder: Path, words: Sequence[str], *, server: str) -> list[str]:
+        given.append(server)
+        return command(folder, words, server=server)
+
+    def read_once(checkpoint: Any) -> None:
+        read.append(checkpoint.folder)
+        once(checkpoint)
+
+    monkeypatch.setattr(load_run, "serve_command", serve_command)
+    monkeypatch.setattr(load_run, "read_once", read_once)
+    measured(folders)
+    assert [environment[SERVER] for environment in fake.environments] == given
+    assert len(set(given)) == len(given) == 2
+    assert sorted(read) == sorted(folders.values())
+    assert not any("VLLM_CPU_KVCACHE_SPACE" in environment for environment in fake.environments), (
+        "it would replace kv_gib"
+    )
+
+
+def test_what_was_checked_is_what_is_measured(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hub id, the revision that vLLM's options name: vLLM takes none of a folder."""
+    asked, read = [], load_run.read_checkpoint
+
+    def read_checkpoint(source: Path, *, hub: Hub) -> Any:
+        asked.append(hub.revision)
+        return read(source, hub=hub)
+
+    monkeypatch.setattr(load_run, "read_checkpoint", read_checkpoint)
+    measured(folders, replace(SMALL, vllm_args=("--revision", "v2")))
+    assert asked == ["v2", "v2"]
+
+
+def test_every_rank_has_a_process_and_a_cache(fake: FakeServers, folders: dict[str, Path]) -> None:
+    options = replace(SMALL, vllm_args=("-tp", "2", "--pipeline-parallel-size=2"))
+    assert parallel_ranks(options) == 4
+    report = measured(folders, options)
+    assert report.models["dense"].capacity is None, "the cache of a rank is not that of the model"
+    assert measured(folders).models["dense"].capacity is not None
 
 
 SMALL = LoadOptions(prompt_tokens=24, new_tokens=4, loads=(Load(1), Load(4)), requests=10, repeats=6)
