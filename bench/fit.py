@@ -203,7 +203,7 @@ class Bench:
         from pyprune.fitting.search import Fitting
 
         solve = SolveOptions(solutions=self.options.solutions)
-        options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve, seed=seed)
+        options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve)
         profile = self.profile if timed else None
         weights = profile.dtype if profile is not None else "bfloat16"
         return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)

@@ -73,6 +73,21 @@ class ExactCosts:
         return replace(found, weights=found.weights.grouped(widths))
 
     @classmethod
+    def of_plan(cls, config: PretrainedConfig, weights: str, plan: PrunePlan) -> ExactCosts:
+        """Count for one plan, whose own widths decide about groups, as they do in its export.
+
+        Args:
+            config: see :meth:`of`.
+            weights: see :meth:`of`.
+            plan: of that model.
+
+        Raises:
+            ConfigError, UnsupportedModelError: see :meth:`of`.
+        """
+        found = cls.of_shapes(family_for(config), config, dense_shapes(config), weights)
+        return replace(found, weights=found.weights.grouped((common_multiple(plan),)))
+
+    @classmethod
     def of_choices(cls, config: PretrainedConfig, weights: str, choices: ChoiceOptions) -> ExactCosts:
         """Count for every plan that a search may find among these choices.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from typing_extensions import override
 
@@ -11,7 +11,7 @@ from pyprune.budget.choices import RULED, ChoiceOptions
 from pyprune.budget.formats import weight_format
 from pyprune.budget.solve import SolveOptions
 from pyprune.budget.values import Value, ValueOptions
-from pyprune.config.base import LARGEST_SEED, Config, _require, option
+from pyprune.config.base import Config, _require, option
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
@@ -51,7 +51,6 @@ class FitOptions(Config):
         repeats: timed turns of each model.
         dtype: of the weights while working.
         device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
-        seed: of what is drawn.
     """
 
     data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=160, sequence_length=256))
@@ -71,9 +70,8 @@ class FitOptions(Config):
     slack: float = option(0.01, at_least=0, at_most=0.5)
     spare: float = option(0.03, at_least=0, at_most=1)
     repeats: int = option(3, at_least=1, at_most=1000)
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
-    seed: int = option(0, at_least=0, at_most=LARGEST_SEED)
 
     @override
     def problems(self) -> list[str]:
@@ -133,7 +131,7 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str
     """
     from pyprune.methods.training import reconstructed
 
-    recommended = reconstructed(PruneConfig(method="none", plan=plan, seed=options.seed, device=options.device))
+    recommended = reconstructed(PruneConfig(method="none", plan=plan, dtype=options.dtype, device=options.device))
     return replace(
         recommended,
         data=options.data,

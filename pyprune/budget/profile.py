@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyprune.budget.quantities import Quantity, Widths
-from pyprune.errors import BudgetError, did_you_mean, shown
+from pyprune.errors import BudgetError, OutputError, did_you_mean, shown
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.figures import WRITTEN_BY
 from pyprune.runtime.files import parse_json, read_bounded, seal, unseal, write_text
@@ -257,8 +257,12 @@ class Profile:
 
     @property
     def used_device(self) -> str:
-        """What engines may see to run as the profile's did: cpu, or auto where an accelerator did the work."""
-        return "cpu" if self.machine["device"] == self.machine["cpu"] else "auto"
+        """What engines may see to run as the profile's did: cpu, or the first accelerator of its name; auto = any."""
+        device = self.machine["device"]
+        if device == self.machine["cpu"]:
+            return "cpu"
+        accelerators = _accelerators()
+        return f"cuda:{accelerators.index(device)}" if device in accelerators else "auto"
 
     def probe(self, name: str) -> Probe:
         """The probe of this name."""
@@ -347,14 +351,28 @@ def find_profile(name_or_path: str | Path) -> Path:
     return folder / f"{text}.json"
 
 
+def check_stored() -> None:
+    """Refuse, before anything is measured, a folder of profiles that cannot be written; it is made.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    folder = profile_folder()
+    instead = f"Name a file with --out, or another cache folder with {FOLDER_VARIABLE}."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"Cannot make {folder}, where profiles are kept: {error.strerror}. {instead}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"Cannot write to {folder}, where profiles are kept: permission denied. {instead}")
+
+
 def stored_as(name: str) -> Path:
-    """The file of a profile that is kept under a name; its folder is made.
+    """The file of a profile that is kept under a name; :func:`check_stored` makes its folder.
 
     Raises:
         BudgetError: not a name.
     """
     if not _NAME.fullmatch(name):
         raise BudgetError(f"{shown(name)} is not a name for a profile; use letters, digits, '.', '_' and '-'.")
-    folder = profile_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{name}.json"
+    return profile_folder() / f"{name}.json"

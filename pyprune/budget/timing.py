@@ -159,8 +159,9 @@ def _dtype(dtype: str | None, engine: str) -> str:
     chosen = dtype or default_dtype(engine)
     if chosen not in allowed and chosen in WEIGHT_FORMATS:
         raise ConfigError(
-            f"What {chosen} weights take in {engine} is not measured; {', '.join(allowed)} are. Give one of these, or "
-            "limit memory and parameters alone, which are counted in every format."
+            f"What {chosen} weights take in {engine} is not measured; {', '.join(allowed)} are. Give one of these, "
+            f"{'--engine llamacpp, ' if chosen in FORMATS else ''}or limit memory and parameters alone, which are "
+            "counted in every format."
         )
     if chosen not in allowed:
         raise ConfigError(did_you_mean(chosen, allowed, f"dtype of the engine {engine}"))

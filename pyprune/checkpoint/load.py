@@ -283,7 +283,7 @@ def weights_version(
     Returns:
         Of a folder, a SHA-256 (hex) over name and content of config.json and the weight files that are loaded (of the
         GGUF file alone); the digests of a pyprune record are believed, because :func:`load_model` compares them with
-        the files. Of a hub id, the commit that the revision stands for.
+        the files. Of a hub id, the commit that the revision stands for, and the GGUF file's name.
 
     Raises:
         CheckpointError: the folder or the repository cannot be read, or its weights are missing.
@@ -300,7 +300,7 @@ def weights_version(
             commit = extract_commit_hash(file, None)
             if commit is None:
                 raise CheckpointError(f"{named(source)} is not a local folder, and the hub names no commit of it.")
-            return commit
+            return f"{commit}/{gguf_file}" if gguf_file else commit
         known = read_pruning_json(folder).files if has_record(folder) else {}
         if gguf_file is None:
             _checked_values(source, {})  # before hours are spent reading weights that nobody can use

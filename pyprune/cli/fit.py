@@ -107,8 +107,9 @@ def fit(
     """
     from pyprune.budget.limits import Budget
     from pyprune.data.sources import check_sources
-    from pyprune.fitting.flow import check_export, check_outputs
+    from pyprune.fitting.flow import check_cache, check_export, check_outputs
     from pyprune.report import check_charts
+    from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
@@ -119,6 +120,8 @@ def fit(
     engine, weights = _target(engine, weights, named=profile is not None)
     # What cannot be written or read is refused before a profile is measured, which takes long.
     check_sources(options.data.sources)
+    resolve_device(options.device)
+    check_cache(cache, out)
     if sweep:
         if resume or no_recover:
             raise ConfigError("--sweep trains and writes no model: leave out --resume and --no-recover.")

@@ -87,7 +87,7 @@ def profile(
     Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
     """
     from pyprune.budget.measured import MeasuredCosts
-    from pyprune.budget.profile import stored_as
+    from pyprune.budget.profile import check_stored, stored_as
     from pyprune.budget.timing import ProfileOptions, take_profile
     from pyprune.runtime.figures import check_figures
 
@@ -104,6 +104,8 @@ def profile(
     )
     if out is not None:
         check_figures(out, model)
+    else:
+        check_stored()
     taken = take_profile(model, options)
     path = taken.save(stored_as(taken.name) if out is None else out)
     costs = MeasuredCosts(taken)
@@ -295,7 +297,7 @@ def _predictions(
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
     """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
-    from pyprune.budget.cost import ExactCosts, common_multiple
+    from pyprune.budget.cost import ExactCosts
     from pyprune.budget.quantities import Quantity
     from pyprune.plan import PrunePlan
 
@@ -310,9 +312,9 @@ def _predictions(
             rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
     batch, tokens = context
     # Each as its own export has it: in w4a16 the groups of scales follow from the widths.
-    multiples = {"dense": (dense, 0), "plan": (plan, common_multiple(plan))}
+    plans = {"dense": dense, "plan": plan}
     for number, name in enumerate(formats):
-        costs = {who: (own, ExactCosts.of(config, name, multiple=m)) for who, (own, m) in multiples.items()}
+        costs = {who: (own, ExactCosts.of_plan(config, name, own)) for who, own in plans.items()}
         if not number:
             rows.append(("parameters", _counted(costs, Quantity("parameters"))))
         for quantity in (Quantity("memory", 0), Quantity("memory", tokens, batch)):

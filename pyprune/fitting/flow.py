@@ -31,7 +31,8 @@ from pyprune.budget.sizes import MULTIPLES, SizeRules
 from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
-from pyprune.errors import BudgetError
+from pyprune.data.stream import check_sequence_length
+from pyprune.errors import BudgetError, OutputError
 from pyprune.families import family_for
 from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
@@ -44,6 +45,7 @@ from pyprune.runtime.device import parked
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import warn
 from pyprune.runtime.records import digest
+from pyprune.serving.engines import EngineError
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_installed, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
@@ -120,8 +122,9 @@ def fit(
         unfinished = replace(found, not_run="The run ended before it was timed.")
         _write_report(place, unfinished, str(model_id), conditions, overwrite=overwrite)
         found = fitting.run_winner(found, found.exported or place, engine, **reading)
-    if found.speed is not None:
-        annotate_checkpoint(place, speed=speed_facts(found.speed, WINNER))
+    if found.speed is not None:  # of what was run: a GGUF file has no record of its own
+        ran = found.exported if found.exported is not None and found.exported.is_dir() else place
+        annotate_checkpoint(ran, speed=speed_facts(found.speed, WINNER))
     _write_report(place, found, str(model_id), conditions, overwrite=timed or overwrite)
     return found
 
@@ -169,7 +172,8 @@ def sweep(
     Args:
         model_id: folder or hub id of a dense model.
         budgets: each with one limit or more.
-        out: the folder to create: plan-1.json and so on in the order of the budgets, report.md and report.html.
+        out: the folder to create: plan-1.json and so on in the order of the budgets, report.md and report.html. A
+            budget that nothing keeps when it is timed has no plan, and the report says why.
         options: of the search.
         weights: see :func:`fit`.
         profile: see :func:`fit`; with one, every point is told with its times (:func:`shown_times`).
@@ -180,7 +184,8 @@ def sweep(
         reading: gguf_file, revision, trust_remote_code.
 
     Raises:
-        BudgetError: a budget that cannot be read or kept (before anything is written).
+        BudgetError: a budget that cannot be read, or that nothing keeps by what is predicted (before anything is
+            measured), or none that anything keeps.
         MissingDependencyError: the report's charts need a package that is not installed.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
@@ -196,14 +201,37 @@ def sweep(
         warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
-    points = tuple(fitting.fit(budget, timed=timed, also=shown) for budget in wanted)
-    conditions = _conditions(options, fitting, profile)
+    points, failed = _points(fitting, wanted, shown, timed=timed)
+    conditions = _conditions(options, fitting, profile) | {f"nothing for {b}": why for b, why in failed.items()}
     with atomic_folder(place, overwrite=overwrite) as work:
-        for number, point in enumerate(points, start=1):
-            write_text(work / f"plan-{number}.json", point.winner.plan.to_json())
+        for number, budget in enumerate(wanted, start=1):
+            for point in points:
+                if point.budget == budget:
+                    write_text(work / f"plan-{number}.json", point.winner.plan.to_json())
         write_report(sweep_report(points, str(model_id), conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
+
+
+def _points(
+    fitting: Fitting, budgets: Sequence[Budget], shown: Sequence[Quantity], *, timed: bool
+) -> tuple[tuple[Fitted, ...], dict[str, str]]:
+    """The models of the budgets, and why others have none: hours of a sweep do not go with one of its budgets.
+
+    Raises:
+        BudgetError, EngineError: none has a model; the error of the last.
+    """
+    points: list[Fitted] = []
+    failed: dict[str, str] = {}
+    for budget in budgets:
+        try:
+            points.append(fitting.fit(budget, timed=timed, also=shown))
+        except (BudgetError, EngineError) as error:
+            failed[str(budget)] = str(error)
+            if len(failed) == len(budgets):
+                raise
+            warn(f"{budget}: {error}")
+    return tuple(points), failed
 
 
 def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
@@ -211,6 +239,18 @@ def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
     known = profile.quantities if profile is not None else ()
     kinds = ([q for q in known if q.kind == kind] for kind in ("prefill", "generation"))
     return tuple(max(some, key=lambda q: (q.batch, q.tokens, -q.prompt)) for some in kinds if some)
+
+
+def check_cache(cache: str | Path | None, out: str | Path) -> None:
+    """Refuse a cache in a folder that is to be created: what is in it would stand in its way.
+
+    Raises:
+        OutputError: it is there.
+    """
+    place = Path(out).resolve()
+    if cache is None or place not in (kept := Path(cache).resolve(), *kept.parents):
+        return
+    raise OutputError(f"--cache {cache} lies in {out}, which is to be created. Name a folder outside of it.")
 
 
 def _opened(
@@ -223,6 +263,7 @@ def _opened(
     **settings: Any,
 ) -> Fitting:
     """Refuse what cannot be done, then load the model."""
+    check_cache(cache, out)
     for budget in budgets:
         check_needs_profile(budget, profile)
         check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])
@@ -280,7 +321,9 @@ def write_winner(
     found = _weighed(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
     facts = {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
-    annotate_checkpoint(out, fit={"budget": str(found.budget), **facts})
+    for folder in filter(None, (out, exported)):
+        if folder.is_dir():
+            annotate_checkpoint(folder, fit={"budget": str(found.budget), "weights": fitting.weights, **facts})
     return replace(found, out=out, exported=exported, result=result)
 
 
@@ -369,7 +412,9 @@ def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
 
 
 def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[Budget], options: FitOptions) -> None:
-    """Refuse limits on parameters and memory that no plan keeps, before the times of a profile are measured.
+    """Refuse what no plan keeps of parameters and memory, and text of a length that the model does not read.
+
+    That is before the times of a profile are measured, which takes long.
 
     Multiples of widths are learnt from the profile: what any of them would keep is not refused here.
 
@@ -381,8 +426,10 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
 
     Raises:
         BudgetError: it says which limit cannot be kept and what is nearest.
+        DataError: sequences longer than the model's positions.
     """
     counted = [Budget(tuple(x for x in budget.limits if not x.quantity.is_timed)) for budget in budgets]
+    check_sequence_length(config, options.data.sequence_length)
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
     identity = family_for(config).plan(config)
 
@@ -421,9 +468,11 @@ def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, 
         return
     text = f"Times are limited for {weights} weights, and the profile {profile.name} is of {profile.dtype}."
     if not allow:
+        engine = {"gguf": "llamacpp", "plain": profile.engine}.get(weight_format(weights).layout)
+        measure = f"Measure one of {weights} with `pyprune profile MODEL --engine {engine} --dtype {weights}`, or give"
         raise BudgetError(
-            f"{text} Measure one of {weights} with `pyprune profile MODEL --dtype {weights}`, or give --allow-mismatch "
-            f"to limit the times of {profile.dtype} instead."
+            f"{text} {measure if engine else f'What {weights} takes is not measured. Give'} --allow-mismatch to limit "
+            f"the times of {profile.dtype} instead."
         )
     warn(f"{text} They are predicted and measured in {profile.dtype}.")
 

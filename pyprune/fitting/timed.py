@@ -13,7 +13,7 @@ from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import MEASURES
 from pyprune.budget.measured import MeasuredCosts, ratios_to_dense, relative_seconds
 from pyprune.budget.probes import dense_config, write_served
-from pyprune.budget.profile import DENSE, Profile, Timing, profile_name, stored_as
+from pyprune.budget.profile import DENSE, Profile, Timing, check_stored, profile_name, stored_as
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.timing import ProfileOptions, default_dtype, take_profile
 from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, visible, written_bytes
@@ -199,6 +199,7 @@ def profile_of(
         before(config, weights)
     usual = ProfileOptions(engine=chosen, dtype=dtype).within(position_limit(config))
     wanted = dict.fromkeys([*(known.quantities if known else usual.quantities), *quantities])
+    check_stored()
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
     options = replace(
         usual,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pyprune.budget import timing, turns
-from pyprune.budget.cost import ExactCosts, common_multiple
+from pyprune.budget.cost import ExactCosts
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.probes import (
     dense_config,
@@ -325,6 +325,13 @@ def test_a_profile_of_the_cpu_is_used_on_the_cpu(taken: Profile) -> None:
     assert replace(taken, machine={**taken.machine, "device": "a GPU"}).used_device == "auto"
 
 
+def test_a_profile_of_one_of_two_accelerators_is_used_on_that_one(
+    taken: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.budget.profile._accelerators", lambda: ["small", "large"])
+    assert replace(taken, machine={**taken.machine, "device": "large"}).used_device == "cuda:1"
+
+
 def test_long_prompts_are_as_many_and_as_long_as_asked() -> None:
     group = turns.EngineGroup("transformers", "float32", [], vocab_size=500)
     prompts = group._prompts(Quantity("generation", 3, 4, 20), 0)
@@ -381,7 +388,7 @@ def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None
     config.save_pretrained(tmp_path / "dense")
     whole = family_for(config).plan(config)
     plan = whole.with_layer(0, ffn=range(96))
-    grouped = ExactCosts.of(config, "w4a16", multiple=common_multiple(plan))
+    grouped = ExactCosts.of_plan(config, "w4a16", plan)
     assert (grouped.weights.group, ExactCosts.of(config, "w4a16").weights.group) == (32, 128)
     profile = replace(fake_profile(), dense=whole.dense, config=json.loads(config.to_json_string()))
     profile.save(tmp_path / "p.json")
@@ -391,6 +398,16 @@ def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)["predicted"]["weights in w4a16 (MB)"]["plan"]
     assert found == pytest.approx(predicted(grouped, Quantity("memory", 0), plan) / 1e6)
+
+
+def test_the_groups_of_a_plan_follow_from_its_own_widths() -> None:
+    """The dense widths, which it no longer has, divide by 64 alone."""
+    config = tiny_model(hidden_size=192, num_attention_heads=3, num_key_value_heads=3, intermediate_size=128).config
+    plan = family_for(config).plan(config).keep_hidden(range(128))
+    for layer in plan.kept_layers:
+        plan = plan.with_layer(layer, query_heads=[0, 1], kv_heads=[0, 1])
+    assert ExactCosts.of_plan(config, "w4a16", plan).weights.group == 128
+    assert ExactCosts.of(config, "w4a16").weights.group == 64
 
 
 def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp_path: Path, taken: Profile) -> None:

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 
 from pyprune.budget import profile as module
-from pyprune.budget.profile import Profile, find_profile, installed, profile_folder, stored_as, this_machine
+from pyprune.budget.profile import (
+    Profile,
+    check_stored,
+    find_profile,
+    installed,
+    profile_folder,
+    stored_as,
+    this_machine,
+)
 from pyprune.budget.quantities import Quantity, Widths, further_head_pairs, head_pairs
 from pyprune.errors import BudgetError
 from pyprune.plan import PrunePlan
+from tests._support.cli import refused
 from tests.budget._profiles import GENERATION, MACHINE, PREFILL, SIZES, VERSIONS, fake_profile, identity
 
 HERE: dict[str, Any] = {"machine": MACHINE, "versions": VERSIONS}
@@ -32,12 +41,24 @@ def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
 def test_profiles_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = fake_profile()
+    check_stored()
     assert profile.name == "llama-8x512-8q4kv-1536-v1000-transformers-float32"
     path = profile.save(stored_as(profile.name))
     assert path == tmp_path / "pyprune" / "profiles" / f"{profile.name}.json"
     assert Profile.load(profile.name).identity() == profile.identity()
     with pytest.raises(BudgetError, match=f"Did you mean '{profile.name}'"):
         Profile.load(profile.name[:-2])
+
+
+def test_a_folder_of_profiles_that_cannot_be_made_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("pyprune.budget.timing.take_profile", lambda *_: pytest.fail("it was measured"))
+    said = " ".join(refused("profile", tmp_path).split())
+    assert "where profiles are kept" in said
+    assert "--out" in said
 
 
 def test_a_name_or_path_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,3 +66,6 @@ def test_identity_of_a_hub_id_is_its_commit(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "models--a--b" / "snapshots" / commit / "config.json"
     monkeypatch.setattr("pyprune.checkpoint.load.cached_file", lambda *args, **options: str(file))
     assert weights_version("a/b") == commit
+    of_files = {weights_version("a/b", gguf_file=name) for name in ("a-q4_0.gguf", "a-f16.gguf")}
+    assert len(of_files) == 2, "one repository holds a model in several formats"
+    assert all(version.startswith(commit) for version in of_files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from pyprune.budget.attempts import Attempt
 from pyprune.budget.cost import ExactCosts
 from pyprune.budget.limits import Budget
 from pyprune.budget.measured import MeasuredCosts, features
-from pyprune.budget.options import FitOptions
+from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.probes import probe_plans
 from pyprune.budget.profile import DENSE, Probe, Profile, Timing
 from pyprune.budget.quantities import Quantity, Widths
@@ -153,6 +154,9 @@ def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_pat
     measured, predicted = found["winner"]["measured"]["memory@64"], found["winner"]["predicted"]["memory@64"]
     assert measured == pytest.approx(predicted, rel=1e-3), "what was counted was written"
     assert str(exported) in result.output.replace("\n", "")
+    facts = [read_pruning_json(folder).provenance["fit"] for folder in (out, exported) if folder.is_dir()]
+    assert len(facts) == (1 if weights == "q8_0" else 2)
+    assert all(fact["weights"] == weights for fact in facts)
     shutil.rmtree(out)
     shutil.rmtree(report_of(out))
     assert str(exported) in refused(*given).replace("\n", ""), "what is there is not replaced"
@@ -250,8 +254,13 @@ def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: 
 def test_times_of_another_format_than_the_profile_ran_are_refused(place: Path, tmp_path: Path) -> None:
     profile = profile_of_dense()
     shared: dict[str, Any] = {"options": options(place), "profile": profile, "weights": "w8a8-int8"}
-    with pytest.raises(BudgetError, match="limited for w8a8-int8 weights"):
-        fit(place / "dense", "prefill@64=90%", out=tmp_path / "out", **shared)
+    for weights, advice in (
+        ("w8a8-int8", "What w8a8-int8 takes is not measured. Give --allow-mismatch"),
+        ("q8_0", "Measure one of q8_0 with `pyprune profile MODEL --engine llamacpp --dtype q8_0`, or give"),
+        ("bfloat16", "`pyprune profile MODEL --engine transformers --dtype bfloat16`, or give"),
+    ):
+        with pytest.raises(BudgetError, match=f"limited for {weights} weights.*{re.escape(advice)}"):
+            fit(place / "dense", "prefill@64=90%", out=tmp_path / "out", **{**shared, "weights": weights})
     assert not (tmp_path / "out").exists()
 
 
@@ -543,6 +552,37 @@ def test_options_that_contradict_each_other_are_refused(
     assert says in " ".join(refused(*arguments(place, tmp_path / "out", "parameters=70%"), *given).split())
 
 
+def test_a_cache_in_what_is_to_be_created_is_refused(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for cache in (out, out / "cache" / "deeper"):
+        for more in ((), ("--sweep",)):
+            said = refused(*arguments(place, out, "parameters=70%"), "--cache", cache, *more)
+            assert "which is to be created. Name a folder outside of it." in " ".join(said.split())
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["--set", "dtype=bf16"], "Unknown value of dtype 'bf16'"),
+        (["--set", "device=cuda:9"], "device is 'cuda:9'"),
+        (["--sequence-length", "100000"], "The sequence length is 100000 tokens"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused_before_times_are_measured(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], says: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-profiles"))
+    monkeypatch.setattr(timed, "take_profile", lambda *_, **__: pytest.fail("times were measured"))
+    given = [*arguments(place, tmp_path / "out", "prefill@16=90%"), "--engine", "transformers", "--weights", "float32"]
+    assert says in " ".join(refused(*given, *settings).split())
+
+
+def test_the_winner_is_made_in_the_dtype_of_the_search() -> None:
+    assert winner_config(FitOptions(dtype="bfloat16"), "plan.json", recover=False).dtype == "bfloat16"
+    assert winner_config(FitOptions(), "plan.json", recover=False).dtype == "float32"
+
+
 def test_a_budget_that_the_dense_model_keeps_is_refused(place: Path, tmp_path: Path) -> None:
     said = " ".join(refused(*arguments(place, tmp_path / "out", "memory@64=1GB,parameters=100%")).split())
     assert "The dense model keeps memory@64<=1GB, parameters<=100% as it is" in said
@@ -770,6 +810,30 @@ def test_a_sweep_writes_plans_and_a_report(place: Path, tmp_path: Path) -> None:
     replaced = run(*arguments(place, out, "parameters=80%"), "--sweep", "--overwrite")
     assert replaced.exit_code == 0, replaced.output
     assert not (out / "plan-2.json").exists()
+
+
+def test_a_budget_of_a_sweep_that_nothing_keeps_leaves_the_others(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Fitting.fit
+
+    def fails(self: Fitting, budget: Budget, **more: Any) -> Any:
+        if "70%" in str(budget):
+            raise BudgetError("Nothing was fast enough.")
+        return find(self, budget, **more)
+
+    monkeypatch.setattr(Fitting, "fit", fails)
+    out = tmp_path / "sweep"
+    result = run(*arguments(place, out, "parameters=70%", "parameters=60%"), "--sweep")
+    assert result.exit_code == 0, result.output
+    assert "parameters<=70%: Nothing was fast enough." in " ".join(result.stderr.split())
+    assert {path.name for path in out.glob("plan-*")} == {"plan-2.json"}
+    found = json.loads((out / "metrics.json").read_text())
+    assert [point["budget"] for point in found["points"]] == ["parameters<=60%"]
+    assert "Nothing was fast enough." in (out / "report.md").read_text()
+    alone = refused(*arguments(place, tmp_path / "other", "parameters=70%"), "--sweep")
+    assert "Nothing was fast enough." in alone
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(place: Path, tmp_path: Path) -> None:
