@@ -137,7 +137,10 @@ def predict(
             show_default=False,
         ),
     ] = None,
-    context: Annotated[str, typer.Option(metavar="N or BxN", help="Contexts of the key/value cache.")] = "2048",
+    context: Annotated[
+        str | None,
+        typer.Option(metavar="N or BxN", help="Contexts of the key/value cache. Default: 2048.", show_default=False),
+    ] = None,
     allow_mismatch: Mismatch = False,
     json_file: JsonFile = None,
     debug: Debug = False,
@@ -149,9 +152,14 @@ def predict(
     from pyprune.budget.measured import MeasuredCosts
     from pyprune.budget.profile import Profile
 
-    batch, tokens = _batch(context) if "x" in context else (1, _count(context, context))
+    contexts = "2048" if context is None else context
+    batch, tokens = _batch(contexts) if "x" in contexts else (1, _count(contexts, contexts))
     known = Profile.load(profile)
     if target is None:
+        if weights is not None or context is not None:
+            raise ConfigError(
+                "--weights and --context are of a PLAN's memory: name a plan or a checkpoint, or leave them out."
+            )
         costs = MeasuredCosts(known)
         output({"name": known.name, **summary(costs)}, json_file, fit_table(costs), probes_table(costs))
         return

@@ -479,3 +479,5 @@ def test_probes_are_shown_as_times_as_fast_as_the_dense_model(tmp_path: Path) ->
     probes = Profile.load(path).probes[1:]
     assert probes
     assert table.count("2.00") == 2 * len(probes), "of both workloads"
+    for more in (("--weights", "q8_0"), ("--context", "64")):
+        assert "name a plan or a checkpoint" in " ".join(refused("predict", "--profile", path, *more).split())
