@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -341,6 +340,13 @@ def hub_of(extra_args: Sequence[str]) -> Hub:
     return Hub(given.revision, given.download_dir, given.hf_token)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Knows some of vLLM's options; what is wrong is an exception, also where a short name could be several."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
 def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     """What of ``vllm serve``'s options decides here; all others are vLLM's to read.
 
@@ -349,33 +355,32 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     Args:
         arguments: of the command line; the file of ``--config`` is read as well.
     """
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = _Parser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
     parser.add_argument("--served-model-name")
     parser.add_argument("--download-dir")
     parser.add_argument("--hf-token", nargs="?", const=True)
     parser.add_argument("--kv-cache-memory-bytes")
-    parser.add_argument("--gpu-memory-utilization")
+    parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
     try:
-        return parser.parse_known_args(given_words(arguments))[0]
+        # As in vLLM: what the file holds stands before the options, which replace it.
+        return parser.parse_known_args([*words_of_file(arguments), *dashed_words(arguments)])[0]
     except argparse.ArgumentError:
         return parser.parse_args([])  # vLLM says what is wrong with it
 
 
-def given_words(arguments: Sequence[str]) -> list[str]:
-    """The words of a command line of ``vllm serve`` with the names as its help writes them.
+def dashed_words(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line of ``vllm serve`` with the names of options as its help writes them."""
+    return [_dashed(argument) for argument in arguments]
 
-    As in vLLM, what the file of ``--config`` holds stands before the options, which replace it.
-    """
-    words = [_dashed(argument) for argument in arguments]
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--config")
-    with suppress(argparse.ArgumentError):  # vLLM says what is wrong with it
-        path = parser.parse_known_args(words)[0].config
-        return [*_of_file(path), *words] if path else words
-    return words
+
+def words_of_file(arguments: Sequence[str]) -> list[str]:
+    """What the file of ``--config`` stands for; vLLM reads it where the option is a word by itself."""
+    words = list(arguments)
+    place = words.index("--config") + 1 if "--config" in words else 0
+    return _of_file(words[place]) if 0 < place < len(words) else []
 
 
 def _of_file(path: str) -> list[str]:

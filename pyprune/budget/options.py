@@ -49,7 +49,7 @@ class FitOptions(Config):
         spare: share of the tightest limit that a timed candidate may leave unused; where it leaves more, predictions
             were too high, and a larger candidate is looked for. 1 = never.
         repeats: timed turns of each model.
-        dtype: of the weights while working.
+        dtype: of the weights while the search works; what is written is made from float32.
         device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
     """
 
@@ -131,7 +131,7 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str
     """
     from pyprune.methods.training import reconstructed
 
-    recommended = reconstructed(PruneConfig(method="none", plan=plan, dtype=options.dtype, device=options.device))
+    recommended = reconstructed(PruneConfig(method="none", plan=plan, device=options.device))
     return replace(
         recommended,
         data=options.data,

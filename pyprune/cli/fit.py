@@ -247,8 +247,11 @@ def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any],
     from pyprune.fitting.report import sweep_table
 
     points = find(model, budgets, out=out, **shared)
-    data = {"points": [point.to_dict() for point in points]}
-    output(data, json_file, sweep_table(points), f"Wrote {out}: report.html, report.md and a plan for each budget.")
+    found = {point.budget for point in points}
+    data = {"points": [point.to_dict() for point in points], "nothing": [str(b) for b in budgets if b not in found]}
+    each = "that something keeps" if data["nothing"] else "of the sweep"
+    written = f"Wrote {out}: report.html, report.md and a plan for each budget {each}."
+    output(data, json_file, sweep_table(points), written)
     kept = shared["cache"] or cache_of(out)
     say(
         "To write one of them: the same command without --sweep, with its budget alone, another --out, and "

@@ -32,7 +32,7 @@ from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
-from pyprune.errors import BudgetError, OutputError
+from pyprune.errors import BudgetError, OutputError, PypruneError
 from pyprune.families import family_for
 from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
@@ -222,16 +222,16 @@ def _points(
         BudgetError, EngineError: none has a model; the error of the last.
     """
     points: list[Fitted] = []
-    failed: dict[str, str] = {}
+    failed: dict[str, PypruneError] = {}
     for budget in budgets:
         try:
             points.append(fitting.fit(budget, timed=timed, also=shown))
         except (BudgetError, EngineError) as error:
-            failed[str(budget)] = str(error)
-            if len(failed) == len(budgets):
-                raise
+            failed[str(budget)] = error
             warn(f"{budget}: {error}")
-    return tuple(points), failed
+    if not points:
+        raise list(failed.values())[-1]
+    return tuple(points), {budget: str(error) for budget, error in failed.items()}
 
 
 def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:

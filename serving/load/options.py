@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pyprune.errors import ConfigError, did_you_mean, shown
-from pyprune.serving.export import given_words
+from pyprune.serving.export import dashed_words, words_of_file
 from pyprune.serving.precision import most_repeats, precision_problems
 from pyprune.serving.speed import invalid_options
 
@@ -25,12 +25,16 @@ OWNED = {
     "--seed": "--seed",
     "--enforce-eager": "--eager",
     "--kv-cache-memory-bytes": "--kv-gib",
+    "--num-gpu-blocks-override": "--kv-gib",
     "--enable-prefix-caching": "",  # loads of one turn have the same prompts
     "--host": "",
     "--port": "",
     "--served-model-name": "",
 }
 """Options of ``vllm serve`` that a measurement sets itself -> the option that says how; "" = it is not to be chosen."""
+NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
+"""Those that it does not always give."""
+NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 
 
 @dataclass(frozen=True)
@@ -144,17 +148,27 @@ class LoadOptions:
 
 
 def owned_problems(vllm_args: Sequence[str]) -> list[str]:
-    """What of these options of ``vllm serve``, and of their --config, would undo what the report says was measured."""
-    found = []
-    for word in given_words(vllm_args):
-        name = word.partition("=")[0]
-        # vLLM reads names that are cut short.
-        owned = [known for known in OWNED if len(name) > len("--") and known.startswith(name)]
-        if owned:
-            own = OWNED[owned[0]]
-            instead = f"use {own} of `pyprune bench`" if own else "leave it out"
-            found.append(f"vllm_args holds {name}, which the measurement sets itself; {instead}.")
-    return found
+    """What of these options of ``vllm serve`` would undo what the report says was measured.
+
+    The file of their --config stands before what the measurement gives, which replaces it; its other options count.
+    """
+    given = dashed_words(vllm_args)
+    return [
+        problem
+        for words, owned in ((given, [*OWNED]), (words_of_file(vllm_args), NOT_REPLACED))
+        for word in words
+        if (problem := _owned_problem(word.partition("=")[0], owned))
+    ]
+
+
+def _owned_problem(name: str, owned: Sequence[str]) -> str:
+    """That an option is one of these, cut short or negated, in a sentence; empty where it is not."""
+    asked = name.replace("--no-", "--", 1)
+    found = next((known for known in owned if len(asked) > len("--") and known.startswith(asked)), None)
+    if found is None or name == NO_PREFIX_CACHING:
+        return ""
+    instead = f"use {OWNED[found]} of `pyprune bench`" if OWNED[found] else "leave it out"
+    return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:

@@ -23,7 +23,7 @@ from pyprune.budget.attempts import Attempt
 from pyprune.budget.cost import ExactCosts
 from pyprune.budget.limits import Budget
 from pyprune.budget.measured import MeasuredCosts, features
-from pyprune.budget.options import FitOptions, winner_config
+from pyprune.budget.options import FitOptions
 from pyprune.budget.probes import probe_plans
 from pyprune.budget.profile import DENSE, Probe, Profile, Timing
 from pyprune.budget.quantities import Quantity, Widths
@@ -576,11 +576,6 @@ def test_options_that_cannot_be_met_are_refused_before_times_are_measured(
     monkeypatch.setattr(timed, "take_profile", lambda *_, **__: pytest.fail("times were measured"))
     given = [*arguments(place, tmp_path / "out", "prefill@16=90%"), "--engine", "transformers", "--weights", "float32"]
     assert says in " ".join(refused(*given, *settings).split())
-
-
-def test_the_winner_is_made_in_the_dtype_of_the_search() -> None:
-    assert winner_config(FitOptions(dtype="bfloat16"), "plan.json", recover=False).dtype == "bfloat16"
-    assert winner_config(FitOptions(), "plan.json", recover=False).dtype == "float32"
 
 
 def test_a_budget_that_the_dense_model_keeps_is_refused(place: Path, tmp_path: Path) -> None:

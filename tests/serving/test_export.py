@@ -174,7 +174,7 @@ def test_the_cache_has_the_size_that_was_given(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
     for words in (
         ["--kv-cache-memory-bytes", "1G"],
-        ["--gpu-memory-util=0.5"],
+        ["--device-memory-util=0.5"],
         ["--config", str(tmp_path / "file.yaml")],
     ):
         serve(tmp_path / "out", words)
@@ -188,6 +188,16 @@ def test_names_that_are_cut_short_are_read_as_vllm_reads_them() -> None:
     assert (given.served_model_name, given.revision) == ("chat", "v2")
     assert (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size) == (3, 2, 1)
     assert hub_of(["--rev", "v2"]).revision == "v2"
+    assert given_options(["--d", "1", "--rev", "v2"]).revision is None, "vLLM says that --d could be several"
+
+
+def test_a_file_of_options_is_read_where_vllm_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("tensor-parallel-size: 3\n")
+    path = str(tmp_path / "file.yaml")
+    assert given_options(["--config", path]).tensor_parallel_size == 3
+    assert given_options(["--config", path, "-tp", "2"]).tensor_parallel_size == 2
+    assert given_options([f"--config={path}"]).tensor_parallel_size == 1, "vLLM passes it over"
+    assert given_options(["--config"]).tensor_parallel_size == 1
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -44,8 +44,8 @@ from tests._support.tokenizer import tiny_tokenizer
 pytestmark = REAL_VLLM
 
 SERVED = {name: family for name in one_of_each() if (family := all_families()[TINY[name][0]]).served_by}
-FAMILIES = {name: family for name, family in SERVED.items() if name not in ("llama", "mistral")}
-"""LLaMA is asked on servers, in test_features.py, and Mistral's layer and names are LLaMA's."""
+FAMILIES = {name: family for name, family in SERVED.items() if name != "llama"}
+"""LLaMA is asked on servers, in test_features.py."""
 NAMES = pytest.mark.parametrize("name", FAMILIES)
 CHUNK, BLOCK = 128, 128
 """Tokens of one step of the engine, and of a block of vLLM's cache on a CPU."""

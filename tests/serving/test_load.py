@@ -29,7 +29,7 @@ from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
 from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
 from pyprune.serving.load.energy import Counter, EnergyMeter
-from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, parse_loads, parse_slo
+from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, owned_problems, parse_loads, parse_slo
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
@@ -115,6 +115,11 @@ def test_loads_and_service_levels_are_read() -> None:
             "holds --kv-cache-memory, which the measurement sets itself; use --kv-gib",
         ),
         (["--vllm-args", "--enable-prefix-caching"], "sets itself; leave it out"),
+        (
+            ["--eager", "--vllm-args", "--no-enforce-eager"],
+            "holds --no-enforce-eager, which the measurement sets itself",
+        ),
+        (["--vllm-args", "--num-gpu-blocks-override 8"], "holds --num-gpu-blocks-override"),
         (["--engine", "llamacpp"], "--engine llamacpp cannot be combined with --serving"),
         (["--batch-size", "2", "--quantise", "q8_0"], "--batch-size 2, --quantise q8_0 cannot be combined"),
         (["--prompt-tokens", "500"], "dense reads at most 512 tokens, the load needs 628"),
@@ -431,6 +436,15 @@ def test_what_was_checked_is_what_is_measured(
     monkeypatch.setattr(load_run, "read_checkpoint", read_checkpoint)
     measured(folders, replace(SMALL, vllm_args=("--revision", "v2")))
     assert asked == ["v2", "v2"]
+
+
+def test_of_a_file_only_what_is_not_replaced_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    given = ("--config", str(path), "--no-enable-prefix-caching", "--max-num-seqs", "8")
+    path.write_text("port: 8000\ndtype: float32\nenable-prefix-caching: true\n")
+    assert owned_problems(given) == []
+    path.write_text("served-model-name: chat\nenforce_eager: true\n")
+    assert [problem.split()[2] for problem in owned_problems(given)] == ["--served-model-name,", "--enforce-eager,"]
 
 
 def test_every_rank_has_a_process_and_a_cache(fake: FakeServers, folders: dict[str, Path]) -> None:

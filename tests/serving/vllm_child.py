@@ -92,11 +92,9 @@ def engine(model: str, **options: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     given = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, **options}
-    llm = LLM(model=model, kv_cache_memory_bytes=64 * 2**20, **given)
     try:
-        yield llm
+        yield LLM(model=model, kv_cache_memory_bytes=64 * 2**20, **given)
     finally:
-        del llm
         cleanup_dist_env_and_memory()
 
 
