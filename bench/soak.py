@@ -224,13 +224,18 @@ def memory_of(samples: Sequence[tuple[float, int]]) -> Json:
         samples: (seconds, bytes).
 
     Returns:
-        Their medians in bytes, "growth" as a share, and the samples. Growth is None for fewer than 40 samples.
+        Their medians in bytes, "growth" as a share, and the samples; "settled" is the growth since the second tenth,
+        when every length has been seen and memory that is kept has been asked for once. Both are None for fewer than
+        40 samples.
     """
     sizes = [size for _, size in samples]
     tenth = max(1, len(sizes) // 10)
     first, last = median(sizes[:tenth]), median(sizes[-tenth:])
-    growth = last / first - 1 if len(sizes) >= LEAST_SAMPLES and first else None
-    return {"first": first, "last": last, "growth": growth, "samples": [list(sample) for sample in samples]}
+    enough = len(sizes) >= LEAST_SAMPLES
+    second = median(sizes[tenth : 2 * tenth] or sizes)
+    growth, settled = (last / before - 1 if enough and before else None for before in (first, second))
+    samples_kept = [list(sample) for sample in samples]
+    return {"first": first, "last": last, "growth": growth, "settled": settled, "samples": samples_kept}
 
 
 def metric(text: str, name: str) -> float:
@@ -288,7 +293,7 @@ def _left_over(group: int, patience: float = 30.0) -> dict[int, str]:
 def verdicts(record: Json) -> list[tuple[str, bool | None]]:
     """(What was seen and asked, whether it holds) of every question; None = the run was too short to say."""
     compared, memory, rest, counts = (record[name] for name in ("compared", "memory", "rest", "counts"))
-    growth, gauges = memory["growth"], rest["gauges"]
+    growth, settled, gauges = memory["growth"], memory.get("settled"), rest["gauges"]
     held = f"{memory['first'] / 1e6:,.0f} MB in the first tenth, {memory['last'] / 1e6:,.0f} MB in the last"
     found: list[tuple[str, bool | None]] = [
         (f"{counts['failed']} requests failed, none was asked", counts["failed"] == 0),
@@ -298,7 +303,10 @@ def verdicts(record: Json) -> list[tuple[str, bool | None]]:
             compared["wrong"] == 0 if compared["answers"] else None,
         ),
         (
-            f"memory: {held}" + ("" if growth is None else f", {growth:+.2%}") + f"; at most {FLAT:.0%} was asked",
+            f"memory: {held}"
+            + ("" if growth is None else f", {growth:+.2%}")
+            + ("" if settled is None else f" ({settled:+.2%} since the second tenth)")
+            + f"; at most {FLAT:.0%} was asked",
             None if growth is None else abs(growth) <= FLAT,
         ),
         (

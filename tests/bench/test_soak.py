@@ -65,6 +65,11 @@ def test_memory_that_grows_is_seen() -> None:
     assert abs(flat["growth"]) < 0.002
     assert growing["growth"] == pytest.approx(1094.5 / 1004.5 - 1)
     assert soak.memory_of([(0.0, 1), (1.0, 2)])["growth"] is None, "too short to say"
+    warmed = soak.memory_of([(float(i), 900 if i < 10 else 1000) for i in range(100)])
+    assert (round(warmed["growth"], 3), warmed["settled"]) == (0.111, 0.0), "what is kept from the start on is no leak"
+    assert growing["settled"] == pytest.approx(1094.5 / 1014.5 - 1)
+    said = "+11.11% (+0.00% since the second tenth)"
+    assert said in soak.summary(record(memory=warmed))
 
 
 def record(**values: Any) -> dict[str, Any]:
