@@ -204,10 +204,10 @@ def sweep(
     points, failed = _points(fitting, wanted, shown, timed=timed)
     conditions = _conditions(options, fitting, profile) | {f"nothing for {b}": why for b, why in failed.items()}
     with atomic_folder(place, overwrite=overwrite) as work:
+        plans = {point.budget: point.winner.plan for point in points}
         for number, budget in enumerate(wanted, start=1):
-            for point in points:
-                if point.budget == budget:
-                    write_text(work / f"plan-{number}.json", point.winner.plan.to_json())
+            if budget in plans:
+                write_text(work / f"plan-{number}.json", plans[budget].to_json())
         write_report(sweep_report(points, str(model_id), conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.shards import weight_files
 from pyprune.checkpoint.verify import SERVER, new_server
 from pyprune.errors import ConfigError, MissingDependencyError
@@ -297,7 +298,9 @@ class _Pool:
 
 
 def read_once(checkpoint: Checkpoint) -> None:
-    """Read the weight files through, as verification does where there is a record: no start finds colder files."""
+    """Read the weight files through where there is no record, by which verification has read them: no colder start."""
+    if has_record(checkpoint.folder):
+        return
     for path in weight_files(checkpoint.folder):
         with path.open("rb", buffering=0) as file:
             while file.read(READ_BYTES):
