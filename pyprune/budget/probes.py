@@ -140,11 +140,8 @@ def dense_config(source: str | Path, *, gguf_file: str | None = None, **reading:
         CheckpointError: there is none, or it is damaged.
         UnsupportedModelError: a family that pyprune does not know, or a model that was cut to unequal sizes.
     """
-    from transformers import AutoConfig
-
-    import pyprune.modeling  # noqa: F401  (registers the pruned architectures, so that they are refused by name)
     from pyprune.checkpoint.damage import actionable
-    from pyprune.checkpoint.load import model_without_weights
+    from pyprune.checkpoint.load import config_of, model_without_weights
     from pyprune.checkpoint.plausible import read_config
 
     text = str(source)
@@ -155,7 +152,7 @@ def dense_config(source: str | Path, *, gguf_file: str | None = None, **reading:
     elif text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise CheckpointError(f"{text!r} is neither a folder nor a hub id of the form owner/name.")
     with actionable(text):
-        config: PretrainedConfig = AutoConfig.from_pretrained(text, **reading)
+        config: PretrainedConfig = config_of(text, **reading)
     family_for(config)
     return config
 

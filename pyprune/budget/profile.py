@@ -261,8 +261,8 @@ class Profile:
         device = self.machine["device"]
         if device == self.machine["cpu"]:
             return "cpu"
-        accelerators = _accelerators()
-        return f"cuda:{accelerators.index(device)}" if device in accelerators else "auto"
+        names = accelerators()
+        return f"cuda:{names.index(device)}" if device in names else "auto"
 
     def probe(self, name: str) -> Probe:
         """The probe of this name."""
@@ -298,9 +298,8 @@ def this_machine(device: str | None = None) -> dict[str, Any]:
     from pyprune.serving.stats import environment_record
 
     record = environment_record()
-    accelerators = _accelerators()
     return {
-        "device": device if device in accelerators else record["cpu"],
+        "device": device if device in accelerators() else record["cpu"],
         "cpu": record["cpu"],
         "isa": record["isa"],
         "cores": record["cpus"],
@@ -308,7 +307,8 @@ def this_machine(device: str | None = None) -> dict[str, Any]:
     }
 
 
-def _accelerators() -> list[str]:
+def accelerators() -> list[str]:
+    """Names of the GPUs that this process sees."""
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -13,9 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pyprune.budget.formats import WEIGHT_FORMATS
 from pyprune.budget.probes import Model, dense_config, probe_plans, write_served
-from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
+from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, accelerators, installed, this_machine
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.sizes import MULTIPLES
 from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, visible, written_bytes
@@ -144,8 +146,10 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
     tokenizer = load_tokenizer(str(source), **known) if engine == "llamacpp" else None
     run = _Run(o, engine, dtype, config, tokenizer=tokenizer)
     with visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
-        run.products = time_products(config, dtype)
         run.take(Path(work))
+    # where the engine ran: one that was built for the CPU alone leaves an accelerator unused
+    place = resolve_device(o.device) if run.device in accelerators() else torch.device("cpu")
+    run.products = time_products(config, dtype, place)
     return run.profile([note] if note else [])
 
 
@@ -258,21 +262,19 @@ class _Run:
         )
 
 
-def time_products(config: PretrainedConfig, dtype: str) -> list[Product]:
+def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> list[Product]:
     """Time the products of an MLP (up to a width and down again) at widths of several multiples, turn by turn.
 
     The widths lie just above the half and three quarters of the dense one, so that they differ in what they are a
     multiple of and hardly in anything else. Rows are as many as a prompt of 2,048 tokens has; torch computes them in
-    the dtype (float32 for formats that only llama.cpp has), on the CPU or the first accelerator.
+    the dtype (float32 for formats that only llama.cpp has).
 
     Args:
         config: of the dense model.
         dtype: of the profile.
+        place: the device that computes them.
     """
-    import torch
-
     sizes = family_for(config).sizes(config)
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = getattr(torch, dtype) if dtype in DTYPES else torch.float32
     base = max(128, *(int(share * sizes.intermediate_size) // 128 * 128 for share in (1 / 2, 3 / 4)))
     bases = sorted({max(128, base * 2 // 3 // 128 * 128), base})

@@ -202,7 +202,7 @@ def _checked_config(
         check_layers(raw.get("num_hidden_layers"), tensors, source)
     if is_exported_quantisation(raw):
         elements *= QUANTISED_PER_ELEMENT
-    config = _config_of(source, **options)
+    config = config_of(source, **options)
     _check_model_type(config.model_type)
     if not local or options["trust_remote_code"]:
         return config, None
@@ -238,7 +238,7 @@ def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
             f"{named(source)} holds an adapter, which was put on top of its weights. Merge it into its base model "
             "first (peft: merge_and_unload, then save_pretrained)."
         )
-    _check_filled(source, info)
+    check_filled(source, info)
     _check_model_type(model.config.model_type)
     for name, parameter in model.named_parameters():
         check_finite(name, parameter, source)
@@ -319,7 +319,7 @@ def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_r
     with actionable(source):
         if os.path.isdir(source):
             check_config(read_config(Path(source)), source)
-        config = _config_of(source, revision=revision, trust_remote_code=trust_remote_code)
+        config = config_of(source, revision=revision, trust_remote_code=trust_remote_code)
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else None
 
@@ -343,7 +343,16 @@ def _check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
         read_pruning_json(folder, verify_files=verify)
 
 
-def _config_of(source: str, **options: Any) -> Any:
+def config_of(source: str, **options: Any) -> Any:
+    """The configuration of a folder or hub id; with ``per_layer_config``, that of the pruned architecture.
+
+    Args:
+        source: folder or hub id.
+        options: revision and trust_remote_code.
+
+    Raises:
+        ValueError: config.json holds a value of the wrong kind, or sizes per layer that the architecture has not.
+    """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
         if has_sizes_per_layer(values):
@@ -360,8 +369,16 @@ def _check_model_type(name: Any) -> None:
         raise UnsupportedModelError(did_you_mean(str(name)[:80], all_families(), "model type"))
 
 
-def _check_filled(source: str, info: Mapping[str, Any]) -> None:
-    """Transformers fills missing weights with random numbers and only warns; here that is an error."""
+def check_filled(source: str, info: Mapping[str, Any]) -> None:
+    """Transformers fills missing weights with random numbers and only warns; here that is an error.
+
+    Args:
+        source: folder or hub id, for the message.
+        info: what ``from_pretrained(..., output_loading_info=True)`` told.
+
+    Raises:
+        CheckpointError: weights are missing, or some have another shape or no place in the model.
+    """
     problems = [
         f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:3])}"
         for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pyprune.errors import OutputError
 from pyprune.runtime.disk import in_place
@@ -14,31 +16,38 @@ WRITTEN_BY = "pyprune"
 """Key of the version in every JSON file of figures: only a file with it is replaced."""
 
 
-def check_figures(path: Path, *others: str | Path | None) -> None:
-    """Raise :class:`OutputError` before any work for a file of figures (``--json``) that may not be written there.
+def check_figures(
+    path: Path, *others: str | Path | None, option: str = "--json", ours: Callable[[dict[str, Any]], bool] | None = None
+) -> None:
+    """Raise :class:`OutputError` before any work for a file of figures that may not be written there.
 
     An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`) or it is empty.
 
     Args:
         path: the file.
         others: what else the command reads or writes.
+        option: that names the file.
+        ours: (what a JSON file of pyprune's holds) -> whether it may be replaced; None = it holds figures.
     """
     check_file(path)
-    for other in others:
-        if other is not None and (_same(path, other) or _inside(path, Path(other))):
-            raise OutputError(f"--json is {path}, but the command uses {other} for something else; name another file.")
-    if path.is_file() and not in_place(path) and path.stat().st_size and not _holds_figures(path):
+    _refuse_used(option, path, others)
+    if path.is_file() and not in_place(path) and path.stat().st_size and not _is_of(path, ours or _are_figures):
         raise OutputError(
             f"{path} exists and was not written by pyprune, so it is not replaced. Name another file, or remove it."
         )
 
 
-def check_lines(path: Path) -> None:
-    """Raise :class:`OutputError` before any work for a file of JSON lines that may not be appended to.
+def check_lines(path: Path, *others: str | Path | None) -> None:
+    """Raise :class:`OutputError` before any work for a file of JSON lines (``--jsonl``) that may not be appended to.
 
     An existing file must begin with a JSON object; a text of somebody's is not.
+
+    Args:
+        path: the file.
+        others: what else the command reads or writes.
     """
     check_file(path)
+    _refuse_used("--jsonl", path, others)
     if in_place(path) or not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb") as stream:
@@ -51,13 +60,26 @@ def check_lines(path: Path) -> None:
         raise OutputError(f"{path} exists and does not hold JSON lines, so nothing is appended to it. Name another.")
 
 
-def _holds_figures(path: Path) -> bool:
+def _refuse_used(option: str, path: Path, others: Iterable[str | Path | None]) -> None:
+    for other in others:
+        if other is not None and (_same(path, other) or _inside(path, Path(other))):
+            raise OutputError(
+                f"{option} is {path}, but the command uses {other} for something else; name another file."
+            )
+
+
+def _is_of(path: Path, ours: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether a file is JSON that pyprune wrote, and of this kind."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
         return False
-    # Profiles and records of checkpoints name the version too; they are sealed, and no figures.
-    return isinstance(data, dict) and WRITTEN_BY in data and "sha256" not in data
+    return isinstance(data, dict) and WRITTEN_BY in data and ours(data)
+
+
+def _are_figures(data: dict[str, Any]) -> bool:
+    """Profiles and records of checkpoints name the version too; they are sealed, and no figures."""
+    return "sha256" not in data
 
 
 def _same(path: Path, other: str | Path) -> bool:

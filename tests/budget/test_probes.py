@@ -195,11 +195,25 @@ def test_a_profile_says_what_it_is_of_and_can_be_fitted(taken: Profile) -> None:
 
 
 def test_probes_are_removed_from_the_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "time_products", lambda config, dtype: [])
+    monkeypatch.setattr(timing, "time_products", lambda *of: [])
     monkeypatch.setattr(timing, "EngineGroup", _Broken)
     with pytest.raises(RuntimeError, match="this engine is broken"):
         take_profile(source, ProfileOptions(**QUICK, folder=tmp_path))  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("engine_on_it", [False, True])
+def test_products_are_timed_on_the_device_that_the_engine_ran_on(
+    source: Path, monkeypatch: pytest.MonkeyPatch, engine_on_it: bool
+) -> None:
+    placed: list[torch.device] = []
+    used = None if engine_on_it else "unused"  # None is what the engine here says that it ran on
+    monkeypatch.setattr(timing, "accelerators", lambda: [used])
+    monkeypatch.setattr(timing, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(timing, "time_products", lambda config, dtype, place: placed.append(place) or [])
+    options = ProfileOptions(**{**QUICK, "repeats": 1, "generation": ()}, probes=2)  # type: ignore[arg-type]
+    take_profile(source, options)
+    assert placed == [torch.device("cuda" if engine_on_it else "cpu")]
 
 
 class _Broken(turns.EngineGroup):
@@ -232,7 +246,7 @@ def _counting(loaded: list[list[str]]) -> Callable[..., Any]:
 
 
 def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
-    products = time_products(tiny_model(intermediate_size=1000).config, "float32")
+    products = time_products(tiny_model(intermediate_size=1000).config, "float32", torch.device("cpu"))
     widths = {(product.multiple, product.width) for product in products}
     assert len(widths) == 2 * len(MULTIPLES)
     for multiple, width in widths:
@@ -328,7 +342,7 @@ def test_a_profile_of_the_cpu_is_used_on_the_cpu(taken: Profile) -> None:
 def test_a_profile_of_one_of_two_accelerators_is_used_on_that_one(
     taken: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.budget.profile._accelerators", lambda: ["small", "large"])
+    monkeypatch.setattr("pyprune.budget.profile.accelerators", lambda: ["small", "large"])
     assert replace(taken, machine={**taken.machine, "device": "large"}).used_device == "cuda:1"
 
 

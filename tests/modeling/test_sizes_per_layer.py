@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import HeterogeneousConfigMixin
 
+from pyprune.budget.probes import dense_config
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
@@ -146,3 +147,13 @@ def test_a_stock_folder_stays_stock(tmp_path: Path, stated: Any) -> None:
     loaded, _ = load_model(tmp_path)
     assert type(loaded) is type(model)
     assert type(loaded.config) is LlamaConfig
+
+
+def test_predictions_do_not_take_such_a_folder_for_the_dense_model(tmp_path: Path) -> None:
+    layers: tuple[dict[str, Any], ...] = ({"skip": ["mlp"]}, {"intermediate_size": 16}, {"num_attention_heads": 2})
+    for number, own in enumerate(layers):
+        folder = tmp_path / str(number)
+        tiny_model("llama").save_pretrained(folder)
+        change(folder, per_layer_config={"1": own})
+        with pytest.raises(UnsupportedModelError, match="pruned_llama"):
+            dense_config(folder)

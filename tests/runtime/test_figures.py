@@ -40,3 +40,23 @@ def test_lines_are_appended_to_lines_alone(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"a": 1}\n')
     check_lines(tmp_path / "lines")
     check_lines(tmp_path / "absent")
+
+
+def test_a_profile_takes_the_place_of_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+
+    def check() -> None:
+        check_figures(path, option="--out", ours=lambda data: "profile" in data)
+
+    for other in ({"profile": 1}, seal({"pyprune": "1", "files": []}), {"pyprune": "1", "a": 1}):
+        path.write_text(json.dumps(other))
+        with pytest.raises(OutputError, match="so it is not replaced"):
+            check()
+    path.write_text(json.dumps(seal({"pyprune": "1", "profile": 1})))
+    check()
+
+
+def test_lines_do_not_go_where_something_else_is_written_or_read(tmp_path: Path) -> None:
+    (tmp_path / "report").mkdir()
+    with pytest.raises(OutputError, match=r"--jsonl is .*, but the command uses .*report for something else"):
+        check_lines(tmp_path / "report" / "turns.jsonl", None, tmp_path / "report")
