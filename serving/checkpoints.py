@@ -28,6 +28,8 @@ BESIDE_WORDS = re.compile(r"(.*\.)(?:scales|qzeros|g_idx)")
 WORDS = ".qweight"
 """End of the name of a weight whose values GPTQ or AWQ packed into words."""
 BITS_OF_A_WORD = 32
+FORMAT_KEY = "pyprune.quantise"
+"""Where a GGUF file of pyprune's says which format its matrices were asked for in."""
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -230,17 +232,34 @@ def read_gguf(path: Path) -> Checkpoint:
         "head_dim": max(keys, default=hidden * hidden) // hidden,  # all KV heads as one: enough for the cache's size
         "max_position_embeddings": facts.get(f"{architecture}.context_length"),
     }
-    return Checkpoint(path, config, header.elements, path.stat().st_size, _format(facts.get("general.file_type")))
+    return Checkpoint(path, config, header.elements, path.stat().st_size, _format(facts))
 
 
-def _format(file_type: Any) -> str:
+def _format(facts: Mapping[str, Any]) -> str:
+    """The format of the matrices: as pyprune calls it in its own files, else llama.cpp's name of the file's type."""
     from gguf import LlamaFileType
 
+    own, file_type = facts.get(FORMAT_KEY), facts.get("general.file_type")
+    if isinstance(own, str):  # llama.cpp has no name for a file of q4_k alone
+        return own
     try:
         name = str(LlamaFileType(file_type).name)
     except ValueError:
         return "unknown format"
     return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+
+
+def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
+    """Refuse a folder of another program's with sizes per layer: engines would build a model of equal layers.
+
+    Raises:
+        CheckpointError: a stock architecture with ``per_layer_config``.
+    """
+    if checkpoint.config.get("per_layer_config") and not checkpoint.architecture.startswith("Pruned"):
+        raise CheckpointError(
+            f"{source} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
+            "which makes it one that pyprune's architectures hold."
+        )
 
 
 def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
@@ -274,7 +293,9 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
             f"{shown(str(source))} is a GGUF file where a checkpoint folder is needed; llama.cpp runs it "
             "(pyprune bench --engine llamacpp), and --gguf-file reads one inside a folder."
         )
-    if str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+    if isinstance(source, Path):  # which has lost the ./ that tells a folder from a hub id
+        raise CheckpointError(f"There is no folder {shown(str(source))}.")
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download
 
@@ -296,6 +317,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     text = whole.get("text_config") or {}
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
+    per_layer = config.get("per_layer_config") or {}
+    if not isinstance(per_layer, dict) or not all(isinstance(own, dict) for own in per_layer.values()):
+        raise CheckpointError(f"{path} is damaged: its per_layer_config is not a mapping from layers to their values.")
     if "vocab_size" not in config:
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
     for name in COUNTS:

@@ -19,9 +19,9 @@ import yaml
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.progress import warn
-from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint
+from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
-from pyprune.serving.plugin import architectures
+from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
 from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples, why_not_split
 
@@ -199,7 +199,7 @@ def is_pruned(config: Any) -> bool:
 
 
 def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
-    """Return why each stock target of the dense family does not hold the plan ("" entries left out).
+    """Return why no stock target of the dense family holds the plan, target by target; nothing where one does.
 
     Args:
         config: of the compacted model.
@@ -211,7 +211,7 @@ def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
 
     family = all_families()[plan.model_type]
     found = [(stock.model_type, stock.why_not(config, plan)) for stock in family.stock_targets]
-    return tuple(f"{name}: {reason}" for name, reason in found if reason)
+    return tuple(f"{name}: {reason}" for name, reason in found) if all(reason for _, reason in found) else ()
 
 
 def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
@@ -321,11 +321,9 @@ def servable(
             f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
             f"(it serves {', '.join(sorted(architectures()))}); load it with Transformers."
         )
-    if checkpoint.config.get("per_layer_config") and not checkpoint.architecture.startswith("Pruned"):
-        raise CheckpointError(
-            f"{folder} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
-            "which makes it one that the vLLM plugin serves."
-        )
+    refuse_unread_sizes(checkpoint, folder)
+    if checkpoint.architecture.startswith("Pruned") and (reason := why_not_loaded()):
+        raise CheckpointError(f"{folder} is a {checkpoint.architecture}, which pyprune's plugin serves. {reason}")
     widths, tensor_ranks = layer_widths(checkpoint.config), given_options(extra_args).tensor_parallel_size
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, tensor_ranks)

@@ -7,13 +7,20 @@ raises here: what goes wrong is one line in the log with the way out, and models
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 
+from pyprune.errors import shown
 from pyprune.serving.launch import answer_for_variants
 from pyprune.serving.releases import TESTED
 
 logger = logging.getLogger("pyprune")
+
+NAME = "pyprune"
+"""Of the entry points, by which vLLM knows the plugin."""
+PLUGINS = "VLLM_PLUGINS"
+"""Environment variable: where it is set, vLLM calls these plugins alone."""
 
 
 @cache
@@ -22,6 +29,15 @@ def architectures() -> dict[str, str]:
     from pyprune.families import all_families
 
     return {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
+
+
+def why_not_loaded() -> str:
+    """Why vLLM will not call this plugin in a process with this environment, and what to do; empty where it will."""
+    named = os.environ.get(PLUGINS)
+    if named is None or NAME in named.split(","):
+        return ""
+    wanted = ",".join(filter(None, (named, NAME)))
+    return f"{PLUGINS} is {shown(named)}, which keeps vLLM from loading that. Set {PLUGINS}={wanted}, or unset it."
 
 
 def look_for_platform() -> None:

@@ -206,8 +206,19 @@ def _scale(weight: Tensor, scheme: Any, dtype: Any, clip: float) -> Tensor:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     ends = _grouped(weight, scheme).abs().amax(dim=-1) * clip
-    scale: Tensor = calculate_qparams(-ends, ends, scheme.weights)[0]
-    return scale.to(dtype)
+    return _stored(calculate_qparams(-ends, ends, scheme.weights)[0], dtype)
+
+
+def _stored(scale: Tensor, dtype: Any) -> Tensor:
+    """A scale in the dtype of the weights, which must not cut a group's range short.
+
+    float16 keeps ever fewer digits of what is below 6e-5, and in the end none, so that such a scale is rounded up.
+    """
+    import torch
+
+    facts = torch.finfo(dtype)
+    step = facts.smallest_normal * facts.eps
+    return torch.where(scale < facts.smallest_normal, (scale / step).ceil() * step, scale).to(dtype)
 
 
 def _grouped(weight: Tensor, scheme: Any) -> Tensor:

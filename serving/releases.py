@@ -30,7 +30,7 @@ def vllm_version() -> str:
 
 
 def why_not_unequal_heads(widths: Sequence[LayerSizes], version: str) -> str:
-    """Why a release of vLLM cannot serve these layers; empty where it can, or where its version is no number.
+    """Why a release of vLLM cannot serve these layers; empty where it can, or where its version tells no release.
 
     Before :data:`HEADS_PER_LAYER` some backends take the model's query heads for those of each layer: they read and
     write beyond their scratch memory, which ends in a crash, a standstill or wrong tokens.
@@ -39,7 +39,7 @@ def why_not_unequal_heads(widths: Sequence[LayerSizes], version: str) -> str:
         widths: of every layer.
         version: of vLLM, such as 0.32.0+cpu.
     """
-    number = re.match(r"(\d+)\.(\d+)", version)
+    number = re.match(r"(?!0\.1\.dev)(\d+)\.(\d+)", version)  # 0.1.dev: of sources without their tags
     with_attention = {heads: index for index, (heads, _, _) in reversed(list(enumerate(widths))) if heads}
     if number is None or len(with_attention) < 2 or tuple(map(int, number.groups())) >= HEADS_PER_LAYER:
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.config import model as vllm_rules
 from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -22,6 +23,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from pyprune.errors import ConfigError
 from pyprune.families import Family, all_families, resolve
+from pyprune.modeling.configuration import PREFIX
+from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
@@ -31,18 +34,24 @@ from pyprune.serving.widths import layer_widths, why_not_drafting, why_not_split
 def check_served(vllm_config: VllmConfig) -> None:
     """Refuse, before any layer is built, a folder that was changed and what a rank would later die of.
 
+    Weights that vLLM streams from an object store are not in the folder, which nothing is compared of then; a warning
+    says so.
+
     Raises:
         CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
         ConfigError: query heads that differ between layers in a vLLM that is too old for it, sizes that the ranks of
-            tensor parallelism cannot share, a rank of pipeline parallelism without attention, or a draft model whose
-            layers have different heads.
+            tensor parallelism cannot share, a rank of pipeline parallelism without attention, a draft model whose
+            layers have different heads, or a dtype that vLLM refuses for the dense family.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    verify_checkpoint(model_config.model)
+    if getattr(model_config, "model_weights", ""):
+        warn(f"The files of {model_config.model_weights} were not verified: they are streamed.")
+    else:
+        verify_checkpoint(model_config.model)
     widths = layer_widths(model_config.hf_config.to_dict())
     ranks = parallel.pipeline_parallel_size
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
-    reason = why_not_unequal_heads(widths, vllm_version())
+    reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
     reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
     if not reason and _is_draft(vllm_config):
         kinds = model_config.hf_config.to_dict().get("layer_types") or ()
@@ -50,6 +59,15 @@ def check_served(vllm_config: VllmConfig) -> None:
         reason = why_not_drafting(widths, kinds, hybrid=hybrid)
     if reason:
         raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
+
+
+def _why_not_in(model_config: Any) -> str:
+    """Why vLLM keeps a family out of the dtype, which it finds by the name of the dense architecture alone."""
+    family, dtype = str(model_config.hf_config.model_type).removeprefix(PREFIX), model_config.dtype
+    refused = getattr(vllm_rules, "_FLOAT16_NOT_SUPPORTED_MODELS", {})
+    if dtype != torch.float16 or family not in refused:
+        return ""
+    return f"vLLM does not run {family} in float16. {refused[family]} (--dtype bfloat16, --dtype float32)"
 
 
 def _is_draft(vllm_config: VllmConfig) -> bool:

@@ -117,7 +117,8 @@ def _export_gguf(model: str, out: Path, quantise: str, *, overwrite: bool) -> No
 
 @guarded
 def serve(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    # no Path: that would make a hub id of ./owner/name
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
     vllm_args: Annotated[
         list[str] | None,
         typer.Argument(
@@ -137,9 +138,9 @@ def serve(
     """
     from pyprune.serving.export import serve as start
 
-    if str(folder).startswith("-"):
+    if folder.startswith("-"):
         raise ConfigError(
-            f"{shown(str(folder))} stands where the checkpoint folder belongs. Name the folder first, then vLLM's "
+            f"{shown(folder)} stands where the checkpoint folder belongs. Name the folder first, then vLLM's "
             "options: pyprune serve DIR --port 9000"
         )
     start(folder, vllm_args or (), verify=not no_verify)

@@ -47,7 +47,7 @@ from pyprune.runtime.progress import warn
 from pyprune.runtime.records import digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.export import export
-from pyprune.serving.gguf.write import check_gguf_installed, check_gguf_output, export_gguf
+from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
 from pyprune.serving.table import speed_facts
 
@@ -354,7 +354,7 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
         check_quantising_installed()
         check_output(place, overwrite=overwrite, reads=[out])
         return
-    check_gguf_installed(weights)
+    check_gguf_format(weights)
     if out.parent.is_dir():  # else the checkpoint makes it
         check_gguf_output(place, out, overwrite=overwrite)
 

@@ -77,9 +77,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
     from pyprune.runtime.files import claimed, whole_folder
     from pyprune.serving.checkpoints import read_checkpoint
 
-    if quantise not in FORMATS:
-        raise ConfigError(did_you_mean(quantise, FORMATS, "GGUF format"))
-    check_gguf_installed(quantise)
+    check_gguf_format(quantise)
     target = Path(out).absolute()
     check_gguf_output(target, source, overwrite=overwrite)
     model = open_model(read_checkpoint(source).folder)
@@ -97,13 +95,16 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
     )
 
 
-def check_gguf_installed(quantise: str) -> None:
+def check_gguf_format(quantise: str) -> None:
     """Find out before anything is read that GGUF files of a format cannot be written.
 
     Raises:
+        ConfigError: an unknown format.
         ConfigError, MissingDependencyError: see :func:`pyprune.serving.gguf.blocks.check_quantizer`.
         MissingDependencyError: the package gguf is not installed.
     """
+    if quantise not in FORMATS:
+        raise ConfigError(did_you_mean(quantise, FORMATS, "GGUF format"))
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -149,11 +150,13 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
 
     from pyprune.checkpoint.gguf import read_gguf_header
     from pyprune.checkpoint.tokenizer import load_tokenizer
+    from pyprune.serving.checkpoints import FORMAT_KEY
     from pyprune.serving.gguf.metadata import add_metadata, rope_factors
     from pyprune.serving.gguf.tokenizer import add_tokenizer
 
     writer = gguf.GGUFWriter(path, model.form.architecture)
     writer.add_string(OWN_KEY, _version())
+    writer.add_string(FORMAT_KEY, quantise)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_file_type(_file_type(quantise))

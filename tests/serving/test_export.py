@@ -87,11 +87,12 @@ def test_stock_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert any("widths differ" in reason for reason in report.reasons)
 
 
-@pytest.mark.parametrize("name", ["llama-head-dim", "qwen3", "opt", "phi"])
+@pytest.mark.parametrize("name", ["llama-head-dim", "qwen2", "qwen3", "mistral", "opt", "phi"])
 def test_stock_model_as_the_pruned_architecture(tmp_path: Path, name: str) -> None:
     model, _ = _compacted(name, uniform=True)
     report = export(model, tmp_path / "out", target="pruned")
     assert report.architecture.startswith("Pruned")
+    assert report.reasons == (), "one stock architecture would hold it"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = tiny_batch()
     with torch.no_grad():

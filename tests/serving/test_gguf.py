@@ -19,6 +19,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.serving.checkpoints import read_gguf
 from pyprune.serving.gguf import blocks, layout, write
 from pyprune.serving.gguf.blocks import FORMATS, NARROW, quantised
 from pyprune.serving.gguf.write import export_gguf
@@ -164,6 +165,7 @@ def test_k_quants_are_close_and_closer_than_blocks_of_as_many_bits(tmp_path: Pat
     model, _ = Case("llama", identity, "llama", values=LARGE_BLOCKS).write(tmp_path)
     found = {kind: errors_of(model, kind, tmp_path) for kind in ("f32", "q8_0", *NARROW, "q4_0")}
     dense = {kind: error for kind, (error, _) in found.items()}
+    assert {kind: read_gguf(tmp_path / f"{kind}.gguf").format for kind in found} == {kind: kind for kind in found}
     assert max(as_stored for _, as_stored in found.values()) < 0.06
     assert dense["f32"] < dense["q8_0"] < dense["q6_k"] < dense["q5_k"] < dense["q4_k"] < dense["q4_0"]
 

@@ -340,3 +340,24 @@ def test_a_quantised_folder_is_not_pruned_recovered_or_exported_again(tmp_path: 
 def test_a_format_of_another_kind_of_file_is_refused(tmp_path: Path, file_format: str, name: str, said: str) -> None:
     output = refused("export", tmp_path, "--format", file_format, "--quantise", name, "--out", tmp_path / "o")
     assert said in " ".join(output.split())
+
+
+@pytest.mark.parametrize("name", ["w8a8-int8", "fp8"])
+def test_scales_that_float16_can_hardly_hold_are_rounded_up(tmp_path: Path, name: str) -> None:
+    """Rounded down, they would cut the largest weights short; rounded to zero, they would make zeros no numbers."""
+    model = tiny_model("llama-head-dim", intermediate_size=48)
+    weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    with torch.no_grad():
+        weight.mul_(2e-5)
+        weight[0] = 0
+        weight[1, 1:] = 0
+    wanted = weight.detach().half().float()
+    save_checkpoint(model.half(), tiny_tokenizer(), tmp_path / "source", plan=None, provenance={})
+    export(tmp_path / "source", tmp_path / "out", quantise=name)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scale = stored["model.layers.0.mlp.up_proj.weight_scale"]
+    assert scale.dtype == torch.float16
+    found = stored["model.layers.0.mlp.up_proj.weight"].float() * scale.float()
+    assert torch.isfinite(found).all()
+    largest = wanted.abs().amax(dim=1)
+    torch.testing.assert_close(found.abs().amax(dim=1), largest, rtol=0.07, atol=float(2**-25))

@@ -38,6 +38,7 @@ def test_unequal_query_heads_need_a_newer_vllm(version: str) -> None:
         (UNEQUAL, f"{SINCE}.1.dev3+g12ab"),
         (UNEQUAL, "1.0.0"),
         (UNEQUAL, "dev"),
+        (UNEQUAL, "0.1.dev1+gabc123.cpu"),
         (UNEQUAL, ""),
         ([(4, 2, 8), (0, 0, 4), (4, 1, 0)], OLD),
         ([], OLD),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.serving.export import serve_command
+from pyprune.errors import CheckpointError
+from pyprune.serving.export import export, serve_command
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.served import flip_a_weight_bit
@@ -142,6 +143,30 @@ def test_a_hub_id_is_served_by_its_name_and_in_its_revision(folder: Path, monkey
     assert command[-5:] == [str(folder), "--revision", "v2", "--served-model-name", "owner/name"]
     assert "owner/name" not in serve_command("owner/name", ["--served-model-name", "chat"])
     assert asked[1] == ("owner/name", None, None, None)
+
+
+def test_a_folder_that_is_missing_is_not_looked_for_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's model would be served in its place."""
+    asked = downloads(folder, monkeypatch)
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    for command in ("serve", "inspect"):
+        assert "'./models/chat' is neither a folder nor a hub id" in " ".join(refused(command, "./models/chat").split())
+    with pytest.raises(CheckpointError, match="There is no folder 'models/chat'"):
+        serve_command(Path("./models/chat"))
+    assert asked == []
+
+
+@pytest.mark.parametrize(("plugins", "said"), [("other", "VLLM_PLUGINS=other,pyprune"), ("", "VLLM_PLUGINS=pyprune")])
+def test_a_list_of_plugins_without_this_one_is_refused_where_it_is_needed(
+    plugins: str, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    export(folder, tmp_path / "pruned", target="pruned")
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert f"Set {said}, or unset it." in " ".join(refused("serve", tmp_path / "pruned").split())
+    assert serve_command(folder)[-1] == str(folder), "a stock model needs none"
+    monkeypatch.setenv("VLLM_PLUGINS", said.removeprefix("VLLM_PLUGINS="))
+    assert serve_command(tmp_path / "pruned")[-1] == str(tmp_path / "pruned")
 
 
 def test_vllms_own_file_of_options_is_read_where_it_decides(

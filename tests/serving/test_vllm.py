@@ -96,6 +96,12 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
         {"draft": True},
         "this one has full_attention and sliding_attention, whose caches vLLM keeps apart. Add --disable-hybrid-kv",
     ),
+    "streamed": (  # its weights are not in the folder that is compared
+        "mistral-per-layer-truncated",
+        {"streamed": "s3://bucket/model", "draft": True},
+        "layer 0 has 2 query and 2 KV heads",
+    ),
+    "float16": ("gemma3-per-layer", {"dtype": "float16"}, "vLLM does not run gemma3_text in float16. Numerical"),
     "draft": ("mistral-per-layer", {"draft": True}, "layer 0 has 2 query and 2 KV heads, layer 1 has 4 and 2."),
 }
 """What cannot be served like this: the folder, the ranks, and what the message says."""

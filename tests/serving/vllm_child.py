@@ -3,8 +3,8 @@
 stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id, ...], ...], "new_tokens": n, "top": k}
 and perhaps "dtype" (default: float32), "compiled": true (default: eager), "ranks": n of tensor parallelism, "reload":
 true (every model answers once more, after its weights were wiped and vLLM was asked to load them again) and "built":
-{name: {"model": folder, "tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool}}, of which the
-model class alone is built
+{name: {"model": folder, "tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool, "dtype": name,
+"streamed": URI of the weights}}, of which the model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
 """
@@ -63,14 +63,22 @@ def _refusal(model: str, job: dict[str, Any]) -> str | None:
 
 
 def _built(
-    model: str, tensor: int = 1, stages: int = 1, partition: str | None = None, draft: bool = False
+    model: str,
+    tensor: int = 1,
+    stages: int = 1,
+    partition: str | None = None,
+    draft: bool = False,
+    dtype: str = "float32",
+    streamed: str = "",
 ) -> str | None:
     """How the class refuses to be built in a rank; no rank is there, so that nothing else can come of it."""
+    import torch
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
     config = AutoConfig.from_pretrained(model)
-    model_config = SimpleNamespace(model=model, hf_config=config)
+    facts: dict[str, Any] = {"dtype": getattr(torch, dtype), "model_weights": streamed}
+    model_config = SimpleNamespace(model=model, hf_config=config, **facts)
     whole = SimpleNamespace(
         model_config=model_config,
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
