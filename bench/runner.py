@@ -24,7 +24,11 @@ RECORDS = Path(__file__).resolve().parent / "results" / "serving.jsonl"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; return the exit status."""
     options = _parser().parse_args(arguments)
-    models = {name: folder for name, _, folder in (text.partition("=") for text in options.models)}
+    named = [text.split("=", 1) for text in options.models]
+    models = dict(named)
+    if len(models) < len(named):
+        print(f"{', '.join(name for name, _ in named)}: every model needs a name of its own.", file=sys.stderr)
+        return 2
     try:
         report = measure(
             models,

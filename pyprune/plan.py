@@ -207,9 +207,9 @@ class PrunePlan:
         parts = [
             f"{len(self.layers)} of {dense.num_layers} layers",
             f"hidden {len(self.hidden)} of {dense.hidden_size}",
-            f"query heads {_spread(len(x.query_heads) for x in self.layers)} of {dense.num_attention_heads}",
-            f"KV heads {_spread(len(x.kv_heads) for x in self.layers)} of {dense.num_key_value_heads}",
-            f"FFN {_spread(len(x.ffn) for x in self.layers)} of {dense.intermediate_size}",
+            f"query heads {spread(len(x.query_heads) for x in self.layers)} of {dense.num_attention_heads}",
+            f"KV heads {spread(len(x.kv_heads) for x in self.layers)} of {dense.num_key_value_heads}",
+            f"FFN {spread(len(x.ffn) for x in self.layers)} of {dense.intermediate_size}",
         ]
         return ", ".join(parts)
 
@@ -404,7 +404,8 @@ def _layer_problems(layer: LayerPlan, dense: Sizes) -> list[str]:
     return problems
 
 
-def _spread(values: Iterable[int]) -> str:
+def spread(values: Iterable[int]) -> str:
+    """Sizes of layers for people: one number where they are alike, else the least and the most ("16-48")."""
     found = sorted(set(values))
     if not found:
         return "none"

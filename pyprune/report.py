@@ -342,7 +342,7 @@ def chart_svg(chart: Chart) -> str:
         _draw_points(axes, chart)
     else:
         _draw_lines(axes, chart)
-    axes.set_title(chart.title, loc="left", fontsize=11, color=INK, pad=12)
+    axes.set_title(_plain(chart.title), loc="left", fontsize=11, color=INK, pad=12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PLAIN)
     axes.tick_params(which="both", colors=INK, labelsize=9)
@@ -385,10 +385,15 @@ def _svg_text(figure: Any, title: str) -> str:
     return out.getvalue()
 
 
+def _plain(text: str) -> str:
+    """A text in which no $ begins a formula: names of folders may hold one."""
+    return text.replace("$", r"\$")
+
+
 def _draw_bars(axes: Any, chart: BarChart) -> None:
     labels, values = list(chart.bars), list(chart.bars.values())
     colours = [ACCENT if label == chart.highlight else PLAIN for label in labels]
-    bars = axes.barh(labels, values, color=colours, height=0.62)
+    bars = axes.barh(list(map(_plain, labels)), values, color=colours, height=0.62)
     if chart.logarithmic:
         axes.set_xscale("log")
     axes.bar_label(bars, labels=[_format_float(v) for v in values], padding=4, fontsize=9, color=INK)
@@ -398,7 +403,7 @@ def _draw_bars(axes: Any, chart: BarChart) -> None:
         axes.axvline(chart.reference, color=SOFT, linestyle="--", linewidth=1)
         text = f"{chart.reference_label} {_format_float(chart.reference)}"
         axes.annotate(
-            text,
+            _plain(text),
             (chart.reference, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, 3),
@@ -406,16 +411,16 @@ def _draw_bars(axes: Any, chart: BarChart) -> None:
             fontsize=8,
             color=SOFT,
         )
-    axes.set_xlabel(chart.unit, fontsize=9, color=SOFT)
+    axes.set_xlabel(_plain(chart.unit), fontsize=9, color=SOFT)
     axes.tick_params(axis="y", length=0)
 
 
 def _draw_lines(axes: Any, chart: LineChart) -> None:
     for number, (label, values) in enumerate(chart.lines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        axes.plot(range(1, len(values) + 1), values, label=label, color=colour, linewidth=1.6)
-    axes.set_xlabel(chart.x_label, fontsize=9, color=SOFT)
-    axes.set_ylabel(chart.y_label, fontsize=9, color=SOFT)
+        axes.plot(range(1, len(values) + 1), values, label=_plain(label), color=colour, linewidth=1.6)
+    axes.set_xlabel(_plain(chart.x_label), fontsize=9, color=SOFT)
+    axes.set_ylabel(_plain(chart.y_label), fontsize=9, color=SOFT)
     axes.grid(axis="y", color="#e8ecf2", linewidth=0.8)
     if chart.lines:
         axes.legend(frameon=False, fontsize=9)
@@ -425,10 +430,10 @@ def _draw_points(axes: Any, chart: PointChart) -> None:
     for label, (x, y) in chart.points.items():
         colour = SOFT if label == chart.reference else ACCENT if label in chart.front else PLAIN
         axes.plot([x], [y], marker="o", linestyle="", color=colour, markersize=6, gid=_point_id(chart, label))
-        axes.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
+        axes.annotate(_plain(label), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
     joined = sorted(chart.points[label] for label in chart.front)
     axes.plot([x for x, _ in joined], [y for _, y in joined], color=ACCENT, linewidth=1, zorder=0)
-    axes.set_xlabel(chart.x_label, fontsize=9, color=SOFT)
-    axes.set_ylabel(chart.y_label, fontsize=9, color=SOFT)
+    axes.set_xlabel(_plain(chart.x_label), fontsize=9, color=SOFT)
+    axes.set_ylabel(_plain(chart.y_label), fontsize=9, color=SOFT)
     axes.grid(color="#e8ecf2", linewidth=0.8)
     axes.margins(x=0.12, y=0.12)

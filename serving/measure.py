@@ -19,7 +19,7 @@ from pyprune.errors import ConfigError
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
-from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf
+from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf, refuse_unread_sizes
 from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.speed import (
@@ -147,8 +147,12 @@ def workload_of(
 
 
 def _max_length(engine: EngineName, source: str | Path) -> int | None:
-    is_file = engine == "llamacpp" and is_gguf(source)
-    return (read_gguf(Path(source)) if is_file else read_checkpoint(source, verify=False)).max_length
+    if engine == "llamacpp" and is_gguf(source):
+        return read_gguf(Path(source)).max_length
+    found = read_checkpoint(source, verify=False)
+    if engine != "llamacpp":  # for which it is written as a file first, from what pyprune reads
+        refuse_unread_sizes(found, source)
+    return found.max_length
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,10 @@ def _check_format(engine: EngineName, dtype: str, quantise: str | None) -> None:
         raise ConfigError(f"dtype is {dtype}, but llama.cpp takes formats of GGUF files; set quantise instead.")
     if engine != "llamacpp" and quantise is not None:
         raise ConfigError(f"quantise is {quantise}, which belongs to the engine llamacpp; for {engine} set dtype.")
+    if engine == "llamacpp":
+        from pyprune.serving.gguf.write import check_gguf_format
+
+        check_gguf_format(quantise or GGUF_FORMAT)
 
 
 def _open(engine: EngineName, source: str | Path, written: str | None, quantise: str, files: ExitStack) -> _Given:

@@ -79,13 +79,16 @@ class TransformersRunner(Runner):
         from transformers import AutoModelForCausalLM
 
         import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+        from pyprune.checkpoint.load import check_filled
 
         where = "cuda" if torch.cuda.is_available() else "cpu"
         self.device: str | None = torch.cuda.get_device_name(0) if where == "cuda" else None
         dtype = getattr(torch, options["dtype"])
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            options["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            options["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
+        model, info = loaded
+        check_filled(options["model"], info)
         self._model = model.to(where).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0

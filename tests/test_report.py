@@ -17,6 +17,7 @@ from pyprune.errors import ConfigError, MissingDependencyError, OutputError
 from pyprune.report import (
     BarChart,
     LineChart,
+    PointChart,
     Report,
     Table,
     chart_svg,
@@ -106,6 +107,16 @@ def test_charts_are_well_formed_and_reproducible() -> None:
         svg = chart_svg(chart)
         assert ElementTree.fromstring(svg).tag.endswith("svg")
         assert svg == chart_svg(chart)
+
+
+def test_names_with_dollars_are_text_and_no_formulas() -> None:
+    name = "runs/a$^$b"
+    for chart in (
+        BarChart(name, name, {name: 1.0}, 1.0, name),
+        LineChart(name, name, name, {name: [1.0]}),
+        PointChart(name, name, name, {name: (1.0, 1.0)}, (name,)),
+    ):
+        assert ElementTree.fromstring(chart_svg(chart)).tag.endswith("svg")
 
 
 def test_a_logarithmic_chart_and_an_empty_line_chart_draw() -> None:

@@ -73,7 +73,7 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
             of the weights names other tensors than the files hold.
         ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
     """
-    if not _is_wanted():
+    if not is_wanted():
         warn(f"The files of {folder} were not verified: {VERIFY} is 0.")
         return
     if server:
@@ -83,7 +83,12 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
     _refuse_stray(folder, record)
 
 
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
+    """Whether files are to be compared.
+
+    Raises:
+        ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
+    """
     value = os.environ.get(VERIFY, "1")
     if value not in ("0", "1"):
         raise ConfigError(f"{VERIFY} is {shown(value)}; allowed are 1 (verify checkpoints, the default) and 0.")

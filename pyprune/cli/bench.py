@@ -206,15 +206,15 @@ def bench(
         "vllm_args": vllm_args,
     }
     alone = {"engine": engine, "batch_size": batch_size, "quantise": quantise}
+    models = {DENSE: against, **named(pruned)}
     prepare = _servers if serving else _engine
     check, measure = prepare({**common, "prompts": prompts}, load, alone, jsonl)
     if jsonl is not None:
-        check_lines(jsonl)
+        check_lines(jsonl, report, *models.values(), ppl)
     if report is not None:
         _check_report(report, ppl, overwrite=overwrite, reads=[against, *pruned, ppl])
     if engine != "llamacpp":
         warn_of_slow_dtype(dtype, resolve_device("auto"))
-    models = {DENSE: against, **named(pruned)}
     annotated = named(pruned) if annotate else {}
     for folder in annotated.values():
         check_annotatable(folder)
@@ -231,13 +231,13 @@ def bench(
             }
         found = measure(models, files, perplexity)
     output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
-    if report is not None and perplexity is not None:
-        _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
     for name, folder in annotated.items():
         conditions = [*text_conditions(split, field), *_in_format(engine, quantise)]
         figure = named_figure(f"{protocol} {ppl}", conditions)
         quality = {figure: round(perplexity[name], 4)} if perplexity else {}
         add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
+    if report is not None and perplexity is not None:
+        _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
 
 
 def _in_format(engine: str, quantise: str | None) -> list[str]:
@@ -287,6 +287,7 @@ def _engine(
     common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
 ) -> tuple[Check, Measure]:
     """Check the options of the engine alone; return what checks models and what measures them with these."""
+    from pyprune.serving.checkpoints import is_gguf
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.measure import measure, workload_of
     from pyprune.serving.table import conditions, speed_facts, speed_table
@@ -302,6 +303,14 @@ def _engine(
         raise ConfigError("--prompt-tokens names several lengths, which belong to servers; give one, or add --serving.")
     options["prompt_tokens"] = prompt
 
+    def check(models: Mapping[str, str]) -> None:
+        if options["quantise"] is not None and all(map(is_gguf, models.values())):
+            raise ConfigError(
+                f"--quantise {options['quantise']} is the format in which folders are written, and every model here is "
+                "a GGUF file already. Leave it out."
+            )
+        workload_of(models, **options)
+
     def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
         report = measure(models, **options, jsonl=jsonl, gguf_files=files)
         return _Found(
@@ -311,7 +320,7 @@ def _engine(
             partial(speed_facts, report),
         )
 
-    return partial(workload_of, **options), found
+    return check, found
 
 
 def _servers(
@@ -346,11 +355,14 @@ def _servers(
             report.to_dict(),
             (load_table(report), server_table(report, perplexity=perplexity), text),
             partial(load_tradeoff, report),
+            # The conditions beside each figure: what another run with other loads measured stays.
             lambda name: {
-                **{
-                    f"{x.ratio_of}, {x}, over the dense model's": round(report.ratio(name, x), 4) for x in options.loads
-                },
-                "conditions of servers": text.replace("\n", "; "),
+                key: entry
+                for x in options.loads
+                for key, entry in {
+                    f"{x.ratio_of}, {x}, over the dense model's": round(report.ratio(name, x), 4),
+                    f"conditions of servers, {x}": text.replace("\n", "; "),
+                }.items()
             },
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,56 +11,85 @@ from pyprune.cli.base import Debug, JsonFile, guarded, output
 from pyprune.errors import how_to_install
 
 if TYPE_CHECKING:
+    from pyprune.checkpoint.record import PruningRecord
     from pyprune.report import Cell
+    from pyprune.serving.checkpoints import Checkpoint
+
+Rows = list[tuple[str, "Cell"]]
+MEASURED = ("quality", "speed")
+"""Sections of a record that hold figures."""
 
 
 @guarded
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Print what a checkpoint is: plan, sizes, parameters, bytes, architecture, provenance.
+    """Print what a checkpoint is: architecture, parameters, bytes, sizes, plan, how it was made, what was measured.
+
+    The record of what was done may be long; --json has all of it.
 
     Example: pyprune inspect pruned/
     """
     from pyprune.checkpoint.record import read_record
     from pyprune.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
+    from pyprune.serving.widths import COLUMNS, layer_widths
 
     checkpoint = read_checkpoint(folder)  # verifies it
     record = read_record(checkpoint.folder)
-    rows: list[tuple[str, Cell]] = [
+    provenance = record.provenance if record else {}
+    rows = [*_sizes(checkpoint), *_plan(record)]
+    shown_above = {name for name, _ in rows}
+    rows += [(k, v) for k, v in _told(provenance) if k not in shown_above and k != "training_marks"]
+    rows += [(f"{section}: {k}", v) for section in MEASURED for k, v in _told(provenance.get(section))]
+    data = {
+        "folder": folder,
+        "architecture": checkpoint.architecture,
+        "parameters": checkpoint.parameters,
+        "bytes": checkpoint.bytes,
+        "layers": [dict(zip(COLUMNS, widths, strict=True)) for widths in layer_widths(checkpoint.config)],
+        "plan": record.plan.to_dict() if record and record.plan else None,
+        "provenance": provenance,
+    }
+    output(data, json_file, Table(folder, ("", "value"), tuple(rows)))
+
+
+def _sizes(checkpoint: Checkpoint) -> Rows:
+    """What engines load; of widths that differ between layers the least and the most, 0 where a block is skipped."""
+    from pyprune.plan import spread
+    from pyprune.serving.widths import ffn_field, layer_widths
+
+    config = checkpoint.config
+    names = ("num_attention_heads", "num_key_value_heads", ffn_field(config))
+    columns = zip(names, zip(*layer_widths(config), strict=True), strict=False)
+    widths = {name: spread(column) for name, column in columns}
+    rows: Rows = [
         ("architecture", checkpoint.architecture),
         ("loads without pyprune", "yes" if checkpoint.is_stock else "no"),
         ("parameters", checkpoint.parameters),
         ("bytes of weights", checkpoint.bytes),
     ]
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    rows += [(n, checkpoint.config[n]) for n in (*names, "intermediate_size") if checkpoint.config.get(n)]
+    for name in ("num_hidden_layers", "hidden_size", *names[:2], "head_dim", names[2]):
+        if value := widths.get(name) or config.get(name):
+            rows.append((name, value))
+    return rows
+
+
+def _plan(record: PruningRecord | None) -> Rows:
     if record is None:
-        rows.append(("plan", "none (not written by pyprune)"))
-    elif record.plan is None:
-        rows.append(("plan", "none (not cut)"))
-    else:
-        rows.append(("plan", record.plan.summary()))
-        rows.append(("removed layers", ", ".join(map(str, record.plan.removed_layers)) or "none"))
-    provenance = record.provenance if record else {}
-    shown_above = {name for name, _ in rows}
-    rows += [
-        (k, v)
-        for k, v in provenance.items()
-        if isinstance(v, str | int | float) and k not in shown_above and k != "training_marks"
-    ]
-    data = {
-        "folder": str(folder),
-        "architecture": checkpoint.architecture,
-        "parameters": checkpoint.parameters,
-        "bytes": checkpoint.bytes,
-        "plan": record.plan.to_dict() if record and record.plan else None,
-        "provenance": provenance,
-    }
-    output(data, json_file, Table(str(folder), ("", "value"), tuple(rows)))
+        return [("plan", "none (not written by pyprune)")]
+    if record.plan is None:
+        return [("plan", "none (not cut)")]
+    removed = ", ".join(map(str, record.plan.removed_layers)) or "none"
+    return [("plan", record.plan.summary()), ("removed layers", removed)]
+
+
+def _told(facts: Any) -> Rows:
+    """Facts that fit on a line."""
+    named = facts.items() if isinstance(facts, Mapping) else ()
+    return [(name, value) for name, value in named if isinstance(value, str | int | float)]
 
 
 @guarded

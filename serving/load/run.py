@@ -15,7 +15,7 @@ from typing import Any
 
 from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.shards import weight_files
-from pyprune.checkpoint.verify import SERVER, new_server
+from pyprune.checkpoint.verify import SERVER, is_wanted, new_server
 from pyprune.errors import ConfigError, MissingDependencyError
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.interrupts import interrupts_deferred
@@ -298,8 +298,8 @@ class _Pool:
 
 
 def read_once(checkpoint: Checkpoint) -> None:
-    """Read the weight files through where there is no record, by which verification has read them: no colder start."""
-    if has_record(checkpoint.folder):
+    """Read the weight files through where verification has not, which needs a record: no colder start than others."""
+    if has_record(checkpoint.folder) and is_wanted():
         return
     for path in weight_files(checkpoint.folder):
         with path.open("rb", buffering=0) as file:

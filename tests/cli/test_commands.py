@@ -16,12 +16,15 @@ from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
 from pyprune.cli.bench import _perplexity
+from pyprune.cut.compact import compact_
 from pyprune.errors import DataError, OutputError
+from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.compiled import graphs, only_traced
 from tests._support.models import tiny_model
+from tests._support.plans import axis_plans
 from tests._support.text import prose, write_model
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -154,6 +157,29 @@ def test_inspect_prints_plan_and_sizes(pruned: Path, checkpoint: Path) -> None:
     dense = json.loads(run("inspect", checkpoint, "--json", "-").stdout)
     assert data["plan"]["version"] == 1
     assert 0 < data["parameters"] < dense["parameters"]
+
+
+def test_inspect_shows_widths_by_layer_and_what_was_measured(tmp_path: Path) -> None:
+    model = tiny_model("opt")
+    plan = axis_plans(family_for(model).plan(model.config))["unequal"]
+    compact_(model, plan)
+    folder = tmp_path / "model"
+    facts = {"method": "by hand", "quality": {"ppl-128 text": 9.5}, "speed": {"prompt speedup": 1.25}, "fit": {"a": 1}}
+    save_checkpoint(model, tiny_tokenizer(), folder, plan=plan, provenance=facts)
+    rows = dict(re.findall(r"\| ([^|]+?) +\| +([^|]+?) +\|", run("inspect", folder).stdout))
+    ffn = [len(layer.ffn) for layer in plan.layers]
+    assert rows["ffn_dim"] == f"{min(ffn)}-{max(ffn)}"
+    assert (rows["quality: ppl-128 text"], rows["speed: prompt speedup"]) == ("9.50", "1.25")
+    data = json.loads(run("inspect", folder, "--json", "-").stdout)
+    assert [layer["FFN channels"] for layer in data["layers"] if layer["FFN channels"]] == list(filter(None, ffn))
+
+
+def test_lines_are_not_written_into_the_report(pruned: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    """The report would take the folder's place, and refuse to, after everything was measured."""
+    (tmp_path / "out").mkdir()
+    said = refused("bench", pruned, "--against", checkpoint, "--engine", "transformers", "--ppl", text, "--report",
+                   tmp_path / "out", "--overwrite", "--jsonl", tmp_path / "out" / "turns.jsonl")  # fmt: skip
+    assert "for something else" in " ".join(said.split())
 
 
 def test_eval_measures_and_annotates(pruned: Path, tmp_path: Path) -> None:

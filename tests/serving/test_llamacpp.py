@@ -17,7 +17,7 @@ from pyprune.serving.checkpoints import read_checkpoint, read_gguf
 from pyprune.serving.engines import Engine, EngineError, choose_engine
 from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.write import export_gguf
-from pyprune.serving.measure import measure
+from pyprune.serving.measure import measure, workload_of
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.table import conditions, speed_table
 from tests._support.cli import refused, run
@@ -199,7 +199,10 @@ def test_options_of_another_engine_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to the engine llamacpp"):
         measure(models, engine="transformers", quantise="q8_0", **SIZES)
     with pytest.raises(ConfigError, match="Unknown GGUF format 'q8'"):
-        measure(models, engine="llamacpp", quantise="q8", **SIZES)
+        workload_of(models, engine="llamacpp", quantise="q8", **SIZES)
+    files = [folder / name / "model.gguf" for name in ("pruned", "dense")]
+    said = refused("bench", files[0], "--against", files[1], "--engine", "llamacpp", "--quantise", "q4_0")
+    assert "--quantise q4_0 is the format in which folders are written" in " ".join(said.split())
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -421,6 +422,34 @@ def test_the_files_were_verified_before_the_time_of_a_start_counts(
     assert not any("VLLM_CPU_KVCACHE_SPACE" in environment for environment in fake.environments), (
         "it would replace kv_gib"
     )
+
+
+@pytest.mark.parametrize(("verify", "record", "read"), [("1", True, 0), ("0", True, 1), ("1", False, 1)])
+def test_weights_are_read_ahead_where_no_verification_has_read_them(
+    verify: str, record: bool, read: int, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(folders["pruned"], tmp_path / "model"))
+    if not record:
+        (folder / "pruning.json").unlink()
+    checkpoint = read_checkpoint(folder)
+    found: list[Path] = []
+    monkeypatch.setattr(load_run, "weight_files", lambda place: found.append(place) or [])
+    monkeypatch.setenv("PYPRUNE_VERIFY", verify)
+    load_run.read_once(checkpoint)
+    assert len(found) == read
+
+
+def test_figures_of_several_runs_stand_under_conditions_of_their_own(
+    fake: FakeServers, folders: dict[str, Path]
+) -> None:
+    command = ["bench", folders["pruned"], "--against", folders["dense"], "--serving", "--new-tokens", "4"]
+    command += ["--prompt-tokens", "24", "--repeats", "1", "--annotate"]
+    assert run(*command, "--concurrency", "1,4", "--eager", "--dtype", "float32").exit_code == 0
+    assert run(*command, "--concurrency", "2", "--dtype", "bfloat16").exit_code == 0
+    kept = read_pruning_json(folders["pruned"]).provenance["speed"]
+    modes = {name: "float32" in kept[f"conditions of servers, {name} at once"] for name in ("1", "4", "2")}
+    assert modes == {"1": True, "4": True, "2": False}
+    assert all(f"output tokens/s, {name} at once, over the dense model's" in kept for name in modes)
 
 
 def test_what_was_checked_is_what_is_measured(

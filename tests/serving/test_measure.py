@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
@@ -216,7 +216,7 @@ def test_other_weights_beside_a_record_are_not_timed(tmp_path: Path) -> None:
 def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a folder"):
+    with pytest.raises(CheckpointError, match="There is no folder"):
         read_checkpoint(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -291,3 +291,27 @@ def test_a_process_of_any_name_stops_no_measurement(tmp_path: Path) -> None:
             assert group_cpu_seconds(os.getpgid(0)) > 0
         finally:
             process.kill()
+
+
+def test_a_model_that_no_engine_would_build_is_not_timed(checkpoint: Path, tmp_path: Path) -> None:
+    """Engines pass over sizes per layer of a stock architecture, and make up weights that are not in the files."""
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"per_layer_config": {"1": {"skip": ["mlp"]}}}))
+    with pytest.raises(CheckpointError, match="sizes per layer that no stock architecture reads"):
+        workload_of({"other": other}, engine="transformers", **SIZES)  # type: ignore[arg-type]
+    part = Path(shutil.copytree(checkpoint, tmp_path / "part"))
+    tensors = load_file(part / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, part / "model.safetensors", {"format": "pt"})
+    with pytest.raises(EngineError, match=r"missing keys: model\.layers\.1\.mlp\.up_proj\.weight"):
+        measure({"part": part}, engine="transformers", dtype="float32", **SIZES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [["mlp"], {"1": None}])
+def test_sizes_per_layer_of_another_shape_are_damage(checkpoint: Path, tmp_path: Path, value: Any) -> None:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"per_layer_config": value}))
+    with pytest.raises(CheckpointError, match="its per_layer_config is not a mapping from layers"):
+        read_checkpoint(other)

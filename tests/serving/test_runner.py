@@ -39,3 +39,11 @@ def test_a_model_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         runner.main(["/x"])
     assert "NAME=FOLDER" in capsys.readouterr().err
+
+
+def test_a_name_that_stands_for_two_models_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "measure", lambda *_, **__: pytest.fail("it was measured"))
+    assert runner.main(["dense=/x", "pruned=/y", "pruned=/z"]) == 2
+    assert "every model needs a name of its own" in capsys.readouterr().err
