@@ -24,13 +24,14 @@ from pyprune.methods.registry import checked
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
 from pyprune.rework import TEACHER_DTYPE, Dense, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
-from pyprune.run_folder import RunFolder, run_folder, with_kept_memory
+from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
 from pyprune.run_memory import Source, learns_from_files, placed
 from pyprune.runtime import processes
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say
+from pyprune.runtime.records import digest
 from pyprune.stages import (
     PruneResult,
     StageRun,
@@ -38,6 +39,7 @@ from pyprune.stages import (
     Teacher,
     draw_samples,
     planning,
+    read_plan,
     say_warnings,
     shapes_the_result,
     wanted_text,
@@ -86,16 +88,29 @@ def prune(
         ConfigError: invalid options, or options that differ from the run to resume.
         PypruneError: whatever stops a stage; nothing is left at ``out``.
     """
-    out = Path(out)
-    config = checked(config)
-    check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
-    check_sources(_sources(config))
     reading: dict[str, Any] = {
         "gguf_file": gguf_file,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "placement": placement}
+    with arithmetic_of(out, resume=resume):
+        return _pruned(model_id, config, Path(out), reading, **how)
 
+
+def _pruned(
+    model_id: str | Path,
+    config: PruneConfig,
+    out: Path,
+    reading: dict[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+    placement: str,
+) -> PruneResult:
+    config = checked(config)
+    check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
+    check_sources(_sources(config))
     if resume:
         config = with_kept_memory(out, config)
     division, config = placed(Source(model_id, reading), config, placement)
@@ -106,8 +121,11 @@ def prune(
         place = "cpu" if division.on_host else config.device
         return Dense(model_id, **reading).teacher(config, place=place, dtype=taught_in)
 
-    source = {"model": str(model_id), "gguf_file": gguf_file, "revision": revision}
+    revision = reading["revision"]
+    source = {"model": str(model_id), "gguf_file": reading["gguf_file"], "revision": revision}
     source["weights"] = weights_version(model_id, **reading)
+    # Of a plan the options hold the name alone, and a file of that name may be another when the run goes on.
+    source |= {"plan": digest(read_plan(config.plan).to_dict())} if config.plan is not None else {}
     check_alike(str(model_id), str(source["weights"]))
     if division.on_host:
         _say_where(model_id, config, taught_in, **reading)

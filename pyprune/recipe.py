@@ -179,6 +179,16 @@ def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
     return merge({"cut": {"data": amounts}, "recovery_data": amounts}, options)
 
 
+def with_texts_named(config: PruneConfig) -> PruneConfig:
+    """The options as they are where the cut and recovery have text of their own: the method's, where none is named."""
+    options, source = config.to_dict(), {"source": config.data.source}
+    if config.cut.data is None and config.reads_text_at_the_cut:
+        options["cut"]["data"] = dict(source)
+    if config.recovery_data is None:
+        options["recovery_data"] = dict(source)
+    return read_config(_with_amounts(options))
+
+
 def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
     """Refuse options that were given by name, and that no stage of the run reads: they would do nothing."""
     found = []
@@ -225,7 +235,7 @@ def unread(config: PruneConfig) -> dict[str, list[str]]:
     own = config.options.of_regularising if config.options is not None else ()
     readers = {
         "regularise": [f"{config.method}.{name}" for name in own],
-        "recover": ["recover"],
+        "recover": ["recover", *(["recovery_data"] if not config.stages.after else [])],
         "finetune": ["finetune"],
     }
     return {stage: options for stage, options in readers.items() if options and stage not in stages}

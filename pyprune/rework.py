@@ -24,7 +24,7 @@ from pyprune.data.stream import check_sequence_length
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
-from pyprune.run_folder import RunFolder, run_folder, with_kept_memory
+from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
 from pyprune.run_memory import Source, learns_from_files, within_memory
 from pyprune.runtime import processes
 from pyprune.runtime.device import resolve_device, working_dtype
@@ -169,10 +169,23 @@ def recover_checkpoint(
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     _check_teacher(pruned, config, dense)
     _check_places(pruned, config, dense, out, overwrite=overwrite)
+    with arithmetic_of(out, resume=resume):
+        return _recovered(pruned, config, dense, out, resume=resume, overwrite=overwrite)
+
+
+def _recovered(
+    pruned: str | Path,
+    config: RecoverCheckpointConfig,
+    dense: Dense,
+    out: str | Path,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> TrainReport:
     if resume:
         config = with_kept_memory(out, config)
     config = within_memory(_trained(pruned, dense), config)
-    wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=trust_remote_code)]
+    wanted = [Loaded(pruned, "dtype", config.dtype, trust_remote_code=dense.trust_remote_code)]
     if dense.model is not None and not learns_from_files(config):
         wanted.append(Loaded(dense.model, TEACHER_DTYPE, teacher_dtype(config), **dense.reading))
     say_what_is_copied(wanted)
@@ -182,7 +195,7 @@ def recover_checkpoint(
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
-        loaded = None if teacher is None else dense.teacher(config, place=place, dtype=teacher_dtype(config))
+        loaded = None if dense.model is None else dense.teacher(config, place=place, dtype=teacher_dtype(config))
         with processes.dividing(Division(resolve_device(config.device), "files")):
             report = recover(
                 work.model,

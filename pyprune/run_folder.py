@@ -1,6 +1,7 @@
 """What an interrupted run keeps, in the hidden work folder next to its output, and who may resume it.
 
-``run.json`` says which run it is (model, digest of its weights, every option), ``text.json`` what it read,
+``run.json`` says which run it is (model, digest of its weights, every option), ``arithmetic.json`` which dtype was the
+faster one where options leave that to the machine (``dtype: auto``), ``text.json`` what it read,
 ``decision.json`` holds the plan, and each stage of training has a folder of checkpoints. All of them carry checksums:
 what was changed is not resumed.
 """
@@ -16,20 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pyprune.config.base import Config
-from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
+from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.config.train import OF_NO_RESULT
 from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
 from pyprune.runtime import processes
+from pyprune.runtime.device import bfloat16_as, bfloat16_is_faster, resolve_device
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
 from pyprune.runtime.records import differences
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
+AnyRun = PruneConfig | RecoverCheckpointConfig | ReconstructCheckpointConfig
 
-RUN, TEXT, DECISION = "run.json", "text.json", "decision.json"
+RUN, ARITHMETIC, TEXT, DECISION = "run.json", "arithmetic.json", "text.json", "decision.json"
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
@@ -65,10 +67,23 @@ def with_kept_memory(out: str | Path, config: Run) -> Run:
     return _as_decided(config, _kept_options(out))
 
 
+@contextmanager
+def arithmetic_of(out: str | Path, *, resume: bool) -> Iterator[None]:
+    """In the block, ``dtype: auto`` is what it was when the interrupted run to ``out`` began, on whichever machine."""
+    found = _kept_value(out, ARITHMETIC, "bfloat16") if resume else None
+    with bfloat16_as(found if isinstance(found, bool) else None):
+        yield
+
+
 def _kept_options(out: str | Path) -> Any:
-    """The options of the interrupted run to ``out``; None where they cannot be read, which who resumes it says."""
+    """The options of the interrupted run to ``out``."""
+    return _kept_value(out, RUN, "config")
+
+
+def _kept_value(out: str | Path, name: str, key: str) -> Any:
+    """A value that the interrupted run to ``out`` kept; None where it cannot be read, which who resumes it says."""
     try:
-        return unseal(read_json(work_folder(out) / RUN)).get("config")
+        return unseal(read_json(work_folder(out) / name)).get(key)
     except (OSError, ValueError):
         return None
 
@@ -87,6 +102,14 @@ def _at(options: Any, name: str) -> Any:
     for part in name.split("."):
         options = options.get(part) if isinstance(options, Mapping) else None
     return options
+
+
+def _leaves_dtypes(options: Any) -> bool:
+    """Whether options leave a dtype to the machine."""
+    if not isinstance(options, Mapping):
+        return False
+    own = any(options.get(name) == "auto" for name in ("dtype", "teacher_dtype"))
+    return own or any(map(_leaves_dtypes, options.values()))
 
 
 def of_result(facts: Any) -> Any:
@@ -112,7 +135,7 @@ def _holds_training(folder: Path) -> bool:
 
 @contextmanager
 def run_folder(
-    out: Path, source: Mapping[str, Any], config: Config, *, resume: bool, overwrite: bool
+    out: Path, source: Mapping[str, Any], config: AnyRun, *, resume: bool, overwrite: bool
 ) -> Iterator[RunFolder]:
     """Hold the work folder of ``out`` for one run.
 
@@ -132,6 +155,7 @@ def run_folder(
         OutputError: another run holds the folder, it cannot be written, or it holds a plan or training checkpoints that
             nobody asked to drop.
     """
+    faster = bfloat16_is_faster(resolve_device(config.device)) if _leaves_dtypes(config.to_dict()) else None
     if not processes.first():
         with _followed(out, resume=resume) as work:
             yield work
@@ -142,7 +166,7 @@ def run_folder(
         if resume:
             work.check_same(facts)
         else:
-            work.begin(facts, out, overwrite=overwrite)
+            work.begin(facts, out, faster, overwrite=overwrite)
         processes.barrier()
         try:
             yield work
@@ -175,13 +199,15 @@ class RunFolder:
         self.path = path
         self.resume = resume
 
-    def begin(self, facts: Mapping[str, Any], out: Path, *, overwrite: bool) -> None:
-        """Start a new run; see :func:`run_folder`."""
+    def begin(self, facts: Mapping[str, Any], out: Path, faster: bool | None, *, overwrite: bool) -> None:
+        """Start a new run, in which bfloat16 is the faster dtype or not; see :func:`run_folder`."""
         if not overwrite:
             refuse_kept(self.path)
         with disk_errors(out):
             self.clear()
         self._write(RUN, facts)
+        if faster is not None:
+            self._write(ARITHMETIC, {"bfloat16": faster})
 
     def clear(self) -> None:
         """Remove all that the folder holds but its mark."""

@@ -150,7 +150,7 @@ def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
     """The text of every stage that needs one."""
     if not (shapes_the_result(config) or config.verify):
         return {}
-    wanted = {"regularise": config.data}
+    wanted = {"regularise": config.data} if _reads_usual_text(config) else {}
     if config.reads_text_at_the_cut and config.cut.data is not None:
         wanted["cut"] = config.cut.data
     if config.stages.after:
@@ -161,9 +161,20 @@ def wanted_text(config: PruneConfig) -> dict[str, DataConfig]:
 def shapes_the_result(config: PruneConfig) -> bool:
     """Whether text shapes the result: by training, by what a method reads to decide, or by what the cut makes of it."""
     trains = bool(config.stages.before or config.stages.after)
-    if trains or config.reads_text_at_the_cut or config.plan is not None:
-        return trains or config.reads_text_at_the_cut
+    return trains or config.reads_text_at_the_cut or _decides_by_text(config)
+
+
+def _decides_by_text(config: PruneConfig) -> bool:
+    if config.plan is not None:
+        return False
     return config.method == "none" or get_method(config.method).reads_text_with(config.options)
+
+
+def _reads_usual_text(config: PruneConfig) -> bool:
+    """Whether ``data`` is read: other stages than these may have text of their own."""
+    at_the_cut = config.reads_text_at_the_cut and config.cut.data is None
+    after = bool(config.stages.after) and config.recovery_data is None
+    return bool(config.stages.before) or config.verify or _decides_by_text(config) or at_the_cut or after
 
 
 def planning(config: PruneConfig) -> PruneConfig:
@@ -265,7 +276,7 @@ class StageRun:
         config = self.config
         if config.plan is not None:
             note = f"Plan replayed from {config.plan}; ratio and the method's own options decide nothing."
-            warnings = (*_lost_reconstruction(config), *_lost_rotation(config))
+            warnings = (*_lost_reconstruction(config), *_lost_preparation(config))
             return PlanDecision(read_plan(config.plan), (note,), warnings=warnings)
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
@@ -502,8 +513,9 @@ def _lost_reconstruction(config: PruneConfig) -> list[str]:
     folder = Path(str(config.plan))
     if config.cut.reconstruct != "none" or not folder.is_dir():
         return []
-    report = read_pruning_json(folder).provenance.get("report", {})
-    kind = "least_squares" if report.get("reconstruction") else "bias"
+    facts = read_pruning_json(folder).provenance
+    report = facts.get("report", {})
+    kind = "least_squares" if report.get("reconstruction") or facts.get("reconstructions") else "bias"
     if kind == "bias" and "compensation" not in report.get("decision", {}):
         return []
     return [
@@ -512,11 +524,17 @@ def _lost_reconstruction(config: PruneConfig) -> list[str]:
     ]
 
 
-def _lost_rotation(config: PruneConfig) -> list[str]:
-    """A checkpoint whose channels were rotated before they were cut, whose plan is replayed without that."""
+def _lost_preparation(config: PruneConfig) -> list[str]:
+    """A checkpoint whose method changed the weights before they were cut, whose plan is replayed without that."""
     folder = Path(str(config.plan))
-    if not (folder.is_dir() and was_rotated(folder)):
+    if not folder.is_dir():
         return []
+    if not was_rotated(folder):
+        layers = read_pruning_json(folder).provenance.get("report", {}).get("decision", {}).get("layers", {})
+        return [
+            f"Layers of {folder} were merged before the cut, which is not replayed: what stays is as in the dense "
+            "model. Run the method that made it without a plan."
+        ] * bool(layers.get("merges"))
     return [
         f"The hidden channels that the plan of {folder} keeps are those of a rotated stream, and the rotation is not "
         "replayed: of the dense model, other channels go. Run the method that made it without a plan."

@@ -27,7 +27,10 @@ from pyprune.methods.registry import read_config
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
 from pyprune.run_folder import interrupted_run
+from pyprune.runtime import device
 from pyprune.serving.export import export
+from pyprune.stages import wanted_text
+from pyprune.train.loop import _Run
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -201,6 +204,93 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]
     assert weights[0] == weights[1]
     assert not (tmp_path / ".again.work").exists()
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_run_goes_on_in_the_arithmetic_in_which_it_began(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    """Where the resuming machine is faster in the other dtype, hours of training would be refused."""
+    train = {"steps": 4, "checkpoint_interval": 2, "dtype": "auto"}
+    settings = config(
+        text, stages={"before": [], "after": ["recover"]}, recover={"train": train},
+        cut={"reconstruct": "least_squares", "least_squares": {"dtype": "auto"}},
+    )  # fmt: skip
+    monkeypatch.setattr(device, "computes_bfloat16", lambda place: True)
+    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: faster)
+    prune(model_folder, settings, out=tmp_path / "straight")
+
+    real = _Run._step
+
+    def interrupt(self: Any, step: int) -> None:
+        if (self.config.steps, step) == (4, 3):
+            raise KeyboardInterrupt
+        real(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, settings, out=tmp_path / "again")
+    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: not faster)
+    resumed = prune(model_folder, settings, out=tmp_path / "again", resume=True)
+    assert resumed.stages[0]["resumed_from"] == 2
+    assert resumed.reconstruction is not None
+    assert resumed.reconstruction["dtype"] == ("bfloat16" if faster else "float32")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]
+    assert weights[0] == weights[1]
+    assert device.bfloat16_is_faster(torch.device("cpu")) is not faster, "the next run asks this machine"
+
+
+def test_a_run_with_another_plan_of_the_same_name_is_not_resumed(
+    model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_model(model_folder)
+    whole = family_for(model).plan(model.config)
+    path = tmp_path / "plan.json"
+    path.write_text(whole.drop_layers([1]).to_json())
+    settings = config(text, method="none", plan=str(path), stages={"before": []})
+    with monkeypatch.context() as patch:
+        patch.setattr("pyprune.stages.StageRun.cut", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prune(model_folder, settings, out=tmp_path / "out")
+    path.write_text(whole.drop_layers([2]).to_json())
+    with pytest.raises(ConfigError, match=r"plan was '.*', now '"):
+        prune(model_folder, settings, out=tmp_path / "out", resume=True)
+    path.write_text(whole.drop_layers([1]).to_json())
+    assert prune(model_folder, settings, out=tmp_path / "out", resume=True).plan.removed_layers == (1,)
+
+
+def test_only_text_that_something_reads_is_drawn(text: Path) -> None:
+    """Of what nobody reads a missing file would stop the run, and its samples would count as trained on."""
+    own = {"source": str(text), "samples": 4, "sequence_length": 16}
+    plan: dict[str, Any] = {"method": "none", "plan": "plan.json", "stages": {"before": []}}
+    solved = {"reconstruct": "least_squares"}
+    cases: list[tuple[dict[str, Any], set[str]]] = [
+        (plan, set()),
+        ({**plan, "cut": solved}, {"regularise"}),
+        ({**plan, "cut": {**solved, "data": own}}, {"cut"}),
+        ({**plan, "cut": {**solved, "data": own}, "verify": True}, {"regularise", "cut"}),
+        ({**plan, "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recover"}),
+        ({"method": "random", "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recover"}),
+        ({"method": "random", "stages": {"before": [], "after": ["recover"]}}, {"regularise", "recover"}),
+        ({"method": "taylor", "stages": {"before": []}, "cut": {**solved, "data": own}}, {"regularise", "cut"}),
+    ]
+    for changes, wanted in cases:
+        assert set(wanted_text(config(text, **changes))) == wanted, changes
+
+
+def test_a_cut_on_text_of_its_own_needs_no_other(model_folder: Path, text: Path, tmp_path: Path) -> None:
+    model, _ = load_model(model_folder)
+    path = tmp_path / "plan.json"
+    path.write_text(family_for(model).plan(model.config).drop_layers([1]).to_json())
+    own = {"source": str(text), "samples": 8, "sequence_length": 32}
+    settings = read_config(
+        {"method": "none", "plan": str(path), "stages": {"before": []}, "data": {"source": "not-there.txt"},
+         "cut": {"reconstruct": "least_squares", "data": own}}
+    )  # fmt: skip
+    result = prune(model_folder, settings, out=tmp_path / "out")
+    assert result.reconstruction is not None
+    assert result.reconstruction["tokens"] == 8 * 32
 
 
 def test_the_model_that_is_read_is_never_replaced(model_folder: Path, text: Path, tmp_path: Path) -> None:

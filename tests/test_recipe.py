@@ -187,11 +187,13 @@ def test_settings_that_are_no_options(setting: str, phrase: str) -> None:
         ("elder.train.steps=20", "Presets of elder with it: elder-anneal, elder-paper"),
         ("elder.schedule=anneal", "this run has no stage 'regularise'"),
         ("finetune.steps=3", "this run has no stage 'finetune'"),
+        ("recovery_data.source=mine.txt", "this run has no stage 'recover'"),
     ],
 )
 def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> None:
+    preset = "taylor" if setting.startswith("recovery") else None
     with pytest.raises(ConfigError) as caught:
-        build_config(settings=[setting])
+        build_config(preset=preset, settings=[setting])
     assert says in str(caught.value)
     assert f"{setting.partition('=')[0]} would do nothing" in str(caught.value)
 

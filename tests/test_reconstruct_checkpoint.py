@@ -225,3 +225,8 @@ def test_a_replayed_plan_says_that_the_reconstruction_is_not(
     config = build_config(options={"plan": str(tmp_path / "solved")})
     warnings = prune(dense, config, out=tmp_path / "again").warnings
     assert any("is not replayed" in text and "least_squares" in text for text in warnings)
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    assert run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "later", *data).exit_code == 0
+    config = build_config(options={"plan": str(tmp_path / "later")})
+    assert any("is not replayed" in text for text in prune(dense, config, out=tmp_path / "third").warnings)

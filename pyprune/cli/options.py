@@ -11,6 +11,7 @@ from pyprune.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from pyprune.config.base import Config
+    from pyprune.config.describe import Described
 
 OTHERS = ("recover", "reconstruct", "fit")
 """Commands with options behind --set, beside prune, whose options a preset has."""
@@ -32,13 +33,12 @@ def options(
 
     Example: pyprune options elder --find gates
     """
-    from pyprune.config.describe import described
     from pyprune.recipe import is_among
     from pyprune.report import Table
 
     config, idle, off = _of(name)
     left_out = [*off, *(option for options in idle.values() for option in options)]
-    found = [each for each in described(config) if not is_among(each.name, left_out)]
+    found = [each for each in _described(config) if not is_among(each.name, left_out)]
     if find is not None:
         found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
         if not found:
@@ -53,6 +53,21 @@ def options(
         table,
         *([f"Left out, because nothing in this run would read it: {note}."] if note else []),
     )
+
+
+def _described(config: Config) -> list[Described]:
+    """Every option; those of a text that is not named have the values that naming one gives them."""
+    from pyprune.config.describe import described
+    from pyprune.config.run import PruneConfig
+    from pyprune.recipe import with_texts_named
+
+    found = list(described(config))
+    if not isinstance(config, PruneConfig):
+        return found
+    named = {each.name: each for each in described(with_texts_named(config))}
+    unnamed = {"cut.data": config.cut.data, "recovery_data": config.recovery_data}
+    inside = [f"{place}." for place, data in unnamed.items() if data is None]
+    return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in found]
 
 
 def _of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:

@@ -103,10 +103,32 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
     Having the instructions is not enough: an Intel Xeon with AVX512-BF16 whose AMX is hidden by its virtual machine
     takes 1.9 times as long in bfloat16 (torch 2.13, oneDNN). So a CPU that has them is asked, once, with two products.
+    In a run that goes on (:func:`bfloat16_as`) it is what was found when it began.
     """
+    if _kept is not None:
+        return _kept
     if device.type != "cpu":
         return True
     return processes.from_first(_cpu_is_faster()) if _agreed is None else _agreed
+
+
+_kept: bool | None = None
+"""What an interrupted run had found, which goes on here; None = this machine is asked."""
+
+
+@contextmanager
+def bfloat16_as(found: bool | None) -> Iterator[None]:
+    """Let a run go on in the arithmetic in which it began, whatever is faster here.
+
+    Args:
+        found: what :func:`bfloat16_is_faster` gave then; None = nothing is known of it.
+    """
+    global _kept
+    before, _kept = _kept, found
+    try:
+        yield
+    finally:
+        _kept = before
 
 
 _agreed: bool | None = None

@@ -135,8 +135,13 @@ class RobustnessConfig(Config):
         compared = {presets()[method]().method for method in self.methods}
         if "smoothgrad" in compared:
             compared.add("moreau")  # whose noise it gets
-        readable = [*OPEN_OPTIONS, *sorted(compared)]
+        readable = [*OPEN_OPTIONS, *sorted(compared - {"smoothgrad"})]
         for name in given:
+            if name.partition(".")[0] == "smoothgrad":
+                raise ConfigError(
+                    f"{name} is not read: smoothgrad gets the noise of moreau here, so that both see the same. Set "
+                    "moreau.sigma, moreau.draws, moreau.steps or moreau.seed."
+                )
             if name.partition(".")[0] not in readable:
                 raise ConfigError(
                     f"robustness does not read the option {name}; those of {', '.join(readable)} may be set."

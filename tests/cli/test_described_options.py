@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pyprune.budget.options import FitOptions
-from pyprune.cli.options import OTHERS, _of
+from pyprune.cli.options import OTHERS, _described, _of
 from pyprune.config.describe import described
 from pyprune.methods.registry import presets
 from pyprune.recipe import build_config, is_among, switched_off, unread
@@ -49,6 +49,15 @@ def test_the_command_lists_them_and_says_what_nothing_reads() -> None:
     published = run("options", "elder-paper", "--find", "penalty_weight")
     assert "| elder.penalty_weight | 0.001 | number, at least 0" in published.stdout
     assert "elder.anneal_share (beside elder.schedule 'published')" in published.stdout
+
+
+def test_a_text_that_is_not_named_is_as_much_as_it_would_be() -> None:
+    found = {each.name: each.value for each in _described(build_config(preset="elder"))}
+    named = build_config(preset="elder", settings=["recovery_data.source=x.txt", "cut.data.source=x.txt"])
+    for place, data in (("recovery_data", named.recovery_data), ("cut.data", named.cut.data)):
+        assert data is not None
+        assert (found[f"{place}.samples"], found[f"{place}.sequence_length"]) == (data.samples, data.sequence_length)
+    assert found["recovery_data"] is None
 
 
 def test_the_options_of_fit_are_those_of_its_class() -> None:

@@ -182,6 +182,8 @@ def test_without_new_noise_smoothgrad_repeats_the_same_draws_too() -> None:
     fixed = RobustnessConfig(settings=("moreau.redraw=false", "moreau.steps=9"))
     assert fixed.of("smoothgrad").options.draws == 1
     assert RobustnessConfig().of("smoothgrad").options.draws == 10
+    with pytest.raises(ConfigError, match=r"smoothgrad\.draws is not read: smoothgrad gets the noise of moreau"):
+        RobustnessConfig(settings=("smoothgrad.draws=50",)).validate()
     assert RobustnessConfig().of("smoothgrad-paper") == RobustnessConfig().of("smoothgrad")
     assert RobustnessConfig().of("moreau-converged").options.tolerance == 0.05
     assert RobustnessConfig().of("moreau").options.tolerance is None

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.cut import CutConfig
-from pyprune.config.run import PruneConfig
+from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import family_for
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
@@ -25,6 +26,7 @@ from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.planted import layer_of
 from tests._support.scores import decision_of
+from tests._support.tokenizer import tiny_tokenizer
 
 LAYERS = 8
 
@@ -194,3 +196,14 @@ def test_refusals() -> None:
         layer_of(model, 0).mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(ScoreError, match="not finite"):
         decision_of(model, samples(), config())
+
+
+def test_a_replayed_checkpoint_says_that_its_merges_are_not(tmp_path: Path) -> None:
+    dense = tiny_model(num_hidden_layers=LAYERS)
+    model = copy.deepcopy(dense)
+    result = prune_(model, {"regularise": samples()}, config())
+    facts = {"method": "laco", "report": result.to_dict()}
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "merged", plan=result.plan, provenance=facts)
+    replayed = PruneConfig(method="none", plan=str(tmp_path / "merged"), stages=StageConfig(before=()))
+    warnings = prune_(dense, {}, replayed).warnings
+    assert any("were merged before the cut, which is not replayed" in warning for warning in warnings)
