@@ -25,6 +25,7 @@ from typing import Any
 from bench._command import exit_status
 from bench._machine import machine_of
 from bench._quality import evaluation_texts
+from pyprune.errors import ConfigError, did_you_mean
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
@@ -70,6 +71,9 @@ class Bench:
         dense = save_checkpoint(self.model, self.tokenizer, work / "dense", plan=None, provenance={"source": self.name})
         self.folders = {"dense": Path(dense), "pruned": options.pruned or self._pruned()}
         texts = evaluation_texts(self.tokenizer, self.mixture.tests, None)
+        unknown = [name for name in options.texts or () if name not in texts]
+        if unknown:
+            raise ConfigError(did_you_mean(unknown[0], texts, "text"))
         self.texts = {name: text for name, text in texts.items() if name in options.texts} if options.texts else texts
 
     def _pruned(self) -> Path:

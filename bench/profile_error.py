@@ -146,12 +146,13 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
     """One row for each plan and workload, as Markdown, with the median and worst error of each workload below.
 
     Args:
-        rows: records of one engine.
+        rows: records of one engine; those of another model than the profile's are left out.
         profile: that predicts them.
 
     Raises:
-        ConfigError: there is no row.
+        ConfigError: there is no row of that model.
     """
+    rows = [row for row in rows if PrunePlan.from_dict(row["plan"]).dense == profile.dense]
     if not rows:
         raise ConfigError(
             f"No row of {profile.engine} is recorded on the machine of this profile; run the bench there, without "

@@ -23,7 +23,16 @@ from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
-from pyprune.serving.widths import ffn_field, layer_widths, named_layers, off_multiples, why_not_split
+from pyprune.serving.widths import (
+    ffn_field,
+    head_channels,
+    layer_widths,
+    named_layers,
+    off_multiples,
+    scale_group,
+    why_not_grouped,
+    why_not_split,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -237,8 +246,7 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
 def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
     found: list[str] = []
-    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
-    head_dim = config.get("head_dim") or hidden // heads
+    hidden, head_dim = config.get("hidden_size") or 0, head_channels(config)
     if head_dim not in VLLM_CPU_HEAD_DIMS:
         allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
@@ -327,6 +335,8 @@ def servable(
     widths, tensor_ranks = layer_widths(checkpoint.config), given_options(extra_args).tensor_parallel_size
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, tensor_ranks)
+    group = scale_group(checkpoint.config)
+    reason = reason or why_not_grouped(widths, head_channels(checkpoint.config), group, tensor_ranks)
     if reason:
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     return checkpoint

@@ -28,7 +28,15 @@ from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
 from pyprune.serving.releases import vllm_version, why_not_unequal_heads
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
-from pyprune.serving.widths import layer_widths, why_not_drafting, why_not_split, why_not_staged
+from pyprune.serving.widths import (
+    head_channels,
+    layer_widths,
+    scale_group,
+    why_not_drafting,
+    why_not_grouped,
+    why_not_split,
+    why_not_staged,
+)
 
 
 def check_served(vllm_config: VllmConfig) -> None:
@@ -48,13 +56,17 @@ def check_served(vllm_config: VllmConfig) -> None:
         warn(f"The files of {model_config.model_weights} were not verified: they are streamed.")
     else:
         verify_checkpoint(model_config.model)
-    widths = layer_widths(model_config.hf_config.to_dict())
+    config = model_config.hf_config.to_dict()
+    widths = layer_widths(config)
     ranks = parallel.pipeline_parallel_size
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
     reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
     reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
+    reason = reason or why_not_grouped(
+        widths, head_channels(config), scale_group(config), parallel.tensor_parallel_size
+    )
     if not reason and _is_draft(vllm_config):
-        kinds = model_config.hf_config.to_dict().get("layer_types") or ()
+        kinds = config.get("layer_types") or ()
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         reason = why_not_drafting(widths, kinds, hybrid=hybrid)
     if reason:

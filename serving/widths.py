@@ -102,6 +102,52 @@ def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
     return ""
 
 
+def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ranks: int) -> str:
+    """Why vLLM cannot share weights whose inputs share scales in groups; empty where it can.
+
+    The inputs of what leaves a block (of the heads together, of the FFN channels) are divided among the ranks, and each
+    needs whole groups of them.
+
+    Args:
+        widths: of every layer.
+        head_dim: channels of a head.
+        group: inputs that share a scale; 0 = a scale is of a whole row.
+        ranks: tensor parallel size.
+    """
+    if ranks < 2 or group < 1:
+        return ""
+    for column, channels in ((0, head_dim), (2, 1)):
+        unfit = [i for i, layer in enumerate(widths) if layer[column] * channels % (group * ranks)]
+        if unfit:
+            size = widths[unfit[0]][column]
+            layers = [i for i in unfit if widths[i][column] == size]
+            have = "has" if len(layers) == 1 else "have"
+            return (
+                f"{named_layers(layers)} {have} {size} {COLUMNS[column]}, of which each of {ranks} tensor parallel "
+                f"ranks would read {size * channels / ranks:g} inputs, and {group} of them share a scale (w4a16). Use "
+                "fewer ranks, or a format whose scales are of whole rows (w8a16, w8a8-int8)."
+            )
+    return ""
+
+
+def scale_group(config: Mapping[str, Any]) -> int:
+    """How many inputs share a scale in a folder that compressed-tensors quantised; 0 where a scale is of a whole row.
+
+    Args:
+        config: config.json as plain data.
+    """
+    rounding = config.get("quantization_config")
+    groups = rounding.get("config_groups") if isinstance(rounding, Mapping) else None
+    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+    return max((int(found.get("group_size") or 0) for found in weights), default=0)
+
+
+def head_channels(config: Mapping[str, Any]) -> int:
+    """The channels of a head, as config.json says or implies."""
+    heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
+    return int(config.get("head_dim") or hidden // heads)
+
+
 def _unfit(widths: Sequence[LayerSizes], column: int, ranks: int) -> list[int]:
     """The layers whose size of this column the ranks cannot share."""
     copies = COLUMNS[column] == "KV heads"

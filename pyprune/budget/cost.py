@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from pyprune.budget.formats import WeightFormat, weight_format
+from pyprune.budget.formats import WeightFormat, aligned, weight_format
 from pyprune.budget.measured import MeasuredCosts
 from pyprune.budget.quantities import CostModel, Quantity, Widths, predicted
 from pyprune.errors import BudgetError, UnsupportedModelError
 from pyprune.families import Family, Row, family_for
 from pyprune.families.base import Axis
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.serving.gguf.layout import ZERO_FFN
+from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, rope_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,6 +40,7 @@ class ExactCosts:
         kv_item: bytes of an element of the key/value cache.
         outer: row and dense shape of every parameter outside the layers; a tied head is not among them.
         inner: the same for the parameters of one layer.
+        beside: bytes of exported tensors that are no parameters: rotary factors in a GGUF file.
     """
 
     family: Family
@@ -48,6 +49,7 @@ class ExactCosts:
     kv_item: int
     outer: tuple[tuple[Row, Shape], ...]
     inner: tuple[tuple[Row, Shape], ...]
+    beside: int = 0
 
     @classmethod
     def of(
@@ -136,6 +138,7 @@ class ExactCosts:
             form.kv_item if kv_item is None else kv_item,
             tuple(outer),
             tuple(found[0]) if found else (),
+            _rotary_bytes(config, family.sizes(config).head_dim) if form.layout == "gguf" else 0,
         )
 
     def fixed(self, quantity: Quantity, hidden_size: int) -> float:
@@ -145,7 +148,8 @@ class ExactCosts:
             BudgetError: a quantity that is measured, not counted.
         """
         whole = Widths(0, 0, 0)
-        return float(self._sum(quantity, self.outer, hidden_size, whole))
+        beside = self.beside if quantity.kind == "memory" else 0
+        return float(self._sum(quantity, self.outer, hidden_size, whole) + beside)
 
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
         """Parameters of one layer, or bytes of its weights and of its keys and values for every context.
@@ -201,6 +205,12 @@ class ExactCosts:
         bare = Widths(0, 0, ZERO_FFN)
         rows = [(row, self._shape(row, shape, hidden, bare)) for row, shape in self.inner if row.block == "mlp"]
         return sum(self.weights.nbytes(row, shape, head=False) for row, shape in rows if not row.is_bias)
+
+
+def _rotary_bytes(config: PretrainedConfig, head_dim: int) -> int:
+    """Bytes of what divides the rotary frequencies, float32, where llama.cpp cannot compute it (LLaMA 3)."""
+    rotates = getattr(config, "rope_parameters", None) is not None
+    return aligned(4 * (head_dim // 2)) if rotates and rope_type(config) not in COMPUTED_ROPE else 0
 
 
 def dense_shapes(config: PretrainedConfig) -> dict[str, Shape]:

@@ -71,8 +71,12 @@ class WeightFormat:
         return replace(self, group=next(fitting, GROUPS[-1]))
 
     def _gguf_bytes(self, shape: tuple[int, ...], *, head: bool) -> int:
-        found = blocks.nbytes(shape, blocks.kind_of(shape, self.name, head=head))
-        return -(-found // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
+        return aligned(blocks.nbytes(shape, blocks.kind_of(shape, self.name, head=head)))
+
+
+def aligned(nbytes: int) -> int:
+    """What a tensor of so many bytes takes in a GGUF file."""
+    return -(-nbytes // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
 
 
 WEIGHT_FORMATS = {

@@ -167,8 +167,7 @@ class MeasuredCosts:
         measured = ", ".join(str(q) for q in self.fits if q.kind == quantity.kind) or "none"
         raise BudgetError(
             f"{quantity} lies outside of what the profile {self.profile.name} measured ({measured}). Ask for one of "
-            "these or between two of them, or measure it: pyprune profile MODEL "
-            f"--{quantity.kind} {quantity.place}"
+            f"these or between two of them, or measure it: {self.profile.again(quantity)}"
         )
 
 

@@ -11,10 +11,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.profile import DENSE
+from pyprune.budget.sizes import FFN_MULTIPLES
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan, kv_head_of
@@ -23,37 +25,40 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 STEP = 64
-"""Probes have FFN widths and hidden sizes in multiples of it where the model is wide enough, as the rules for sizes
-want them: vLLM took as long for a prompt at hidden 432 as at 576 (SmolLM2, bfloat16 on a CPU with AMX)."""
+"""Unless a format wants more, probes have FFN widths and hidden sizes in multiples of it where the model is wide
+enough, as the rules for sizes want them: vLLM took as long for a prompt at hidden 432 as at 576 (SmolLM2, bfloat16 on a
+CPU with AMX)."""
 
 Model = tuple[Path, Mapping[str, Any]]
 """A written probe: its checkpoint folder or GGUF file, and its config.json as plain data."""
 
 
-def probe_plans(dense: PrunePlan) -> dict[str, PrunePlan]:
+def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePlan]:
     """Name -> plan of every probe, the dense model first and the most telling ones next.
 
     A cut that a model is too small for is left out (KV groups of a model with one, every second layer of one layer).
 
     Args:
         dense: the plan that removes nothing.
+        dtype: format of the weights. Probes are multiples of what searches in it take: matrices of other widths would
+            be in another format, for llama.cpp's K-quants.
     """
-    sizes = dense.dense
+    sizes, step = dense.dense, lcm(STEP, FFN_MULTIPLES.get(dtype, 1))
     every_second = range(1, sizes.num_layers, 2)
     plans = {
         DENSE: dense,
         "half of the layers": dense.drop_layers(every_second),
-        "half of the FFN": _with_ffn(dense, 1 / 2),
+        "half of the FFN": _with_ffn(dense, 1 / 2, step),
         "no attention in every second layer": _without(dense, every_second, query_heads=(), kv_heads=()),
         "no MLP in every second layer": _without(dense, every_second, ffn=()),
-        "three quarters of the hidden size": _with_hidden(dense, 3 / 4),
+        "three quarters of the hidden size": _with_hidden(dense, 3 / 4, step),
         "a third of the KV groups": _with_groups(dense, 1 / 3),
-        "unequal layers": _unequal(dense),
-        "a quarter of the FFN": _with_ffn(dense, 1 / 4),
-        "half of the hidden size": _with_hidden(dense, 1 / 2),
+        "unequal layers": _unequal(dense, step),
+        "a quarter of the FFN": _with_ffn(dense, 1 / 4, step),
+        "half of the hidden size": _with_hidden(dense, 1 / 2, step),
         "fewer query heads in each group": _with_queries(dense, 2 / 3),
         "two thirds of the KV groups": _with_groups(dense, 2 / 3),
-        "three quarters of the FFN": _with_ffn(dense, 3 / 4),
+        "three quarters of the FFN": _with_ffn(dense, 3 / 4, step),
     }
     seen: set[tuple[object, ...]] = set()
     found = {}
@@ -78,15 +83,15 @@ def _in_steps(share: float, whole: int, step: int) -> int:
     return min(max(step, round(share * whole / step) * step), whole)
 
 
-def _with_ffn(plan: PrunePlan, share: float) -> PrunePlan:
-    width = range(_in_steps(share, plan.dense.intermediate_size, STEP))
+def _with_ffn(plan: PrunePlan, share: float, step: int) -> PrunePlan:
+    width = range(_in_steps(share, plan.dense.intermediate_size, step))
     for index in plan.kept_layers:
         plan = plan.with_layer(index, ffn=width)
     return plan
 
 
-def _with_hidden(plan: PrunePlan, share: float) -> PrunePlan:
-    return plan.keep_hidden(range(_in_steps(share, plan.dense.hidden_size, STEP)))
+def _with_hidden(plan: PrunePlan, share: float, step: int) -> PrunePlan:
+    return plan.keep_hidden(range(_in_steps(share, plan.dense.hidden_size, step)))
 
 
 def _with_groups(plan: PrunePlan, share: float) -> PrunePlan:
@@ -112,7 +117,7 @@ def _with_queries(plan: PrunePlan, share: float) -> PrunePlan:
     return plan
 
 
-def _unequal(plan: PrunePlan) -> PrunePlan:
+def _unequal(plan: PrunePlan, step: int) -> PrunePlan:
     """Three kinds of layers in turn, with three pairs of query and KV heads where there are as many KV groups."""
     dense = plan.dense
     groups = [
@@ -123,7 +128,7 @@ def _unequal(plan: PrunePlan) -> PrunePlan:
     for index in plan.kept_layers:
         kind = index % 3
         plan = _keep_groups(plan, index, groups[kind])
-        width = _in_steps((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, STEP)
+        width = _in_steps((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, step)
         plan = plan.with_layer(index, ffn=range(width))
     return plan
 

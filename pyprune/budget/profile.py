@@ -252,8 +252,19 @@ class Profile:
             warn(f"{text} Its predictions may be wrong here.")
             return
         raise BudgetError(
-            f"{text} Measure again with `pyprune profile MODEL`, or give --allow-mismatch to use it in spite of that."
+            f"{text} Measure again with `{self.again()}`, or give --allow-mismatch to use it in spite of that."
         )
+
+    def again(self, *more: Quantity) -> str:
+        """The command that measures another profile like this one.
+
+        Args:
+            more: workloads in addition to this one's.
+        """
+        known = dict.fromkeys([*self.quantities, *more])
+        places = {kind: [q.place for q in known if q.kind == kind] for kind in ("prefill", "generation")}
+        workloads = " ".join(f"--{kind} {','.join(found) or 'none'}" for kind, found in places.items())
+        return f"pyprune profile MODEL --engine {self.engine} --dtype {self.dtype} {workloads}"
 
     @property
     def used_device(self) -> str:

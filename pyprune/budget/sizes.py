@@ -54,6 +54,11 @@ FFN_MULTIPLES = {
 four-bit weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""
 
 
+SHARED_MULTIPLES = {"w4a16": 128}
+"""The same for what each of several devices reads, where that is more: groups of inputs that share a scale stay whole,
+and they are of this size where every width allows it."""
+
+
 @dataclass(frozen=True)
 class SizeRules:
     """What widths should be multiples of. A dense width is always allowed.
@@ -102,8 +107,9 @@ class SizeRules:
         if tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel is {tensor_parallel}; it must be at least 1.")
         step = FFN_MULTIPLES[target]
+        of_each = SHARED_MULTIPLES.get(target, step) if tensor_parallel > 1 else step
         return cls(
-            ffn_multiple=step * tensor_parallel,
+            ffn_multiple=of_each * tensor_parallel,
             hidden_multiple=step,
             query_heads_multiple=tensor_parallel,
             kv_heads_multiple=tensor_parallel,

@@ -200,7 +200,7 @@ class _Run:
 
     def take(self, work: Path) -> None:
         """Take every sample, group by group; the dense model stays loaded where there is room for two."""
-        plans = probe_plans(family_for(self.config).plan(self.config))
+        plans = probe_plans(family_for(self.config).plan(self.config), self.dtype)
         dense = self._written(DENSE, plans.pop(DENSE), work)
         if dense is None:
             raise BudgetError(f"The dense model cannot be run with {self.engine}: {'; '.join(self.notes)}.")

@@ -107,7 +107,7 @@ def fit(
     """
     from pyprune.budget.limits import Budget
     from pyprune.data.sources import check_sources
-    from pyprune.fitting.flow import check_cache, check_export, check_outputs
+    from pyprune.fitting.flow import check_cache, check_devices, check_export, check_outputs
     from pyprune.report import check_charts
     from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
@@ -122,6 +122,7 @@ def fit(
     check_sources(options.data.sources)
     resolve_device(options.device)
     check_cache(cache, out)
+    check_devices(budgets, options, weights, engine, allow=allow_mismatch)
     if sweep:
         if resume or no_recover:
             raise ConfigError("--sweep trains and writes no model: leave out --resume and --no-recover.")

@@ -32,7 +32,7 @@ from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
-from pyprune.errors import BudgetError, OutputError, PypruneError
+from pyprune.errors import BudgetError, ConfigError, OutputError, PypruneError
 from pyprune.families import family_for
 from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
@@ -200,7 +200,9 @@ def sweep(
     for enough in filter(None, map(fitting.dense_keeps, wanted)):
         warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
-    shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile)]
+    # Times of another format, or of one device where several are to share the layers, are not told as a point's own.
+    alike = profile is not None and profile.dtype == weights and options.tensor_parallel == 1
+    shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile if alike else None)]
     points, failed = _points(fitting, wanted, shown, timed=timed)
     conditions = _conditions(options, fitting, profile) | {f"nothing for {b}": why for b, why in failed.items()}
     with atomic_folder(place, overwrite=overwrite) as work:
@@ -241,6 +243,39 @@ def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
     return tuple(max(some, key=lambda q: (q.batch, q.tokens, -q.prompt)) for some in kinds if some)
 
 
+def check_devices(
+    budgets: Sequence[Budget], options: FitOptions, weights: str | None, engine: str, *, allow: bool
+) -> None:
+    """Refuse what is run and timed on one device, where several are to share the layers.
+
+    Args:
+        budgets: limits.
+        options: of the search.
+        weights: format that the model is for; None = a dtype.
+        engine: that will run it.
+        allow: warn where times are limited.
+
+    Raises:
+        ConfigError: llama.cpp is to run it, which shares no layers.
+        BudgetError: times are limited.
+    """
+    ranks = options.tensor_parallel
+    if ranks == 1:
+        return
+    if engine == "llamacpp" or (weights is not None and weight_format(weights).layout == "gguf"):
+        raise ConfigError(
+            f"tensor_parallel is {ranks}, and llama.cpp does not share layers among devices; leave it out."
+        )
+    if not any(budget.timed for budget in budgets):
+        return
+    text = f"Times are measured on one device, and {ranks} are to share the layers (tensor_parallel)."
+    if not allow:
+        raise BudgetError(
+            f"{text} Limit memory and parameters, or give --allow-mismatch to limit what one device takes."
+        )
+    warn(f"{text} One device keeps these limits.")
+
+
 def check_cache(cache: str | Path | None, out: str | Path) -> None:
     """Refuse a cache in a folder that is to be created: what is in it would stand in its way.
 
@@ -264,6 +299,8 @@ def _opened(
 ) -> Fitting:
     """Refuse what cannot be done, then load the model."""
     check_cache(cache, out)
+    engine = profile.engine if profile is not None else "auto"
+    check_devices(budgets, options, settings["weights"], engine, allow=settings["allow_mismatch"])
     for budget in budgets:
         check_needs_profile(budget, profile)
         check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])
@@ -278,8 +315,10 @@ def _conditions(options: FitOptions, fitting: Fitting, profile: Profile | None) 
     """What a report says of how it was made."""
     judged, data = fitting.text["judged"].ids, fitting.text["data"].ids
     some = min(options.try_samples, len(data))
+    ranks = options.tensor_parallel
     return {
         "weights": fitting.weights,
+        **({"devices": f"{ranks} can share every layer; times are of one"} if ranks > 1 else {}),
         "times predicted by": profile.name if profile else "none; no limit is on times",
         "reconstructed on": f"{some} of {len(data)} x {data.shape[1]} tokens to be compared, on all to be written",
         "judged on": f"{judged.shape[0]} x {judged.shape[1]} tokens of {options.data.source}",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pyprune.budget.attempts import Attempt, Corrected, Tries
 from pyprune.budget.choices import ChoiceOptions, Search, Space, UnitScores
-from pyprune.budget.cost import Costs, ExactCosts
+from pyprune.budget.cost import Costs, ExactCosts, common_multiple
 from pyprune.budget.formats import weight_format
 from pyprune.budget.limits import Budget, Limit
 from pyprune.budget.measured import MeasuredCosts
@@ -46,7 +46,7 @@ from pyprune.serving.engines import EngineError
 from pyprune.serving.gguf.tokenizer import read_tokenizer
 from pyprune.serving.quantise import why_not_quantised
 from pyprune.serving.speed import SpeedReport
-from pyprune.serving.widths import why_not_split
+from pyprune.serving.widths import why_not_grouped, why_not_split
 from pyprune.stages import PruneResult
 
 CANDIDATE = "candidate"
@@ -219,7 +219,14 @@ class Fitting:
         rules = [refusals(self.model.config, engine) for engine in dict.fromkeys(engines)]
         if layout in ("channel", "packed"):
             rules.append(lambda plan: why_not_quantised(plan, self.weights))
+            rules.append(self._why_not_shared)
         return lambda plan: next(filter(None, (rule(plan) for rule in rules)), "")
+
+    def _why_not_shared(self, plan: PrunePlan) -> str:
+        """Why devices cannot share a plan in groups of scales as its export has them."""
+        group = weight_format(self.weights).grouped((common_multiple(plan),)).group
+        widths = [layer.widths for layer in plan.layers]
+        return why_not_grouped(widths, plan.dense.head_dim, group, self.options.tensor_parallel)
 
     @cached_property
     def rules(self) -> SizeRules:

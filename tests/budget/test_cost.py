@@ -129,3 +129,15 @@ def test_unknown_formats_and_times_are_refused() -> None:
         ExactCosts.of(config).fixed(prefill, 48)
     with pytest.raises(BudgetError, match="pyprune profile MODEL"):
         Costs(ExactCosts.of(config)).fixed(prefill, 48)
+
+
+def test_rotary_factors_in_a_gguf_file_count(tmp_path: Path) -> None:
+    """LLaMA 3's: llama.cpp cannot compute them from the metadata."""
+    gguf = pytest.importorskip("gguf")
+    model = tiny_model("llama3-rope", vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_attention_heads=4)
+    folder = save_checkpoint(model, byte_level_tokenizer(), tmp_path / "c", plan=None, provenance={})
+    file = export_gguf(folder, tmp_path / "model.gguf", quantise="q8_0").path
+    data = file.stat().st_size - gguf.GGUFReader(file).data_offset
+    costs = ExactCosts.of(model.config, "q8_0")
+    assert costs.beside > 0
+    assert predicted(costs, Quantity("memory", 0), _identity(model)) == data

@@ -92,6 +92,13 @@ def test_each_kind_of_cut_has_a_probe_of_its_own() -> None:
         assert slow_sizes(plan, SizeRules()) == []
 
 
+@pytest.mark.parametrize("dtype", ["q4_k", "q6_k", "q8_0", "bfloat16"])
+def test_probes_have_the_multiples_of_their_format(dtype: str) -> None:
+    """Matrices of other widths would be in another format than those of any candidate."""
+    for name, plan in probe_plans(SMOLLM2, dtype).items():
+        assert slow_sizes(plan, SizeRules.of(dtype)) == [], name
+
+
 @pytest.mark.parametrize("sizes", [Sizes(1, 48, 6, 6, 8, 40, 64), Sizes(2, 48, 4, 1, 8, 3, 64)])
 def test_small_models_have_fewer_probes_and_none_is_the_dense_model_again(sizes: Sizes) -> None:
     plans = probe_plans(PrunePlan.identity("llama", sizes))

@@ -27,6 +27,7 @@ from pyprune.budget.options import FitOptions
 from pyprune.budget.probes import probe_plans
 from pyprune.budget.profile import DENSE, Probe, Profile, Timing
 from pyprune.budget.quantities import Quantity, Widths
+from pyprune.budget.sizes import SizeRules
 from pyprune.budget.solve import Solution
 from pyprune.budget.timing import ProfileOptions
 from pyprune.checkpoint.record import read_pruning_json
@@ -45,6 +46,7 @@ from pyprune.methods import training
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.engines import EngineError
 from pyprune.serving.quantise import why_not_quantised
+from pyprune.serving.widths import why_not_grouped
 from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -345,6 +347,28 @@ def test_every_width_can_be_shared_by_the_wanted_devices(place: Path, tmp_path: 
     assert not plan.is_identity
     for layer in plan.layers:
         assert not any(len(kept) % 2 for kept in (layer.query_heads, layer.kv_heads, layer.ffn))
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "said"),
+    [
+        ("speedup@64>=1.2", [], "Times are measured on one device, and 2 are to share the layers (tensor_parallel)."),
+        ("parameters=70%", ["--engine", "llamacpp"], "llama.cpp does not share layers among devices"),
+        ("parameters=70%", ["--weights", "q8_0"], "llama.cpp does not share layers among devices"),
+    ],
+)
+def test_what_runs_on_one_device_is_not_said_of_several(
+    place: Path, tmp_path: Path, budget: str, more: list[str], said: str
+) -> None:
+    given = arguments(place, tmp_path / "out", budget)
+    assert said in " ".join(refused(*given, "--tensor-parallel", "2", *more).split())
+
+
+def test_widths_in_four_bits_leave_every_device_whole_groups() -> None:
+    rules = SizeRules.of("w4a16", tensor_parallel=4)
+    assert rules.ffn_multiple == 4 * 128
+    assert not why_not_grouped([(32, 8, rules.ffn_multiple * n) for n in range(1, 9)], 128, 128, 4)
+    assert SizeRules.of("w4a16").ffn_multiple == 32
 
 
 def test_what_nothing_keeps_is_refused_before_anything_is_measured(
@@ -842,6 +866,16 @@ def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(pl
     assert seconds[1] < seconds[0] < points[0]["dense"]["prefill@64"]
     assert heading(prefill) in (out / "report.md").read_text()
     assert f"Perplexity against {prefill}" in (out / "report.html").read_text()
+
+
+def test_a_sweep_in_another_format_than_the_profiles_tells_no_times(place: Path, tmp_path: Path) -> None:
+    saved, out = profile_of_dense().save(tmp_path / "profile.json"), tmp_path / "sweep"
+    other = {"float32": "bfloat16"}.get(profile_of_dense().dtype, "float32")
+    given = [*arguments(place, out, "parameters=80%"), "--weights", other]
+    result = run(*given, "--sweep", "--profile", saved, "--allow-mismatch", "--cache", tmp_path / "cache")
+    assert result.exit_code == 0, result.output
+    (point,) = json.loads((out / "metrics.json").read_text())["points"]
+    assert not [name for name in point["winner"]["predicted"] if name.startswith(("prefill", "generation"))]
 
 
 def test_a_sweep_tells_one_time_of_each_kind() -> None:

@@ -14,10 +14,13 @@ from pyprune.serving.export import export, serving_warnings
 from pyprune.serving.load.capacity import token_bytes
 from pyprune.serving.widths import (
     LayerSizes,
+    head_channels,
     layer_widths,
     named_layers,
     off_multiples,
+    scale_group,
     why_not_drafting,
+    why_not_grouped,
     why_not_split,
     why_not_staged,
 )
@@ -119,6 +122,37 @@ def test_layers_are_named_in_ranges() -> None:
 def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSizes], ranks: int, said: str) -> None:
     message = why_not_split(widths, ranks)
     assert said in message if said else message == ""
+
+
+@pytest.mark.parametrize(
+    ("widths", "group", "ranks", "said"),
+    [
+        ([(32, 8, 12544)], 128, 4, "layer 0 has 12544 FFN channels, of which each of 4 tensor parallel"),
+        ([(32, 8, 12288), (32, 8, 8960)], 128, 4, "layer 1 has 8960 FFN channels"),
+        ([(14, 2, 4864)], 128, 2, "layer 0 has 14 query heads, of which each of 2 tensor parallel"),
+        ([(14, 2, 4864)], 64, 2, ""),
+        ([(32, 8, 12288), (0, 0, 512), (32, 8, 0)], 128, 4, ""),
+        ([(14, 2, 4864)], 0, 2, ""),
+        ([(14, 2, 4864)], 128, 1, ""),
+    ],
+)
+def test_ranks_need_whole_groups_of_inputs_that_share_a_scale(
+    widths: list[LayerSizes], group: int, ranks: int, said: str
+) -> None:
+    message = why_not_grouped(widths, 64, group, ranks)
+    assert said in message if said else message == ""
+
+
+def test_the_group_of_scales_is_read_from_the_configuration() -> None:
+    grouped = {"quantization_config": {"config_groups": {"group_0": {"weights": {"group_size": 64}}}}}
+    rows = {"quantization_config": {"config_groups": {"group_0": {"weights": {"group_size": None}}}}}
+    assert [scale_group(config) for config in (grouped, rows, {}, {"quantization_config": {"bits": 4}})] == [
+        64,
+        0,
+        0,
+        0,
+    ]
+    assert [head_channels(c) for c in ({"head_dim": 80}, {"hidden_size": 64, "num_attention_heads": 4})] == [80, 16]
 
 
 def test_a_rank_of_a_pipeline_needs_attention() -> None:
