@@ -155,8 +155,8 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
     rows = [row for row in rows if PrunePlan.from_dict(row["plan"]).dense == profile.dense]
     if not rows:
         raise ConfigError(
-            f"No row of {profile.engine} is recorded on the machine of this profile; run the bench there, without "
-            "--only-table."
+            f"No row of {profile.engine} is recorded on the machine of this profile, of its model; run the bench "
+            "there, without --only-table."
         )
     costs = MeasuredCosts(profile)
     dense = PrunePlan.identity(profile.model_type, profile.dense)

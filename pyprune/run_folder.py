@@ -164,7 +164,7 @@ def run_folder(
         work = RunFolder(path, resume)
         facts = {**source, "config": config.to_dict()}
         if resume:
-            work.check_same(facts)
+            work.check_same(facts, asks=faster is not None)
         else:
             work.begin(facts, out, faster, overwrite=overwrite)
         processes.barrier()
@@ -217,10 +217,17 @@ class RunFolder:
             elif path.name != MARK:
                 path.unlink(missing_ok=True)
 
-    def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Refuse to resume another run; see :func:`run_folder`."""
+    def check_same(self, facts: Mapping[str, Any], *, asks: bool) -> None:
+        """Refuse to resume another run; see :func:`run_folder`.
+
+        Args:
+            facts: of this run.
+            asks: whether its options leave a dtype to the machine.
+        """
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
+        if asks:
+            self._read(ARITHMETIC)  # which says what is wrong with it; :func:`arithmetic_of` has taken it as it is
         if different := differences(of_result(self._read(RUN)), of_result(facts)):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "

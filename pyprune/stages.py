@@ -527,7 +527,8 @@ def _lost_reconstruction(config: PruneConfig) -> list[str]:
 def _lost_preparation(config: PruneConfig) -> list[str]:
     """A checkpoint whose method changed the weights before they were cut, whose plan is replayed without that."""
     folder = Path(str(config.plan))
-    if not folder.is_dir():
+    says_it = config.method != "none" and get_method(config.method).prepare is not None  # in :meth:`StageRun.cut`
+    if says_it or not folder.is_dir():
         return []
     if not was_rotated(folder):
         layers = read_pruning_json(folder).provenance.get("report", {}).get("decision", {}).get("layers", {})

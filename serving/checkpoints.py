@@ -294,7 +294,7 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
             "(pyprune bench --engine llamacpp), and --gguf-file reads one inside a folder."
         )
     if isinstance(source, Path):  # which has lost the ./ that tells a folder from a hub id
-        raise CheckpointError(f"There is no folder {shown(str(source))}.")
+        raise CheckpointError(f"There is no folder {shown(str(source))}. (A hub id is given as text, not as a Path.)")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
     from huggingface_hub import snapshot_download

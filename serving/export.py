@@ -318,8 +318,9 @@ def servable(
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        CheckpointError: the folder is no checkpoint, was changed after it was written, or has layers that the ranks of
-            tensor parallelism cannot share.
+        CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
+            here reads, needs a plugin that VLLM_PLUGINS keeps away, or has layers (or, in w4a16, groups of scales) that
+            the ranks of tensor parallelism cannot share.
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")

@@ -232,6 +232,12 @@ def test_a_run_goes_on_in_the_arithmetic_in_which_it_began(
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "again")
     monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: not faster)
+    kept = tmp_path / ".again.work" / "arithmetic.json"
+    whole = kept.read_text()
+    kept.write_text(whole[:-5])
+    with pytest.raises(CheckpointError, match=r"arithmetic\.json is damaged"):
+        prune(model_folder, settings, out=tmp_path / "again", resume=True)
+    kept.write_text(whole)
     resumed = prune(model_folder, settings, out=tmp_path / "again", resume=True)
     assert resumed.stages[0]["resumed_from"] == 2
     assert resumed.reconstruction is not None

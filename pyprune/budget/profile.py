@@ -251,20 +251,23 @@ class Profile:
         if allow:
             warn(f"{text} Its predictions may be wrong here.")
             return
-        raise BudgetError(
-            f"{text} Measure again with `{self.again()}`, or give --allow-mismatch to use it in spite of that."
-        )
+        again = self.again(engine=found["engine"], dtype=found["dtype"])
+        raise BudgetError(f"{text} Measure again with `{again}`, or give --allow-mismatch to use it in spite of that.")
 
-    def again(self, *more: Quantity) -> str:
+    def again(self, *more: Quantity, engine: str | None = None, dtype: str | None = None) -> str:
         """The command that measures another profile like this one.
 
         Args:
             more: workloads in addition to this one's.
+            engine: another one than this profile's; None = the same.
+            dtype: the same of the weights.
         """
         known = dict.fromkeys([*self.quantities, *more])
         places = {kind: [q.place for q in known if q.kind == kind] for kind in ("prefill", "generation")}
         workloads = " ".join(f"--{kind} {','.join(found) or 'none'}" for kind, found in places.items())
-        return f"pyprune profile MODEL --engine {self.engine} --dtype {self.dtype} {workloads}"
+        device = [] if self.used_device == "auto" else ["--device", self.used_device]
+        how = ["--engine", engine or self.engine, "--dtype", dtype or self.dtype, *device]
+        return " ".join(["pyprune profile MODEL", *how, workloads])
 
     @property
     def used_device(self) -> str:

@@ -122,7 +122,8 @@ def fit(
     check_sources(options.data.sources)
     resolve_device(options.device)
     check_cache(cache, out)
-    check_devices(budgets, options, weights, engine, allow=allow_mismatch)
+    if not allow_mismatch:  # else it is said where the model is opened
+        check_devices(budgets, options, weights, engine, allow=False)
     if sweep:
         if resume or no_recover:
             raise ConfigError("--sweep trains and writes no model: leave out --resume and --no-recover.")

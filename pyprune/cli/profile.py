@@ -103,7 +103,7 @@ def profile(
         resident=resident,
     )
     if out is not None:
-        check_figures(out, model, option="--out", ours=lambda data: "profile" in data)  # one of before
+        check_figures(out, model, option="--out", ours=lambda data: "probes" in data)  # an earlier profile
     else:
         check_stored()
     taken = take_profile(model, options)

@@ -108,7 +108,7 @@ def fit(
     kept = kept_of_a_run(place)
     if recover:
         within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
-    fitting = _opened(model_id, [wanted], place, options, profile, cache, **settings)
+    fitting = _opened(model_id, [wanted], place, options, profile, cache, engine, **settings)
     if enough := fitting.dense_keeps(wanted):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
@@ -200,7 +200,7 @@ def sweep(
     for enough in filter(None, map(fitting.dense_keeps, wanted)):
         warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
-    # Times of another format, or of one device where several are to share the layers, are not told as a point's own.
+    # Times of another format, or of one device where several are to share the layers, are not shown for points.
     alike = profile is not None and profile.dtype == weights and options.tensor_parallel == 1
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile if alike else None)]
     points, failed = _points(fitting, wanted, shown, timed=timed)
@@ -295,12 +295,13 @@ def _opened(
     options: FitOptions,
     profile: Profile | None,
     cache: str | Path | None,
+    engine: str = "auto",
     **settings: Any,
 ) -> Fitting:
     """Refuse what cannot be done, then load the model."""
     check_cache(cache, out)
-    engine = profile.engine if profile is not None else "auto"
-    check_devices(budgets, options, settings["weights"], engine, allow=settings["allow_mismatch"])
+    runner = profile.engine if profile is not None else engine
+    check_devices(budgets, options, settings["weights"], runner, allow=settings["allow_mismatch"])
     for budget in budgets:
         check_needs_profile(budget, profile)
         check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])

@@ -169,10 +169,10 @@ class Fitting:
         found = cls(str(model_id), model, tokenizer, options, weights, profile, cache, version)
         if profile is not None:
             profile.check(found.identity, allow=allow_mismatch)
+        found.check_shared()
         reason = found.why_not(found.identity)
         if reason:
             raise UnsupportedModelError(f"{reason} Choose another format of the weights, or another engine.")
-        found.check_shared()
         if weight_format(weights).layout == "gguf":
             read_tokenizer(tokenizer, found.identity.dense.vocab_size)
         return found
@@ -181,10 +181,11 @@ class Fitting:
         """Refuse devices that cannot share a layer that stays as it is: every layer may.
 
         Raises:
-            ConfigError: the dense widths are no multiples of ``tensor_parallel``.
+            ConfigError: the dense widths are no multiples of ``tensor_parallel``, or leave a device parts of groups.
         """
         ranks = self.options.tensor_parallel
         reason = why_not_split([layer.widths for layer in self.identity.layers], ranks)
+        reason = reason or self._why_not_shared(self.identity)
         if reason:
             raise ConfigError(f"tensor_parallel is {ranks}, and layers may stay as they are: {reason}")
 

@@ -21,7 +21,8 @@ def check_figures(
 ) -> None:
     """Raise :class:`OutputError` before any work for a file of figures that may not be written there.
 
-    An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`) or it is empty.
+    An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`), and what ``ours`` says
+    of it, or it is empty.
 
     Args:
         path: the file.
@@ -33,7 +34,7 @@ def check_figures(
     _refuse_used(option, path, others)
     if path.is_file() and not in_place(path) and path.stat().st_size and not _is_of(path, ours or _are_figures):
         raise OutputError(
-            f"{path} exists and was not written by pyprune, so it is not replaced. Name another file, or remove it."
+            f"{path} exists and {_not_ours(ours)}, so it is not replaced. Name another file, or remove it."
         )
 
 
@@ -75,6 +76,10 @@ def _is_of(path: Path, ours: Callable[[dict[str, Any]], bool]) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and WRITTEN_BY in data and ours(data)
+
+
+def _not_ours(ours: object) -> str:
+    return "was not written by pyprune" if ours is None else "is nothing that this command wrote"
 
 
 def _are_figures(data: dict[str, Any]) -> bool:

@@ -123,7 +123,7 @@ def test_workloads_outside_are_refused_with_what_there_is(quantity: Quantity) ->
     with pytest.raises(BudgetError, match=r"lies outside .*(prefill@512|generation@64x128).*pyprune profile") as caught:
         costs.fixed(quantity, 512)
     profile = costs.profile
-    command = f"pyprune profile MODEL --engine {profile.engine} --dtype {profile.dtype} --prefill "
+    command = f"pyprune profile MODEL --engine {profile.engine} --dtype {profile.dtype} --device cpu --prefill "
     assert command in str(caught.value), "another engine or dtype would not help"
     given = str(caught.value).partition(command)[2].replace(" --generation ", ",").split(",")
     assert set(given) - {"none"} == {q.place for q in (*profile.quantities, quantity)}, "and what is known must stay"

@@ -46,13 +46,13 @@ def test_a_profile_takes_the_place_of_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
 
     def check() -> None:
-        check_figures(path, option="--out", ours=lambda data: "profile" in data)
+        check_figures(path, option="--out", ours=lambda data: "probes" in data)
 
-    for other in ({"profile": 1}, seal({"pyprune": "1", "files": []}), {"pyprune": "1", "a": 1}):
+    for other in ({"probes": 1}, seal({"pyprune": "1", "files": []}), {"pyprune": "1", "a": 1}):
         path.write_text(json.dumps(other))
         with pytest.raises(OutputError, match="so it is not replaced"):
             check()
-    path.write_text(json.dumps(seal({"pyprune": "1", "profile": 1})))
+    path.write_text(json.dumps(seal({"pyprune": "1", "profile": 1, "probes": []})))
     check()
 
 
