@@ -51,6 +51,8 @@ class LlamaCpp:
         asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
         asked.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server: Any = llama.Server(asked)
+        # It hangs when it is stopped before its loop runs, which tokenizing does not wait for.
+        urllib.request.urlopen(f"{self.server.listening_address}/slots", timeout=60).close()
 
     def __enter__(self) -> Self:
         return self
