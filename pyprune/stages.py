@@ -530,16 +530,18 @@ def _lost_preparation(config: PruneConfig) -> list[str]:
     says_it = config.method != "none" and get_method(config.method).prepare is not None  # in :meth:`StageRun.cut`
     if says_it or not folder.is_dir():
         return []
-    if not was_rotated(folder):
-        layers = read_pruning_json(folder).provenance.get("report", {}).get("decision", {}).get("layers", {})
+    decision = read_pruning_json(folder).provenance.get("report", {}).get("decision", {})
+    if decision.get(ROTATED):
+        return [
+            f"The hidden channels that the plan of {folder} keeps are those of a rotated stream, and the rotation is "
+            "not replayed: of the dense model, other channels go. Run the method that made it without a plan."
+        ]
+    if decision.get("layers", {}).get("merges"):
         return [
             f"Layers of {folder} were merged before the cut, which is not replayed: what stays is as in the dense "
             "model. Run the method that made it without a plan."
-        ] * bool(layers.get("merges"))
-    return [
-        f"The hidden channels that the plan of {folder} keeps are those of a rotated stream, and the rotation is not "
-        "replayed: of the dense model, other channels go. Run the method that made it without a plan."
-    ]
+        ]
+    return []
 
 
 def one_kind_of_text(samples: Batch) -> list[str]:

@@ -33,6 +33,7 @@ from pyprune.serving.speed import (
     speeds,
 )
 from pyprune.serving.stats import environment_record, median
+from pyprune.serving.widths import head_channels
 
 DTYPE = Workload.dtype
 SETTLE_S = 1.5
@@ -380,9 +381,8 @@ def sequence_bytes(config: Mapping[str, Any], sequences: int, tokens: int, dtype
         dtype: of the cache.
     """
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     item = 4 if dtype == "float32" else 2
-    token_bytes = 2 * config["num_hidden_layers"] * heads * head_dim * item
+    token_bytes = 2 * config["num_hidden_layers"] * heads * head_channels(config) * item
     needed = sequences * -(-tokens // KV_BLOCK_TOKENS) + 2
     return max(64 * 2**20, int(1.25 * needed * KV_BLOCK_TOKENS * token_bytes))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyprune.serving.widths import LayerSizes, layer_widths
+from pyprune.serving.widths import LayerSizes, head_channels, layer_widths
 
 CONCURRENCY = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 BLOCK = re.compile(r"Setting kv cache block size to (\d+)")
@@ -90,8 +90,7 @@ def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
         config: config.json as plain data, of a dense or a pruned architecture.
         dtype: of the cache: bfloat16, float16 or float32.
     """
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return token_bytes_of(layer_widths(config), int(head_dim), dtype)
+    return token_bytes_of(layer_widths(config), head_channels(config), dtype)
 
 
 def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
