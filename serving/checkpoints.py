@@ -265,7 +265,8 @@ def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
 def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
     """Compare a local checkpoint with its pruning.json: every file it lists, and no other that would be loaded.
 
-    A folder without pruning.json (another program wrote it) and a hub id have nothing to be compared with.
+    In a folder without pruning.json (another program wrote it) an index must name what its files hold. A hub id has
+    nothing to be compared with.
 
     Args:
         source: folder or hub id.
@@ -278,11 +279,15 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
             pruning.json does not list and a loader would read; the message names it.
     """
     from pyprune.checkpoint.record import has_record, read_pruning_json
-    from pyprune.checkpoint.verify import current_server, verify_files
+    from pyprune.checkpoint.verify import INDEX, current_server, verify_files
 
     if has_record(source):
         name = current_server() if server is None else server
         verify_files(Path(source), read_pruning_json(source), server=name)
+    elif Path(source, INDEX).is_file():
+        from pyprune.checkpoint.shards import weight_files
+
+        weight_files(Path(source))  # whose names may lead anywhere
 
 
 def _resolve(source: str | Path, hub: Hub) -> Path:

@@ -212,6 +212,14 @@ def test_options_that_a_stage_or_the_gates_read_are_taken(settings: list[str]) -
     assert build_config(settings=settings)
 
 
+def test_off_is_a_word_where_it_is_an_option() -> None:
+    """YAML reads it as false."""
+    config = build_config(preset="dress", settings=["recover.train.copies=off"])
+    assert config.recover.train.copies == "off"
+    with pytest.raises(ConfigError, match="copies 'True'"):
+        build_config(preset="dress", settings=["recover.train.copies=on"])
+
+
 @pytest.mark.parametrize(
     ("preset", "settings", "off", "why"),
     [

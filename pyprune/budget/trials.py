@@ -251,7 +251,7 @@ class _Trials:
     def __init__(
         self, model: PreTrainedModel, scores: UnitScores, space: Space, batch: Batch, options: ValueOptions
     ) -> None:
-        if not (batch.counts_every_token and bool(batch.real.all())):
+        if not batch.counts_every_token:
             raise DataError("Losses of blocks are measured on windows of text; these samples have padding or masks.")
         if not len(batch) or batch.ids.shape[1] < 2 * options.stride:
             raise DataError(

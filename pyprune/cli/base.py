@@ -17,7 +17,7 @@ from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from pyprune.errors import ConfigError, PypruneError, shown
+from pyprune.errors import ConfigError, PypruneError, TrainingError, shown
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.processes import first, joined
 from pyprune.runtime.progress import end_bars, printable, say
@@ -70,8 +70,15 @@ def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, 
         return FAILURE_CODE
     text = str(error) if isinstance(error, PypruneError | OSError) else f"not enough memory ({shown(str(error))})"
     kept = _kept_of(options)
-    say(f"Error: {text}" + (f"\nWhat it had reached is kept ({kept}): --resume continues it." if kept else ""), "red")
+    say(f"Error: {text}" + (f"\nWhat it had reached is kept ({kept}): {_going_on(error)}." if kept else ""), "red")
     return ERROR_CODE
+
+
+def _going_on(error: BaseException) -> str:
+    """What to do with a run that is kept: values that were not finite would be the same again."""
+    if isinstance(error, TrainingError):
+        return "--resume would end in the same way, so start again with other options and --overwrite"
+    return "--resume continues it"
 
 
 def _lacks_memory(error: BaseException) -> bool:

@@ -233,12 +233,12 @@ def _fit(
     if found.speed is not None:
         tables += [speed_table(found.speed), conditions(found.speed)]
     written = f"{out} and {found.exported}" if found.exported else str(out)
-    source = f" --gguf-file {shared['gguf_file']}" if shared["gguf_file"] else ""
     kept = shared["cache"] or cache_of(out)
     steps = (
         f"Wrote {written}, and what was measured to {report_of(out)}/report.html. "
         f"Next: pyprune eval {out} --ppl wikitext2",
-        f"Another budget for the same model costs its own candidates alone: pyprune fit {model}{source} --cache {kept}",
+        "Another budget for the same model costs its own candidates alone: the same command with another --budget and "
+        f"--out, and --cache {kept}",
     )
     output(found.to_dict(), json_file, *tables, *steps)
 

@@ -230,10 +230,7 @@ def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(value, hint, path, problems)
     if origin is Literal:
-        if value not in typing.get_args(hint):
-            allowed = [str(a) for a in typing.get_args(hint)]
-            problems.append(did_you_mean(_text(value), allowed, f"value of {path}"))
-        return value
+        return _coerce_word(value, typing.get_args(hint), path, problems)
     if is_dataclass(hint) and isinstance(hint, type) and issubclass(hint, Config):
         if isinstance(value, Mapping):
             return hint._parse(value, f"{path}.", problems)
@@ -253,6 +250,14 @@ def _coerce(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
     expected = origin or hint
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         problems.append(f"{path} is {shown(value)}; expected {getattr(expected, '__name__', expected)}.")
+    return value
+
+
+def _coerce_word(value: Any, words: Sequence[Any], path: str, problems: list[str]) -> Any:
+    if value is False and "off" in words:  # as YAML reads it
+        return "off"
+    if value not in words:
+        problems.append(did_you_mean(_text(value), [str(word) for word in words], f"value of {path}"))
     return value
 
 

@@ -178,7 +178,9 @@ class Readers:
 
     def _lacking(self, x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
         """What the outputs lack, float32 [tokens, kept outputs] each."""
-        return [t - p.written(p.module(x)).float() for p, t in zip(self.projections, targets, strict=True)]
+        apply = self.cut.runner.apply  # a norm may give another dtype than the weights have
+        pairs = zip(self.projections, targets, strict=True)
+        return [t - p.written(apply(p.module, x)).float() for p, t in pairs]
 
     def _read(self, chunk: Chunk) -> Tensor:
         """What the readers are given, [tokens, in]; the layer runs only as far as the first of them."""

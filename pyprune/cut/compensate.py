@@ -37,7 +37,7 @@ class CompensationReport:
         blocks: attention and MLP blocks whose output projection got the mean of what they lose.
         skipped: blocks that go as a whole (and with them the place for a bias); their mean is lost.
         tokens: calibration tokens behind the means.
-        added_parameters: biases that the model did not have.
+        added_parameters: biases that the model did not have, as the plan cuts them.
     """
 
     blocks: int
@@ -86,10 +86,12 @@ def compensate_(
     skipped = sum(gone is None for gone in removed.values()) + len(BLOCKS) * len(plan.removed_layers)
     if not losing:
         return CompensationReport(0, skipped, 0, 0)
-    names = {place: f"{family.layers_path}.{place[0]}.{family.output_projection(place[1])}" for place in losing}
+    names = {place: _output_name(family, *place) for place in losing}
     # A model in memory runs as a whole; layers that lie elsewhere run one by one.
     moments = gather_moments(model, samples, inputs=names.values(), batch_size=batch_size)
-    added = _with_output_biases_(runner)
+    given = _with_output_biases_(runner)
+    stay = {_output_name(family, *place) for place, gone in removed.items() if gone is not None}
+    added = len(given & stay) * len(plan.hidden)
     for place, gone in losing.items():
         index, name = place[0], family.output_projection(place[1])
         with runner.layer(index) as layer:
@@ -122,8 +124,8 @@ def _add_lost_mean(module: nn.Linear, gone: list[int], mean: Tensor) -> None:
     module.bias.copy_(module.bias.double() + lost)
 
 
-def _with_output_biases_(runner: LayerRunner) -> int:
-    """Give every output projection of attention and MLP a bias, zero where it had none; returns how many were added.
+def _with_output_biases_(runner: LayerRunner) -> set[str]:
+    """Give every output projection of attention and MLP a bias, zero where it had none; returns the names of those.
 
     Raises:
         UnsupportedModelError: the family cannot carry such biases.
@@ -136,7 +138,11 @@ def _with_output_biases_(runner: LayerRunner) -> int:
         runner.keep_zeros(f"{name}.bias", len(zeros))
     if missing:
         runner.model.config.output_bias = True
-    return sum(module.weight.shape[0] for module in missing.values())
+    return set(missing)
+
+
+def _output_name(family: Family, index: int, block: Block) -> str:
+    return f"{family.layers_path}.{index}.{family.output_projection(block)}"
 
 
 def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Target:
@@ -169,11 +175,7 @@ def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConf
 
 def _without_bias(model: PreTrainedModel, family: Family) -> dict[str, nn.Linear]:
     """Output projections that need a bias of their own, by name."""
-    names = [
-        f"{family.layers_path}.{index}.{family.output_projection(block)}"
-        for index in range(len(family.layers(model)))
-        for block in BLOCKS
-    ]
+    names = [_output_name(family, index, block) for index in range(len(family.layers(model))) for block in BLOCKS]
     projections = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
     missing = {name: module for name, module in projections.items() if module.bias is None}
     if missing and not family.carries_output_bias:

@@ -82,7 +82,7 @@ class Batch:
         """Whether there is no padding and every token is predicted, as in windows of a text."""
         if self.source is not None:
             return self.source.counts_every_token
-        return self.labels is self.ids or (bool(self.real.all()) and torch.equal(self.labels, self.ids))
+        return bool(self.real.all()) and (self.labels is self.ids or torch.equal(self.labels, self.ids))
 
     def predicting_rows(self) -> Tensor | None:
         """Which of the first T - 1 positions predict a token that counts, in [N (T - 1)]: int64 [n]; None for all."""

@@ -39,11 +39,11 @@ from pyprune.fitting.search import Fitted, Fitting
 from pyprune.fitting.timed import WINNER
 from pyprune.pipeline import prune
 from pyprune.report import check_charts, write_report
-from pyprune.run_folder import kept_of_a_run, refuse_kept
+from pyprune.run_folder import arithmetic_of, kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.device import parked
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
-from pyprune.runtime.progress import warn
+from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.export import export
@@ -114,7 +114,8 @@ def fit(
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
         raise BudgetError(f"{enough} Give a tighter budget{instead}.")
     fitting.continued = resume and kept is not None
-    found = fitting.fit(wanted, timed=timed)
+    with arithmetic_of(place, resume=resume):  # in another one another candidate might win
+        found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
     found = write_winner(fitting, found, place, **writing, **reading)
     conditions = _conditions(options, fitting, profile)
@@ -407,13 +408,19 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
     runs_files = weight_format(weights).layout == "gguf"
     try:
         if runs_files:
-            return Path(export_gguf(out, place, quantise=weights, overwrite=overwrite).path)
-        return Path(export(out, place, dtype="bfloat16", quantise=weights, overwrite=overwrite).path)
+            file = export_gguf(out, place, quantise=weights, overwrite=overwrite)
+            path, notes = file.path, file.notes
+        else:
+            written = export(out, place, dtype="bfloat16", quantise=weights, overwrite=overwrite)
+            path, notes = written.path, written.warnings
     except BaseException:
         form = "--format gguf" if runs_files else "--dtype bfloat16"
         warn(f"{out} is complete; its export is not. Write it with: pyprune export {out} --out {place} {form} "
              f"--quantise {weights}")  # fmt: skip
         raise
+    for note in notes:
+        say(f"Note: {note}", "yellow")
+    return Path(path)
 
 
 def stored_bytes(place: Path) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyprune.budget.attempts import Attempt, mean_loss
@@ -42,19 +43,21 @@ def attempts_table(found: Fitted) -> Table:
     quantities, kinds = found.budget.quantities, found.dense_perplexities
     amounts = [in_unit(quantity, found.dense[quantity]) for quantity in quantities]
     rows: list[tuple[Cell, ...]] = [("dense", "", mean_perplexity(kinds), *kinds.values(), *amounts)]
-    rows += [_attempt_row(attempt, quantities) for attempt in found.attempts]
+    rows += [_attempt_row(found, attempt) for attempt in found.attempts]
     return Table(
         "Candidates",
         ("candidate", "search", "mean", *kinds, *map(heading, quantities)),
         tuple(rows),
         note="Perplexity of the candidates, reconstructed as the conditions say and not trained, on windows that "
-        "nothing was fitted to; mean = geometric mean over the kinds of text.",
+        "nothing was fitted to; mean = geometric mean over the kinds of text. Times of candidates that were not run "
+        "are predicted, beside what the dense model took here.",
         highlight=1 + found.attempts.index(found.winner),
     )
 
 
-def _attempt_row(attempt: Attempt, quantities: Iterable[Quantity]) -> tuple[Cell, ...]:
-    amounts = [in_unit(quantity, attempt.amounts[quantity]) for quantity in quantities]
+def _attempt_row(found: Fitted, attempt: Attempt) -> tuple[Cell, ...]:
+    own = found.amounts_of(attempt)
+    amounts = [in_unit(quantity, own[quantity]) for quantity in found.budget.quantities]
     variant = attempt.solution.variant
     return (attempt.plan.summary(), variant, attempt.perplexity, *attempt.perplexities.values(), *amounts)
 
@@ -77,11 +80,11 @@ def in_unit(quantity: Quantity, amount: float) -> Cell:
 def sweep_table(points: Sequence[Fitted]) -> Table:
     """One row a budget: the winner's perplexity and what it takes; what no other point beats is marked."""
     quantities, front = _quantities(points), pareto(points)
-    dense = {quantity: amount for point in points for quantity, amount in point.dense.items()}
+    dense = _dense_of(points)
     mean = mean_perplexity(points[0].dense_perplexities)
     rows: list[tuple[Cell, ...]] = [("dense", "", "", mean, *(in_unit(q, dense[q]) for q in quantities))]
     for point in points:
-        own = point.winner.amounts
+        own = _beside(dense, point)
         amounts = [in_unit(quantity, own[quantity]) for quantity in quantities]
         best = "yes" if point in front else "no"
         rows.append((str(point.budget), point.winner.plan.summary(), best, point.winner.perplexity, *amounts))
@@ -90,18 +93,30 @@ def sweep_table(points: Sequence[Fitted]) -> Table:
         ("budget", "plan", "on the front", "perplexity", *map(heading, quantities)),
         tuple(rows),
         note="Perplexity after a reconstruction as the conditions say and before any training, mean over the kinds of "
-        "text. Times that a budget limits were measured, the others are predicted.",
+        "text. Times that a budget limits were measured; the others are predicted, beside what the dense model took.",
     )
 
 
 def pareto(points: Sequence[Fitted]) -> list[Fitted]:
     """The points that no other one beats: at most as much loss, at most as much of everything, and less of one."""
-    quantities = _quantities(points)
-    figures = {
-        number: (point.winner.loss, *(point.winner.amounts[quantity] for quantity in quantities))
-        for number, point in enumerate(points)
-    }
+    quantities, dense = _quantities(points), _dense_of(points)
+    found = {number: _beside(dense, point) for number, point in enumerate(points)}
+    figures = {n: (points[n].winner.loss, *(own[quantity] for quantity in quantities)) for n, own in found.items()}
     return [points[number] for number in undominated(figures)]
+
+
+def _dense_of(points: Sequence[Fitted]) -> dict[Quantity, float]:
+    """What the dense model takes: as one of the points measured it, else as predicted."""
+    found: dict[Quantity, float] = {}
+    for point in points:
+        found |= {q: amount for q, amount in point.dense.items() if q not in found or q in point.predicted_dense}
+    return found
+
+
+def _beside(dense: Mapping[Quantity, float], point: Fitted) -> dict[Quantity, float]:
+    """What the winner of a point takes where the dense model takes so much: times keep their ratio to its own."""
+    own = point.amounts_of(point.winner)
+    return {q: amount * dense[q] / point.dense[q] if q.is_timed else amount for q, amount in own.items()}
 
 
 def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Report:
@@ -132,7 +147,9 @@ def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
     """The candidates, the winner among them, beside the dense model."""
     winner = found.attempts.index(found.winner)
     names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(found.attempts))]
-    places = {name: (a.amounts[quantity], a.perplexity) for name, a in zip(names, found.attempts, strict=True)}
+    amounts = [found.amounts_of(attempt)[quantity] for attempt in found.attempts]
+    losses = [attempt.perplexity for attempt in found.attempts]
+    places = dict(zip(names, zip(amounts, losses, strict=True), strict=True))
     return _chart(quantity, found, places, undominated(places))
 
 
@@ -147,8 +164,9 @@ def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, 
 
 
 def _sweep_chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
-    places = {str(p.budget): (p.winner.amounts[quantity], p.winner.perplexity) for p in points}
-    return _chart(quantity, points[0], places, [str(point.budget) for point in pareto(points)])
+    dense = _dense_of(points)
+    places = {str(p.budget): (_beside(dense, p)[quantity], p.winner.perplexity) for p in points}
+    return _chart(quantity, replace(points[0], dense=dense), places, undominated(places))
 
 
 def _chart(

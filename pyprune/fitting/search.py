@@ -87,6 +87,16 @@ class Fitted:
     not_run: str = ""
     predicted_dense: Mapping[Quantity, float] = field(default_factory=dict)
 
+    def amounts_of(self, attempt: Attempt) -> dict[Quantity, float]:
+        """What a candidate takes, to be compared with other candidates and with ``dense``.
+
+        Measured where it was timed. Else predicted, times the ratio of the dense model's seconds to what was predicted
+        of it: the machine may be slower today than when its profile was made.
+        """
+        rates = {quantity: self.dense[quantity] / amount for quantity, amount in self.predicted_dense.items()}
+        predicted = attempt.solution.predicted.items()
+        return {**{q: amount * rates.get(q, 1) for q, amount in predicted}, **attempt.measured}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
         return {

@@ -22,7 +22,8 @@ class LayerHooks:
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int], hook: OutputHook) -> None:
         self.layers = layers
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, Any] = {}
+        """Layer -> the ``forward`` of its own that it had, as a compiled one has; None = that of its class."""
         self.handles = [layers[i].register_forward_hook(self._wrap(i, hook), with_kwargs=True) for i in indices]
 
     @staticmethod
@@ -36,15 +37,17 @@ class LayerHooks:
     def skip(self, index: int) -> None:
         """Make a layer the identity without computing it."""
         if index not in self.skipped:
-            self.skipped.add(index)
+            self.skipped[index] = vars(self.layers[index]).get("forward")
             self.layers[index].forward = _identity
 
     def remove(self) -> None:
         """Take all hooks off and let skipped layers compute again."""
         for handle in self.handles:
             handle.remove()
-        for index in self.skipped:
+        for index, own in self.skipped.items():
             del self.layers[index].forward
+            if own is not None:
+                self.layers[index].forward = own
         self.handles.clear()
         self.skipped.clear()
 

@@ -326,6 +326,8 @@ class _Bench:
         }
         if compensated := [name for name, method in methods.items() if method.adds_biases]:
             found["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
+        if solved := [name for name, method in methods.items() if method.cut.reconstruct == "least_squares"]:
+            found["reconstruction"] = f"left out of {', '.join(solved)}: masked models keep their weights"
         if noisy := [method for method in methods.values() if method.method == "smoothgrad"]:
             of = own_options(noisy[0], SmoothGradOptions)
             found["smoothgrad"] = (

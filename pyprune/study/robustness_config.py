@@ -15,6 +15,7 @@ from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import own_options
 from pyprune.methods.registry import is_of_another, presets, score_presets
 from pyprune.methods.score.moreau import MoreauOptions
+from pyprune.methods.score.obs import ObsOptions
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.quality.perplexity import WINDOWS
 from pyprune.recipe import build_config, dotted_names, parse_setting
@@ -22,7 +23,7 @@ from pyprune.study.perturbations import VARIANTS, Adapter
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
-SAME = {"data.samples": 10, "data.sequence_length": 128, "score.ranking": "global"}
+SAME = {"data.source": "wikitext2", "data.samples": 10, "data.sequence_length": 128, "score.ranking": "global"}
 """What every method reads, and how it ranks, unless the options say otherwise: its preset's own choice would leave
 nothing comparable. In one order over all layers any change of a score may change the plan."""
 
@@ -122,6 +123,8 @@ class RobustnessConfig(Config):
             draws = noise.draws * (noise.steps if noise.redraw else 1)
             found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
             found.validate()
+        if found.method == "obs":  # else the variant bfloat16 would differ from float32 by nothing
+            found = replace(found, options=replace(own_options(found, ObsOptions), dtype="float32"))
         return found
 
     def _refuse_own_options(self, given: Sequence[str]) -> None:

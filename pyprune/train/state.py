@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from pyprune.errors import CheckpointError, OutputError, shown
 from pyprune.runtime.disk import reason, sync
 from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
+from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
 from pyprune.train.blocks import Places
 from pyprune.train.shards import SHARDS, Tensors, read_shards
@@ -71,10 +72,14 @@ def save_state(
     final = folder / (name or f"step-{state.step:06d}")
 
     def place(part: Path) -> None:
-        if final.exists():
-            shutil.rmtree(final)
-        part.rename(final)
-        sync(folder)
+        """One of the same step is deleted once the new one has its name: an interruption leaves one of them."""
+        old = folder / f".{final.name}.{os.getpid()}.old"
+        with interrupts_deferred():
+            if final.exists():
+                final.rename(old)
+            part.rename(final)
+            sync(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     try:
         with whole_folder(folder / f".{final.name}.{os.getpid()}.tmp", place) as part:

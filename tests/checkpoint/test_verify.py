@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pyprune.checkpoint import verify
 from pyprune.checkpoint.load import load_model
@@ -379,3 +381,13 @@ def test_ranks_that_start_together_wait_for_the_first(written: Path, tmp_path: P
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors
     assert Counter((tmp_path / "log").read_text().split()) == Counter(list(read_pruning_json(written).files))
+
+
+def test_an_index_without_a_record_names_what_its_files_hold(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    verify_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"index"):
+        verify_checkpoint(tmp_path)

@@ -365,6 +365,14 @@ def test_layers_may_compute_in_bfloat16_while_streams_and_systems_stay(name: str
     assert logits(fast).dtype == torch.float32
 
 
+def test_readers_of_a_stream_in_another_dtype_than_their_weights_are_solved_for() -> None:
+    """Blocks computed in bfloat16 widen a stream in float16 to float32, as CUDA's layer norms widen theirs."""
+    model = tiny_model("llama").to(torch.float16)
+    report = reconstruct_(model, plan_of(model, "hidden"), SAMPLES, options=ReconstructConfig(dtype="bfloat16"))
+    assert report.solved
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
 def test_each_kind_of_text_judges_and_none_may_get_worse() -> None:
     before = Tally({"a": 1.0, "b": 4.0}, {"a": 9.0, "b": 9.0})
     assert _score(before, Tally({"a": 0.5, "b": 1.0}, before.size)) == pytest.approx((0.5 + 0.25) / 2)

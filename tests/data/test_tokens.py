@@ -65,6 +65,7 @@ def test_which_batches_count_every_token(tmp_path: Path) -> None:
     masked[0, 3], padded[0, 10:] = IGNORED, IGNORED
     assert not Batch(ids, masked).counts_every_token
     assert not Batch(padded, padded.clone()).counts_every_token
+    assert not Batch.of(padded).counts_every_token
     source = text_file(tmp_path, prose(100))
     assert sample_sequences(tiny_tokenizer(), DataConfig(source, samples=3, sequence_length=20)).counts_every_token
 

@@ -895,6 +895,22 @@ def test_the_front_holds_what_nothing_beats(place: Path) -> None:
     assert (points[0] in front) == (points[0].winner.loss < points[1].winner.loss)
 
 
+def test_candidates_that_were_not_run_are_predicted_at_the_pace_of_today(place: Path) -> None:
+    """A profile is of another day: the dense model took 10 % longer than it says."""
+    prompt, parameters = Quantity("prefill", 2048), Quantity("parameters")
+    fitting = Fitting.of(place / "dense", cache=place / "cache-of-front", options=options(place))
+    found = fitting.fit(Budget.parse("parameters=60%"), also=[parameters])
+    winner = found.winner
+    predicted = replace(winner, solution=replace(winner.solution, predicted={prompt: 0.8, parameters: 7}))
+    run = replace(predicted, measured={prompt: 0.85})
+    whole = {prompt: 1.1, parameters: 10}
+    found = replace(found, winner=run, dense=whole, predicted_dense={prompt: 1.0})
+    assert found.amounts_of(predicted) == pytest.approx({prompt: 0.88, parameters: 7})
+    assert found.amounts_of(run) == {prompt: 0.85, parameters: 7}
+    untimed = replace(found, winner=predicted, dense={**whole, prompt: 1.0}, predicted_dense={})
+    assert pareto([found, untimed]) == [found], "0.88 seconds beside 0.85"
+
+
 @pytest.mark.parametrize(
     ("budget", "says"),
     [

@@ -171,6 +171,27 @@ def test_tools_are_called_as_their_schema_says(choice: Any, served: Served) -> N
         assert_light(call.function.arguments)
 
 
+@pytest.mark.parametrize("calls", [True, False], ids=["calls", "answers"])
+def test_the_model_chooses_between_a_tool_and_an_answer(calls: bool, served: Served) -> None:
+    """A call begins with another token than the answer: a bias against or for that of the answer decides for it."""
+    [first] = tiny_tokenizer().encode("N", add_special_tokens=False)
+    answer = served.chat(
+        tools=[TOOL],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        logit_bias={str(first): -100 if calls else 100},
+        extra_body={"structured_outputs": {"choice": ["No."]}},
+    )
+    assert answer.finish_reason == ("tool_calls" if calls else "stop")
+    if not calls:
+        assert answer.message.content == "No."
+        assert not answer.message.tool_calls
+        return
+    [call] = answer.message.tool_calls
+    assert call.function.name == "switch"
+    assert_light(call.function.arguments)
+
+
 def test_a_cancelled_request_stops_and_others_are_answered(served: Served) -> None:
     server, long, several = served.server, CONTEXT - 100, 4
     generated = server.metric("vllm:generation_tokens_total")

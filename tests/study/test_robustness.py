@@ -202,6 +202,13 @@ def test_every_method_reads_the_same_text_whatever_its_preset_and_their_order(te
     assert "left out of flap" in result.conditions["compensation"]
 
 
+def test_obs_reads_the_text_of_the_others_and_scores_in_float32() -> None:
+    chosen = RobustnessConfig(methods=("taylor", "obs"), options={"data.source": None})
+    taylor, obs = (chosen.of(method) for method in chosen.methods)
+    assert obs.data == taylor.data
+    assert obs.options.dtype == "float32"
+
+
 def test_the_table_says_how_far_from_the_minimiser_the_steps_ended(texts: tuple[Path, Path], tmp_path: Path) -> None:
     small = config(texts, methods=("taylor", "moreau"), ratios=(0.2,), variants=("bfloat16",))
     result = run(small, tmp_path / "rows.jsonl")

@@ -20,7 +20,7 @@ from pyprune.train.loss import causal_loss
 from pyprune.train.objective import LossTerms, Objective
 from pyprune.train.samples import batch_indices
 from pyprune.train.schedule import learning_rate_factor
-from pyprune.train.state import latest_state
+from pyprune.train.state import TrainState, latest_state, load_state, save_state
 from tests._support.models import tiny_batch, tiny_model
 
 CONFIG = TrainConfig(steps=6, batch_size=4, micro_batch_size=2, learning_rate=1e-3, seed=3)
@@ -299,6 +299,13 @@ def test_periodic_checkpoints_keep_only_the_newest_and_hold_no_pickle(tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["step-000006"]
     names = {p.name for p in (tmp_path / "step-000006").iterdir()}
     assert names == {"state.json", "weights.safetensors"}, "nobody reads the moments of a run that has ended"
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+    for value in (1, 2):
+        save_state(tmp_path, TrainState(3, {}, {"weights": {"w": torch.full((2,), float(value))}}))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+    assert load_state(tmp_path / "step-000003").tensors["weights"]["w"].tolist() == [2, 2]
 
 
 def test_a_fresh_run_does_not_overwrite_a_checkpoint(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from pyprune.probe.effects import compare, snapshot
 from pyprune.probe.hooks import LayerHooks
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
+from tests._support.compiled import only_traced
 from tests._support.models import TINY, tiny_batch, tiny_model
 
 TRAIN = TrainConfig(steps=8, batch_size=2, micro_batch_size=2, learning_rate=2e-3)
@@ -332,6 +333,19 @@ def test_annealing_makes_the_layers_the_identity_and_the_drop_changes_nothing(fa
     assert report.train.losses[-1] < direct
     compact_(model, plan)
     torch.testing.assert_close(logits(model), trained)
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, while it traces
+def test_annealing_runs_compiled_and_leaves_the_layers_as_they_were() -> None:
+    """The layers that become the identity have a compiled forward pass of their own by then."""
+    config = ElderOptions(schedule="anneal", anneal_share=0.5, train=replace(TRAIN, steps=6))
+    plain, compiled = tiny_model(), tiny_model()
+    expected = regularise_elder(plain, samples(), P, config)
+    with only_traced():
+        config = replace(config, train=replace(config.train, compile=True))
+        found = regularise_elder(compiled, samples(), P, config)
+    assert found.train.losses == pytest.approx(expected.train.losses, rel=1e-4)
+    assert not any("forward" in vars(layer) for layer in family_for(compiled).layers(compiled))
 
 
 def test_annealing_in_no_steps_is_to_cut_and_then_to_train() -> None:
