@@ -420,7 +420,7 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
         raise
     for note in notes:
         say(f"Note: {note}", "yellow")
-    return Path(path)
+    return path
 
 
 def stored_bytes(place: Path) -> int:

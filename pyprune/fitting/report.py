@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pyprune.budget.attempts import Attempt, mean_loss
@@ -147,10 +146,9 @@ def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
     """The candidates, the winner among them, beside the dense model."""
     winner = found.attempts.index(found.winner)
     names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(found.attempts))]
-    amounts = [found.amounts_of(attempt)[quantity] for attempt in found.attempts]
-    losses = [attempt.perplexity for attempt in found.attempts]
-    places = dict(zip(names, zip(amounts, losses, strict=True), strict=True))
-    return _chart(quantity, found, places, undominated(places))
+    pairs = zip(names, found.attempts, strict=True)
+    places = {name: (found.amounts_of(attempt)[quantity], attempt.perplexity) for name, attempt in pairs}
+    return _chart(quantity, found, found.dense, places)
 
 
 def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
@@ -166,21 +164,21 @@ def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, 
 def _sweep_chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
     dense = _dense_of(points)
     places = {str(p.budget): (_beside(dense, p)[quantity], p.winner.perplexity) for p in points}
-    return _chart(quantity, replace(points[0], dense=dense), places, undominated(places))
+    return _chart(quantity, points[0], dense, places)
 
 
 def _chart(
-    quantity: Quantity, found: Fitted, places: Mapping[str, tuple[float, float]], front: Sequence[str]
+    quantity: Quantity, found: Fitted, dense: Mapping[Quantity, float], places: Mapping[str, tuple[float, float]]
 ) -> PointChart:
-    """Name -> (amount of the quantity, perplexity), beside the dense model of a search."""
+    """Name -> (amount of the quantity, perplexity), beside the dense model of a search, which takes ``dense``."""
     scale = UNITS[quantity.kind][0]
-    every = {"dense": (found.dense[quantity], mean_perplexity(found.dense_perplexities)), **places}
+    every = {"dense": (dense[quantity], mean_perplexity(found.dense_perplexities)), **places}
     return PointChart(
         f"Perplexity against {quantity}",
         f"{heading(quantity)}, less is better",
         "perplexity before training, lower is better",
         {name: (amount / scale, perplexity) for name, (amount, perplexity) in every.items()},
-        front=front,
+        front=undominated(places),
         reference="dense",
     )
 

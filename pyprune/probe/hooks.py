@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
+
+from pyprune.probe.streams import replaced_forwards
 
 OutputHook = Callable[[int, Tensor, Tensor], Tensor | None]
 """(layer index, input [B, T, H], output [B, T, H]) -> replacement output, or None to leave it."""
@@ -22,8 +25,8 @@ class LayerHooks:
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int], hook: OutputHook) -> None:
         self.layers = layers
-        self.skipped: dict[int, Any] = {}
-        """Layer -> the ``forward`` of its own that it had, as a compiled one has; None = that of its class."""
+        self.skipped: set[int] = set()
+        self._replaced = ExitStack()
         self.handles = [layers[i].register_forward_hook(self._wrap(i, hook), with_kwargs=True) for i in indices]
 
     @staticmethod
@@ -37,17 +40,14 @@ class LayerHooks:
     def skip(self, index: int) -> None:
         """Make a layer the identity without computing it."""
         if index not in self.skipped:
-            self.skipped[index] = vars(self.layers[index]).get("forward")
-            self.layers[index].forward = _identity
+            self.skipped.add(index)
+            self._replaced.enter_context(replaced_forwards({self.layers[index]: _identity}))
 
     def remove(self) -> None:
         """Take all hooks off and let skipped layers compute again."""
         for handle in self.handles:
             handle.remove()
-        for index, own in self.skipped.items():
-            del self.layers[index].forward
-            if own is not None:
-                self.layers[index].forward = own
+        self._replaced.close()
         self.handles.clear()
         self.skipped.clear()
 
