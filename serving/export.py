@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,18 @@ import yaml
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.runtime.files import read_bounded
-from pyprune.runtime.progress import warn
+from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
+from pyprune.serving.load.capacity import token_bytes
 from pyprune.serving.plugin import architectures, why_not_loaded
-from pyprune.serving.releases import vllm_version, why_not_unequal_heads
+from pyprune.serving.releases import (
+    is_cpu_build,
+    is_tried_cpu_build,
+    vllm_version,
+    why_not_uncompiled_pipeline,
+    why_not_unequal_heads,
+)
 from pyprune.serving.widths import (
     ffn_field,
     head_channels,
@@ -52,9 +60,15 @@ for the pruned architectures of these families."""
 WIDTH_MULTIPLE = 8
 """Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
 
-SERVE_KV_CACHE_GIB = "2"
-"""Key-value cache of ``pyprune serve`` on a CPU unless VLLM_CPU_KVCACHE_SPACE is set; vLLM's own default is nearly
-all memory of the machine, which fails as soon as anything else runs."""
+SERVE_KV_CACHE_GIB = 2
+"""Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
+vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
+
+CACHE_BLOCK_TOKENS = 128
+"""Of vLLM's cache on a CPU; a sequence occupies whole blocks."""
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
 @dataclass(frozen=True)
@@ -255,7 +269,7 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         found.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
-    found += _int8_warnings(config, architecture)
+    found += _rounding_warnings(config, architecture)
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
         found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
@@ -266,15 +280,36 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _int8_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
+def _rounding_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
+    """What vLLM on a CPU does not run of the formats of quantised weights."""
+    found = [reason] if (reason := _why_not_int8(config, architecture)) else []
+    rounding = config.get("quantization_config")
+    if isinstance(rounding, Mapping) and rounding.get("format") == "pack-quantized" and _bits(rounding) == 8:
+        found.append(
+            "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
+            "them; there, export with --quantise w8a8-int8 or w4a16."
+        )
+    return found
+
+
+def _bits(rounding: Mapping[str, Any]) -> int | None:
+    """Of the weights, as compressed-tensors describes them; None where it does not say."""
+    groups = rounding.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    return weights.get("num_bits") if isinstance(weights, Mapping) else None
+
+
+def _why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
+    """Why vLLM on a CPU ends at the first request to an int8 model; empty where it does not."""
     rounding = config.get("quantization_config")
     layout = rounding.get("format") if isinstance(rounding, Mapping) else None
     if architecture not in ON_TRANSFORMERS or layout != "int-quantized":
-        return []
-    return [
+        return ""
+    return (
         f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "
         '("mat1 must be a 2D tensor"). Export with --target pruned.'
-    ]
+    )
 
 
 def serve_command(
@@ -294,7 +329,11 @@ def serve_command(
     Raises:
         MissingDependencyError, CheckpointError: see :func:`servable`.
     """
-    checkpoint = servable(folder, extra_args, verify=verify, server=server)
+    return _command(servable(folder, extra_args, verify=verify, server=server), folder, extra_args, verify=verify)
+
+
+def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[str], *, verify: bool) -> list[str]:
+    """See :func:`serve_command`."""
     if not verify:
         warn(f"The files of {folder} were not verified.")
     for warning in serving_warnings(checkpoint.config):
@@ -319,8 +358,9 @@ def servable(
     Raises:
         MissingDependencyError: vLLM is not installed.
         CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
-            here reads, needs a plugin that VLLM_PLUGINS keeps away, or has layers (or, in w4a16, groups of scales) that
-            the ranks of tensor parallelism cannot share.
+            here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or, in w4a16, groups of scales) that
+            the ranks of tensor parallelism cannot share, or is for a vLLM on a CPU what that ends at (a pipeline of
+            ranks without compilation, int8 in layers of Transformers).
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
@@ -333,14 +373,22 @@ def servable(
     refuse_unread_sizes(checkpoint, folder)
     if checkpoint.architecture.startswith("Pruned") and (reason := why_not_loaded()):
         raise CheckpointError(f"{folder} is a {checkpoint.architecture}, which pyprune's plugin serves. {reason}")
-    widths, tensor_ranks = layer_widths(checkpoint.config), given_options(extra_args).tensor_parallel_size
-    # vLLM itself would end a stock architecture in an assertion of a rank.
-    reason = why_not_unequal_heads(widths, vllm_version()) or why_not_split(widths, tensor_ranks)
-    group = scale_group(checkpoint.config)
-    reason = reason or why_not_grouped(widths, head_channels(checkpoint.config), group, tensor_ranks)
-    if reason:
+    if reason := _why_not_run(checkpoint, given_options(extra_args), vllm_version()):
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     return checkpoint
+
+
+def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str:
+    """What a rank of vLLM would die of, or the server at its first request; empty where that is nothing known."""
+    widths, ranks = layer_widths(checkpoint.config), given.tensor_parallel_size
+    # vLLM itself would end a stock architecture in an assertion of a rank.
+    reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
+    if given.enforce_eager or given.enable_lora or given.optimization_level == "0":
+        reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
+    if is_tried_cpu_build(version):
+        reason = reason or _why_not_int8(checkpoint.config, checkpoint.architecture)
+    group = scale_group(checkpoint.config)
+    return reason or why_not_grouped(widths, head_channels(checkpoint.config), group, ranks)
 
 
 def hub_of(extra_args: Sequence[str]) -> Hub:
@@ -371,6 +419,11 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hf-token", nargs="?", const=True)
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
+    parser.add_argument("--max-model-len")
+    parser.add_argument("--dtype")
+    parser.add_argument("--optimization-level", "-O")
+    for switch in ("enforce-eager", "enable-lora"):
+        parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
     try:
@@ -431,12 +484,43 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
     from pyprune.checkpoint.verify import SERVER, VERIFY, current_server, new_server
 
     server = current_server() or new_server()
-    command = serve_command(folder, extra_args, verify=verify, server=server)
+    checkpoint = servable(folder, extra_args, verify=verify, server=server)
+    command = _command(checkpoint, folder, extra_args, verify=verify)
     given = given_options(extra_args)
-    # On a CPU this variable replaces both options.
-    sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
-    usual = {} if sized else {KV_CACHE_SPACE: SERVE_KV_CACHE_GIB}
-    environment = {**usual, **engine_environment(), SERVER: server}
+    environment = {**_cache_environment(checkpoint, given), **engine_environment(), SERVER: server}
     if not verify:
         environment[VERIFY] = "0"
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)
+
+
+def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dict[str, str]:
+    """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
+
+    vLLM refuses to start with less. On a CPU the variable replaces both of its options.
+    """
+    sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
+    if sized or KV_CACHE_SPACE in os.environ:
+        return {}
+    context = _context(given.max_model_len, checkpoint.max_length)
+    dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
+    blocks = 1 + -(-context // CACHE_BLOCK_TOKENS)  # vLLM keeps one to itself
+    needed = -(-blocks * CACHE_BLOCK_TOKENS * token_bytes(checkpoint.config, dtype) // 2**30)
+    if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
+        say(
+            f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "
+            f"{KV_CACHE_SPACE} sets it (GiB)."
+        )
+    return {KV_CACHE_SPACE: str(max(SERVE_KV_CACHE_GIB, needed))}
+
+
+def _context(given: str | None, positions: int | None) -> int:
+    """Tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
+
+    Args:
+        given: vLLM's --max-model-len: a number, with k or m (thousands, millions) or K or M (powers of two), or auto.
+        positions: of the model.
+    """
+    if given is None:
+        return positions or 0
+    number = _TOKENS.fullmatch(given.strip())
+    return int(float(number[1]) * _SUFFIXES[number[2]]) if number else 0

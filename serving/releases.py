@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,9 @@ HEADS_PER_LAYER = (0, 29)
 """The release of vLLM since which its attention backends plan with the query heads of their own layers: FlashInfer and
 Triton did before 0.26, the CPU since 0.28, FlashAttention since 0.29."""
 
+NEWEST_TRIED = (0, 32)
+"""The newest release of vLLM that was seen to fail at what :func:`is_tried_cpu_build` is asked for."""
+
 
 def vllm_version() -> str:
     """The version of the installed vLLM, also where it is distributed under another name; "" if there is none."""
@@ -27,6 +32,42 @@ def vllm_version() -> str:
         return importlib.metadata.version(OFFICIAL)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def is_cpu_build(version: str) -> bool:
+    """Whether a vLLM of this version runs models on the CPU; told as vLLM itself does."""
+    return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in version or sys.platform == "darwin"
+
+
+def is_tried_cpu_build(version: str) -> bool:
+    """The same of releases that are known to fail at some things there; later ones may have mended them."""
+    number = _release(version)
+    return is_cpu_build(version) and (number is None or number <= NEWEST_TRIED)
+
+
+def why_not_uncompiled_pipeline(ranks: int, version: str) -> str:
+    """Why a vLLM cannot run an uncompiled model in a pipeline; empty where it can, or is newer than what was tested.
+
+    On a CPU the buffers between ranks are made in the run that compiles the model, and only there: without them the
+    first request ends the server in an AssertionError.
+
+    Args:
+        ranks: of pipeline parallelism.
+        version: of vLLM, such as 0.32.0+cpu.
+    """
+    if ranks < 2 or not is_tried_cpu_build(version):
+        return ""
+    return (
+        f"pipeline_parallel_size is {ranks} and the model is not compiled, which ends vLLM {version} on a CPU at the "
+        "first request. Leave out what switches compilation off (--enforce-eager, -O0, --enable-lora), or use "
+        "--tensor-parallel-size instead."
+    )
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Major and minor number; None for a version that tells no release, such as that of sources without their tags."""
+    number = re.match(r"(?!0\.1\.dev)(\d+)\.(\d+)", version)
+    return None if number is None else (int(number[1]), int(number[2]))
 
 
 def why_not_unequal_heads(widths: Sequence[LayerSizes], version: str) -> str:
@@ -39,9 +80,9 @@ def why_not_unequal_heads(widths: Sequence[LayerSizes], version: str) -> str:
         widths: of every layer.
         version: of vLLM, such as 0.32.0+cpu.
     """
-    number = re.match(r"(?!0\.1\.dev)(\d+)\.(\d+)", version)  # 0.1.dev: of sources without their tags
+    number = _release(version)
     with_attention = {heads: index for index, (heads, _, _) in reversed(list(enumerate(widths))) if heads}
-    if number is None or len(with_attention) < 2 or tuple(map(int, number.groups())) >= HEADS_PER_LAYER:
+    if number is None or len(with_attention) < 2 or number >= HEADS_PER_LAYER:
         return ""
     (one, first), (other, second) = sorted(with_attention.items(), key=lambda found: found[1])[:2]
     needed = ".".join(map(str, HEADS_PER_LAYER))

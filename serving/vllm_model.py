@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.config import model as vllm_rules
 from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
@@ -26,7 +26,7 @@ from pyprune.families import Family, all_families, resolve
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
-from pyprune.serving.releases import vllm_version, why_not_unequal_heads
+from pyprune.serving.releases import vllm_version, why_not_uncompiled_pipeline, why_not_unequal_heads
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
 from pyprune.serving.widths import (
     head_channels,
@@ -48,8 +48,9 @@ def check_served(vllm_config: VllmConfig) -> None:
     Raises:
         CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
         ConfigError: query heads that differ between layers in a vLLM that is too old for it, sizes that the ranks of
-            tensor parallelism cannot share, a rank of pipeline parallelism without attention, a draft model whose
-            layers have different heads, or a dtype that vLLM refuses for the dense family.
+            tensor parallelism cannot share, a rank of pipeline parallelism without attention, a pipeline on a CPU of
+            a model that is not compiled, a draft model whose layers have different heads, or a dtype that vLLM refuses
+            for the dense family.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model_config, "model_weights", ""):
@@ -62,6 +63,8 @@ def check_served(vllm_config: VllmConfig) -> None:
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
     reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
     reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
+    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+        reason = reason or why_not_uncompiled_pipeline(ranks, vllm_version())
     reason = reason or why_not_grouped(
         widths, head_channels(config), scale_group(config), parallel.tensor_parallel_size
     )

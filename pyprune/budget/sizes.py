@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,6 +57,9 @@ four-bit weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fa
 SHARED_MULTIPLES = {"w4a16": 128}
 """The same for what each of several devices reads, where that is more: groups of inputs that share a scale stay whole,
 and they are of this size where every width allows it."""
+
+FITTED_RULES = "widths that run well"
+"""Entry of a fitted checkpoint's record that holds the rules of its search."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,22 @@ class SizeRules:
             kv_heads_multiple=tensor_parallel,
             max_head_pairs=max_head_pairs,
         )
+
+    @classmethod
+    def of_record(cls, fit: Mapping[str, Any], target: str) -> Self | None:
+        """The rules by which a checkpoint was fitted, else the defaults; None for a format without defaults.
+
+        Args:
+            fit: that section of the checkpoint's record; empty where it was not fitted.
+            target: format of the weights; the recorded rules are of the format that the budget was of.
+
+        Raises:
+            ConfigError: a recorded number below 1.
+        """
+        if fit.get("weights") == target and FITTED_RULES in fit:
+            known = {field.name for field in fields(cls)}
+            return cls(**{name: value for name, value in fit[FITTED_RULES].items() if name in known})
+        return cls.of(target) if target in FFN_MULTIPLES else None
 
     @classmethod
     def learnt(cls, profile: Profile, *, tensor_parallel: int = 1) -> Self:

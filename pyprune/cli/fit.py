@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pyprune.budget.options import FitOptions
     from pyprune.budget.profile import Profile
 
+DEFAULT_WEIGHTS = "bfloat16"
+"""Format of the weights where neither an option nor a profile says one."""
+
 
 @guarded
 def fit(
@@ -38,7 +41,7 @@ def fit(
         typer.Option(
             metavar="NAME|FILE",
             help="What this machine takes (pyprune profile). Default: the one of this model and --weights; it is "
-            "measured first where there is none.",
+            "measured first where there is none and a time is limited.",
             show_default=False,
         ),
     ] = None,
@@ -136,7 +139,7 @@ def fit(
     wanted = _profile(model, budgets, profile, engine, weights, options, allow=allow_mismatch, **source)
     shared: dict[str, Any] = {
         "options": options,
-        "weights": weights or (wanted.dtype if wanted else "bfloat16"),
+        "weights": weights or (wanted.dtype if wanted else DEFAULT_WEIGHTS),
         "profile": wanted,
         "allow_mismatch": allow_mismatch,
         "cache": cache,
@@ -197,7 +200,7 @@ def _profile(
     allow: bool,
     **source: Any,
 ) -> Profile | None:
-    """The profile that was named; without one, and where times are limited, this model's own, measured if need be."""
+    """The profile that was named, else this model's own; that is measured only where times are limited."""
     from pyprune.budget.profile import Profile
 
     if named is not None:
@@ -210,12 +213,12 @@ def _profile(
         if not allow:
             found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
         return found
+    from pyprune.fitting.flow import check_counted
+    from pyprune.fitting.timed import profile_of, stored_profile
+
     quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
     if not quantities:
-        return None
-    from pyprune.fitting.flow import check_counted
-    from pyprune.fitting.timed import profile_of
-
+        return stored_profile(model, engine=engine, dtype=weights or DEFAULT_WEIGHTS, allow=allow, **source)
     before = partial(check_counted, budgets=budgets, options=options)
     return profile_of(model, engine=engine, dtype=weights, quantities=quantities, allow=allow, before=before, **source)
 

@@ -18,22 +18,24 @@ SHOWN_SIZES = 4
 def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, config: PruneConfig | None = None) -> None:
     """Name every layer whose widths run slowly in a format; what the dense model had is as it was.
 
-    Nothing is said of a folder without a plan, or in a format without rules.
+    Nothing is said of a folder without a plan, or in a format without rules. For a model that was fitted in that format
+    the rules are those of its search.
 
     Args:
         folder: that was written, or the source of a GGUF file.
         quantise: format of the matrices; None = the dtype of config.json.
         config: of the run that made the plan, whose options keep to other sizes; None = it is past.
     """
-    from pyprune.budget.sizes import FFN_MULTIPLES, SizeRules, slow_sizes
+    from pyprune.budget.sizes import SizeRules, slow_sizes
     from pyprune.checkpoint.record import has_record, read_pruning_json
     from pyprune.runtime.files import read_json
 
-    plan = read_pruning_json(folder).plan if has_record(folder) else None
-    if plan is None:
+    record = read_pruning_json(folder) if has_record(folder) else None
+    plan = record.plan if record is not None else None
+    if record is None or plan is None:
         return
     weights = quantise or str(read_json(folder / "config.json").get("dtype"))
-    rules = SizeRules.of(weights) if weights in FFN_MULTIPLES else None
+    rules = SizeRules.of_record(record.provenance.get("fit", {}), weights)
     slow = slow_sizes(plan, rules) if rules is not None else []
     if slow and rules is not None:
         more = f" And {len(slow) - SHOWN_SIZES} more." if len(slow) > SHOWN_SIZES else ""

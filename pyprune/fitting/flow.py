@@ -16,7 +16,7 @@ what it was measured on, so that another budget for the same model costs seconds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from pyprune.budget.limits import DEFAULT_CONTEXT, Budget
 from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
 from pyprune.budget.quantities import Quantity
-from pyprune.budget.sizes import MULTIPLES, SizeRules
+from pyprune.budget.sizes import FITTED_RULES, MULTIPLES, SizeRules
 from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
@@ -361,10 +361,11 @@ def write_winner(
     exported = _export(out, fitting.weights, overwrite=overwrite)
     found = _weighed(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
-    facts = {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
+    facts: dict[str, Any] = {"budget": str(found.budget), "weights": fitting.weights}
+    facts |= {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
     for folder in filter(None, (out, exported)):
         if folder.is_dir():
-            annotate_checkpoint(folder, fit={"budget": str(found.budget), "weights": fitting.weights, **facts})
+            annotate_checkpoint(folder, fit={**facts, FITTED_RULES: asdict(fitting.rules)})
     return replace(found, out=out, exported=exported, result=result)
 
 

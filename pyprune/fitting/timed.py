@@ -191,7 +191,7 @@ def profile_of(
     config = dense_config(model, **reading)
     _check_read(config, quantities)
     weights = dtype or default_dtype(chosen)
-    known = _stored(config, chosen, weights, allow=allow)
+    known = _stored(config, chosen, weights, allow=allow, instead="It is measured again.")
     if known is not None and _knows(known, quantities):
         say(f"Using the profile {known.name}.")
         return known
@@ -211,6 +211,25 @@ def profile_of(
     return found
 
 
+def stored_profile(
+    model: str | Path, *, engine: str, dtype: str, allow: bool = False, **reading: Any
+) -> Profile | None:
+    """The stored profile of a model, engine and dtype; None where there is none that holds here. Nothing is measured.
+
+    Args:
+        model: folder or hub id of the dense model.
+        engine: see :func:`profile_of`.
+        dtype: of the weights.
+        allow: see :func:`profile_of`.
+        reading: see :func:`profile_of`.
+    """
+    chosen = choose_engine(engine)[0] if engine == "auto" else engine  # which need not be installed
+    found = _stored(dense_config(model, **reading), chosen, dtype, allow=allow, instead="No times are told.")
+    if found is not None:
+        say(f"Using the profile {found.name}.")
+    return found
+
+
 def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> None:
     limit = position_limit(config) or math.inf
     for quantity in quantities:
@@ -224,8 +243,8 @@ def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> Non
         raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 
 
-def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool) -> Profile | None:
-    """The profile of the default name, if there is one and it holds on this machine."""
+def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, instead: str) -> Profile | None:
+    """The profile of the default name, if there is one and it holds on this machine; else ``instead`` is said."""
     plan = family_for(config).plan(config)
     path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
     if not path.is_file():
@@ -235,7 +254,7 @@ def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool) -
         if not allow:  # else it is said where the profile is used
             found.check(plan)
     except BudgetError as error:
-        warn(f"{error} It is measured again.")
+        warn(f"{error} {instead}")
         return None
     return found
 

@@ -25,9 +25,9 @@ from pyprune.budget.limits import Budget
 from pyprune.budget.measured import MeasuredCosts, features
 from pyprune.budget.options import FitOptions
 from pyprune.budget.probes import probe_plans
-from pyprune.budget.profile import DENSE, Probe, Profile, Timing
+from pyprune.budget.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
 from pyprune.budget.quantities import Quantity, Widths
-from pyprune.budget.sizes import SizeRules
+from pyprune.budget.sizes import MULTIPLES, SizeRules
 from pyprune.budget.solve import Solution
 from pyprune.budget.timing import ProfileOptions
 from pyprune.checkpoint.record import read_pruning_json
@@ -876,6 +876,48 @@ def test_a_sweep_in_another_format_than_the_profiles_tells_no_times(place: Path,
     assert result.exit_code == 0, result.output
     (point,) = json.loads((out / "metrics.json").read_text())["points"]
     assert not [name for name in point["winner"]["predicted"] if name.startswith(("prefill", "generation"))]
+
+
+def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is measured for it; one of another machine is not used, and that is said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "pyprune" / "profiles"
+    folder.mkdir(parents=True)
+    profile = replace(profile_of_dense(), dtype="float32")
+    given = ["--sweep", "--engine", profile.engine, "--weights", "float32", "--cache", tmp_path / "cache"]
+
+    def predicted(name: str, **conditions: Any) -> tuple[set[str], str]:
+        replace(profile, **conditions).save(folder / f"{profile.name}.json")
+        result = run(*arguments(place, tmp_path / name, "parameters=60%"), *given)
+        assert result.exit_code == 0, result.output
+        (point,) = json.loads((tmp_path / name / "metrics.json").read_text())["points"]
+        return set(point["winner"]["predicted"]), " ".join(result.stderr.split())
+
+    times, said = predicted("other")
+    assert not any(name.startswith("prefill") for name in times)
+    assert "made under other conditions" in said
+    assert "No times are told." in said
+    times, said = predicted("here", machine=this_machine(), versions=installed(profile.engine))
+    assert "prefill@64" in times
+    assert f"Using the profile {profile.name}." in said
+
+
+def test_an_export_is_measured_by_the_rules_of_its_search(place: Path, tmp_path: Path) -> None:
+    """Here every width is as fast as another; in a format that was not measured the defaults hold."""
+    alike = tuple(Product(multiple, 65 * multiple, 65e-6 * multiple) for multiple in MULTIPLES)
+    profile = replace(profile_of_dense(), products=alike).save(tmp_path / "profile.json")
+    out, cache = tmp_path / "out", ["--cache", tmp_path / "cache"]
+    given = [*arguments(place, out, "parameters=70%"), "--profile", profile, "--allow-mismatch", *cache]
+    result = run(*given, "--no-recover", "--set", "choices.skips=[]")
+    assert result.exit_code == 0, result.output
+    plan = read_pruning_json(out).plan
+    assert plan is not None
+    assert any(len(layer.ffn) % 64 for layer in plan.layers if len(layer.ffn) < plan.dense.intermediate_size)
+    assert "slower than they could be" not in run("export", out, "--out", tmp_path / "same").stderr
+    other = run("export", out, "--out", tmp_path / "other", "--dtype", "bfloat16").stderr
+    assert "slower than they could be in bfloat16" in " ".join(other.split())
 
 
 def test_a_sweep_tells_one_time_of_each_kind() -> None:

@@ -129,15 +129,32 @@ def test_warnings_name_what_a_server_refuses() -> None:
     ("name", "stock"),
     [("phi", "PhiForCausalLM"), ("starcoder2-tied", "Starcoder2ForCausalLM"), ("olmo2", "Olmo2ForCausalLM")],
 )
-def test_int8_on_layers_of_transformers_is_warned_of(name: str, stock: str, tmp_path: Path) -> None:
-    """vLLM would end at the first request; test_quantise_vllm.py serves the pruned architecture in int8."""
+def test_int8_on_layers_of_transformers_is_warned_of_and_refused(
+    name: str, stock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM on a CPU would end at the first request; test_quantise_vllm.py serves the pruned architecture in int8."""
     pytest.importorskip("compressed_tensors")
     model, plan = _compacted(name, uniform=True)
     warnings = export(model, tmp_path / "stock", plan=plan, quantise="w8a8-int8").warnings
     assert [w for w in warnings if stock in w and w.endswith("Export with --target pruned.")] != []
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
+    with pytest.raises(CheckpointError, match=f"cannot be served: vLLM runs {stock} through Transformers"):
+        serve_command(tmp_path / "stock")
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0")
+    assert serve_command(tmp_path / "stock"), "a GPU has another int8 product"
     plain = export(model, tmp_path / "plain", plan=plan).warnings
     own = export(model, tmp_path / "own", plan=plan, quantise="w8a8-int8", target="pruned").warnings
     assert not any("Transformers" in w for w in (*plain, *own))
+
+
+def test_eight_bit_weights_alone_are_warned_of(tmp_path: Path) -> None:
+    """vLLM has no kernel for them on a CPU, and one for four bits."""
+    pytest.importorskip("compressed_tensors")
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    said = {name: export(model, tmp_path / name, plan=plan, quantise=name).warnings for name in ("w8a16", "w8a8-int8")}
+    assert [w for w in said["w8a16"] if "no kernel for 8-bit weights" in w and "w8a8-int8 or w4a16" in w] != []
+    assert not any("kernel" in w for w in said["w8a8-int8"])
 
 
 @pytest.fixture
@@ -180,6 +197,34 @@ def test_the_cache_has_the_size_that_was_given(monkeypatch: pytest.MonkeyPatch, 
     ):
         serve(tmp_path / "out", words)
         assert "VLLM_CPU_KVCACHE_SPACE" not in seen[-1]
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("words", "gib"),
+    [
+        ([], 5),  # 2 KiB for a token in bfloat16, (1 + 1) x 2 KV heads x 64 channels x 4 layers x 2 bytes; and a block
+        (["--dtype", "float32"], 9),
+        (["--max-model-len", "1M"], 3),
+        (["--max-model-len", "1048448"], 2),
+        (["--max-model-len=1.5m"], 3),
+        (["--max-model-len", "auto"], 2),
+        (["--max-model-len", "4096"], 2),
+    ],
+)
+def test_the_cache_holds_the_longest_sequence(
+    words: list[str], gib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With less vLLM refuses to start."""
+    model = tiny_model("llama", head_dim=64, num_hidden_layers=4, max_position_embeddings=2**21)
+    export(model, tmp_path / "out")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    serve(tmp_path / "out", words)
+    assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
+    assert (f"Key-value cache: {gib} GiB, for one sequence of" in capsys.readouterr().err) == (gib > 2)
 
 
 def test_names_that_are_cut_short_are_read_as_vllm_reads_them() -> None:

@@ -12,7 +12,14 @@ from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export, serve_command
-from pyprune.serving.releases import HEADS_PER_LAYER, TESTED, vllm_version, why_not_unequal_heads
+from pyprune.serving.releases import (
+    HEADS_PER_LAYER,
+    NEWEST_TRIED,
+    TESTED,
+    vllm_version,
+    why_not_uncompiled_pipeline,
+    why_not_unequal_heads,
+)
 from pyprune.serving.widths import LayerSizes
 from tests._support.cli import refused
 from tests._support.models import tiny_model
@@ -46,6 +53,29 @@ def test_unequal_query_heads_need_a_newer_vllm(version: str) -> None:
 )
 def test_everything_else_is_not_refused(widths: list[LayerSizes], version: str) -> None:
     assert why_not_unequal_heads(widths, version) == ""
+
+
+TRIED, LATER = (f"{NEWEST_TRIED[0]}.{NEWEST_TRIED[1] + more}.0" for more in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "version", "refuses"),
+    [
+        (2, f"{TRIED}+cpu", True),
+        (2, "0.1.dev1+gabc123.cpu", True),
+        (1, f"{TRIED}+cpu", False),
+        (2, TRIED, False),
+        (2, f"{LATER}+cpu", False),
+    ],
+)
+def test_an_uncompiled_pipeline_ends_a_cpu(
+    ranks: int, version: str, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    reason = why_not_uncompiled_pipeline(ranks, version)
+    assert ("--enforce-eager, -O0, --enable-lora" in reason) == refuses
+    assert bool(reason) == refuses
 
 
 def fewer_heads(plan: PrunePlan) -> PrunePlan:

@@ -124,6 +124,24 @@ def test_a_stock_model_whose_layers_ranks_cannot_share_is_refused(
     assert serve_command(folder, ["-tp", "two"])[-2:] == ["-tp", "two"], "vLLM says what is wrong with it"
 
 
+@pytest.mark.parametrize(
+    "switch", [["--enforce-eager"], ["-O0"], ["-O", "0"], ["--optimization_level=0"], ["--enable-lora"]]
+)
+def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
+    switch: list[str], folder: Path, executed: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would start, and end at the first request."""
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
+    said = refused("serve", folder, "-pp", "2", *switch)
+    assert "pipeline_parallel_size is 2 and the model is not compiled" in " ".join(said.split())
+    assert executed == []
+    assert serve_command(folder, ["-pp", "2"])
+    assert serve_command(folder, switch)
+    assert serve_command(folder, ["-pp", "2", "-O3", "--no-enforce-eager"])
+    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0")
+    assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"
+
+
 def downloads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What is downloaded from now on, each (id, revision, folder, token); it is this folder every time."""
     asked: list[tuple[Any, ...]] = []

@@ -91,6 +91,11 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
         {"stages": 2, "partition": "1,3"},
         "The layers are divided 1,3; attention is in 1-3.",
     ),
+    "uncompiled-stages": (
+        "llama-per-layer",
+        {"stages": 2, "compiled": False},
+        "pipeline_parallel_size is 2 and the model is not compiled, which ends vLLM",
+    ),
     "draft-kinds": (
         "gemma3-per-layer",
         {"draft": True},

@@ -4,7 +4,7 @@ stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id
 and perhaps "dtype" (default: float32), "compiled": true (default: eager), "ranks": n of tensor parallelism, "reload":
 true (every model answers once more, after its weights were wiped and vLLM was asked to load them again) and "built":
 {name: {"model": folder, "tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool, "dtype": name,
-"streamed": URI of the weights}}, of which the model class alone is built
+"streamed": URI of the weights, "compiled": bool}}, of which the model class alone is built
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
 a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
 """
@@ -70,11 +70,13 @@ def _built(
     draft: bool = False,
     dtype: str = "float32",
     streamed: str = "",
+    compiled: bool = True,
 ) -> str | None:
     """How the class refuses to be built in a rank; no rank is there, so that nothing else can come of it."""
     import torch
     from transformers import AutoConfig
     from vllm import ModelRegistry
+    from vllm.config import CompilationMode
 
     config = AutoConfig.from_pretrained(model)
     facts: dict[str, Any] = {"dtype": getattr(torch, dtype), "model_weights": streamed}
@@ -82,6 +84,7 @@ def _built(
     whole = SimpleNamespace(
         model_config=model_config,
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
+        compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=SimpleNamespace(uses_draft_model=lambda: draft, draft_model_config=model_config),
     )
