@@ -15,10 +15,10 @@ from pyprune.budget.profile import DENSE
 from pyprune.plan import Sizes
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import Json, RecordFile
-from pyprune.serving.load.capacity import Capacity, token_bytes_of
-from pyprune.serving.measure import KV_BLOCK_TOKENS
+from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
+from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
 
 ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
 CAPACITY_BYTES, CAPACITY_TOKENS = 2**30, (2048, 8192)

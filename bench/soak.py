@@ -80,7 +80,7 @@ class Soak:
             began = time.monotonic()
             asyncio.run(self._load(server))
             seconds = time.monotonic() - began
-            rest = _at_rest(server)
+            rest = at_rest(server)
             # One that has ended by itself is in the record; there is nothing left to kill.
             kill = o.kill_worker if rest["healthy"] else None
             killed = asyncio.run(self._kill(server, kill)) if kill else None
@@ -254,7 +254,7 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def _at_rest(server: Server) -> Json:
+def at_rest(server: Server) -> Json:
     """What the server says of itself once nothing is asked of it; it gets a minute to clear up."""
     end = time.monotonic() + REST_S
     while True:

@@ -8,7 +8,7 @@ scores of what is removed. Costs are exact for parameters and memory; seconds ar
 operations of a prefill of 2,048 tokens and to the bytes read in a generation of 64 x 128, with a fixed share for the
 head. Times are wall and processor seconds of one call of `pyprune.budget.solve.solve`, which returns --count solutions.
 
-The table goes to stdout. Exit codes: 0 done, 2 a wrong option.
+The table goes to stdout, and every row to --jsonl. Exit codes: 0 done, 2 a wrong option, 130 stopped.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -28,8 +29,12 @@ from pyprune.budget.quantities import Quantity, Widths
 from pyprune.budget.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.budget.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, search_of
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.report import Table, markdown_table
+from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.records import RecordFile, digest
+from pyprune.serving.stats import environment_record
 
+RECORDS = Path(__file__).parent / "results" / "solve.jsonl"
+COLUMNS = ("shape", "budget", "choices a layer", "solutions", "wall s", "CPU s", "loss", "others' losses", "kept")
 SHAPES = {
     "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152),
     "llama-7b": Sizes(32, 4096, 32, 32, 128, 11008, 32000),
@@ -115,8 +120,15 @@ def _anchor_losses(scores: LayerScores, anchors: Sequence[Widths], draw: np.rand
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a table of all shapes and budgets."""
-    rows = []
+    """Print a table of all shapes and budgets, and keep its rows."""
+    rows: list[tuple[Cell, ...]] = []
+    records, environment = RecordFile(options.jsonl), environment_record()
+    how = {
+        "head_pairs": options.head_pairs,
+        "query_heads": options.query_heads,
+        "gap": options.gap,
+        "seed": options.seed,
+    }
     solving = replace(SolveOptions(), solutions=options.count, head_pairs=options.head_pairs or None, gap=options.gap)
     for name in options.shape:
         sizes = SHAPES[name]
@@ -128,9 +140,11 @@ def run(options: argparse.Namespace) -> None:
             found = solve(search, Budget.parse(text), costs, solving)
             wall, cpu = time.monotonic() - began[0], time.process_time() - began[1]
             plan_of(found[0], search, scores)
-            rows.append((name, text, len(search.layers[0]), len(found), wall, cpu, *_described(found)))
-    columns = ("shape", "budget", "choices a layer", "solutions", "wall s", "CPU s", "loss", "others' losses", "kept")
-    print(markdown_table(Table("Search", columns, tuple(rows))))
+            row = (name, text, len(search.layers[0]), len(found), wall, cpu, *_described(found))
+            record = {"kind": "solved", **dict(zip(COLUMNS, row, strict=True)), **how, "environment": environment}
+            records.add({"key": digest(record)[:16], **record})
+            rows.append(row)
+    print(markdown_table(Table("Search", COLUMNS, tuple(rows))))
 
 
 def _described(found: Sequence[Solution]) -> tuple[float, str, str]:
@@ -154,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--query-heads", action="store_true", help="also take query heads out of kept groups")
     parser.add_argument("--gap", type=float, default=SolveOptions().gap, help="distance from the optimum")
     parser.add_argument("--seed", type=int, default=0, help="of scores and losses (default: 0)")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     return exit_status(lambda: run(options))
 

@@ -22,7 +22,6 @@ from pyprune.runtime.files import read_bounded
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
-from pyprune.serving.load.capacity import token_bytes
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
     is_cpu_build,
@@ -32,12 +31,14 @@ from pyprune.serving.releases import (
     why_not_unequal_heads,
 )
 from pyprune.serving.widths import (
+    KV_BLOCK_TOKENS,
     ffn_field,
     head_channels,
     layer_widths,
     named_layers,
     off_multiples,
     scale_group,
+    token_bytes,
     why_not_grouped,
     why_not_split,
 )
@@ -63,9 +64,6 @@ WIDTH_MULTIPLE = 8
 SERVE_KV_CACHE_GIB = 2
 """Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
 vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
-
-CACHE_BLOCK_TOKENS = 128
-"""Of vLLM's cache on a CPU; a sequence occupies whole blocks."""
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
@@ -503,8 +501,8 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
         return {}
     context = _context(given.max_model_len, checkpoint.max_length)
     dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
-    blocks = 1 + -(-context // CACHE_BLOCK_TOKENS)  # vLLM keeps one to itself
-    needed = -(-blocks * CACHE_BLOCK_TOKENS * token_bytes(checkpoint.config, dtype) // 2**30)
+    blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
+    needed = -(-blocks * KV_BLOCK_TOKENS * token_bytes(checkpoint.config, dtype) // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
         say(
             f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "

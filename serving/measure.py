@@ -20,7 +20,7 @@ from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf, refuse_unread_sizes
-from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine
+from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine, measured_environment
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.speed import (
     COLUMNS,
@@ -33,7 +33,7 @@ from pyprune.serving.speed import (
     speeds,
 )
 from pyprune.serving.stats import environment_record, median
-from pyprune.serving.widths import head_channels
+from pyprune.serving.widths import KV_BLOCK_TOKENS, head_channels
 
 DTYPE = Workload.dtype
 SETTLE_S = 1.5
@@ -210,7 +210,7 @@ class _Run:
         self.load_seconds: dict[str, list[float]] = {name: [] for name in models}
         self.memory: dict[str, int] = {}
         self.samples: list[Sample] = []
-        self.environment = environment_record()
+        self.environment = environment_record(variables=measured_environment())
         self.id = uuid.uuid4().hex[:12]
 
     def take(self) -> None:
@@ -353,10 +353,6 @@ def _options(checkpoint: Checkpoint, workload: Workload) -> dict[str, Any]:
         "max_batched_tokens": max(workload.max_length, workload.batch_size * SHORT_PROMPT_TOKENS),
         "kv_cache_bytes": kv_cache_bytes(checkpoint.config, workload),
     }
-
-
-KV_BLOCK_TOKENS = 128
-"""vLLM's block size on the CPU; a sequence occupies whole blocks."""
 
 
 def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:

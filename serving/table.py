@@ -9,6 +9,7 @@ from typing import Any
 from pyprune.report import Cell, Table
 from pyprune.serving.precision import Interval
 from pyprune.serving.speed import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
+from pyprune.serving.stats import named_variables
 
 HEADER = (
     "Model",
@@ -94,6 +95,8 @@ def conditions(report: SpeedReport) -> str:
         f"{_engine(report)}, {env['device']} ({env['cpus']} CPUs): {w.batch_size} prompts x {w.new_tokens} new "
         f"tokens, one {w.prompt_tokens}-token prompt, median ± MAD of {repeats} interleaved repeats after a warm-up."
     )
+    if variables := named_variables(env):
+        text += f" Set in the environment: {variables}."
     return "\n".join(line for line in (text, _precision(report), report.note) if line)
 
 

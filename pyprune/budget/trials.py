@@ -158,10 +158,10 @@ def measure_losses(
         "model": model_id or weights_digest(model),
         "text": batch.digest(),
         "kinds": list(batch.kinds),
-        "scores": scores.digest(),
+        "scores": replace(scores, hidden=()).digest(),  # those of hidden channels change no loss of a layer
         "options": options.measuring(),
     }
-    store = _Store(path, identity)
+    store = _Store(path, identity, digest(scores.hidden))
     trials = _Trials(model, scores, space, batch, options)
     begin = time.monotonic()
     wanted = [(i, widths) for i, layer in enumerate(space.layers) for widths in anchors_of(layer, options)]
@@ -189,11 +189,12 @@ class _Store:
     Args:
         path: the file; None keeps them in memory.
         identity: of this run.
+        channels: digest of the scores of hidden channels, which losses of hidden sizes depend on.
     """
 
-    def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, identity: dict[str, Any], channels: str) -> None:
         self.records = RecordFile(path, program="pyprune fit", option="--cache")
-        self.name = digest(identity)
+        self.name, self.channels = digest(identity), channels
         self.added = 0
         others = [r["identity"] for key, r in self.records.of("identity").items() if key != self.name]
         if self.name not in self.records.of("identity"):
@@ -215,7 +216,8 @@ class _Store:
         self.added += 1
 
     def _key(self, layer: int | None, widths: Widths, hidden: int) -> str:
-        return digest([self.name, layer, widths.query_heads, widths.kv_heads, widths.ffn, hidden])
+        scored = [] if layer is not None else [self.channels]
+        return digest([self.name, layer, widths.query_heads, widths.kv_heads, widths.ffn, hidden, *scored])
 
 
 @dataclass(eq=False)

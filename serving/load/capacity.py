@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from pyprune.serving.widths import LayerSizes, head_channels, layer_widths
 
 CONCURRENCY = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 BLOCK = re.compile(r"Setting kv cache block size to (\d+)")
 """vLLM's line where the attention does not take the size that it would have chosen."""
 BLOCK_LABEL = re.compile(r'^vllm:cache_config_info\{(?:[^\n]*[{,])?block_size="(\d+)"', re.MULTILINE)
 COMPILED = re.compile(r"torch\.compile took ([\d.]+) s in total")
+MODE = re.compile(r"Initializing a V1 LLM engine .*compilation_config=.*?'mode': <CompilationMode\.(\w+)")
+LENGTH = re.compile(r"Initializing a V1 LLM engine .*max_seq_len=(\d+)")
+"""vLLM's line with the configuration that it runs, whatever its options, their file and the platform made of it."""
+NOT_COMPILED = "NONE"
+"""Its word for a model that is not compiled."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,17 @@ class ServerFacts:
         sequences: as many as its cache holds; None where it does not say.
         compile_seconds: that torch.compile took, as vLLM counts it; None where nothing was compiled, and on a CPU, of
             which vLLM does not say it.
+        compilation: vLLM's name of how the model is compiled, :data:`NOT_COMPILED` among them; None where it does not
+            say.
+        max_model_len: tokens of the longest sequence that it takes; None where it does not say.
     """
 
     block_tokens: int | None
     context: int | None
     sequences: float | None
     compile_seconds: float | None
+    compilation: str | None = None
+    max_model_len: int | None = None
 
 
 def server_facts(log: str, metrics: str) -> ServerFacts:
@@ -75,31 +81,12 @@ def server_facts(log: str, metrics: str) -> ServerFacts:
     """
     cache, compiled = CONCURRENCY.search(log), COMPILED.search(log)
     block = BLOCK.search(log) or BLOCK_LABEL.search(metrics)
+    mode, length = MODE.search(log), LENGTH.search(log)
     return ServerFacts(
         block_tokens=int(block[1]) if block else None,
         context=int(cache[1].replace(",", "")) if cache else None,
         sequences=float(cache[2]) if cache else None,
         compile_seconds=float(compiled[1]) if compiled else None,
+        compilation=mode[1] if mode else None,
+        max_model_len=int(length[1]) if length else None,
     )
-
-
-def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
-    """Return the bytes of keys and values that one token takes in all layers; skipped attention takes none.
-
-    Args:
-        config: config.json as plain data, of a dense or a pruned architecture.
-        dtype: of the cache: bfloat16, float16 or float32.
-    """
-    return token_bytes_of(layer_widths(config), head_channels(config), dtype)
-
-
-def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
-    """The same, where the widths are known.
-
-    Args:
-        layers: their widths.
-        head_dim: channels of a head.
-        dtype: of the cache.
-    """
-    item = 4 if dtype == "float32" else 2
-    return 2 * head_dim * item * sum(kv_heads for _, kv_heads, _ in layers)

@@ -35,6 +35,8 @@ OWNED = {
 NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
 """Those that it does not always give."""
 NO_PREFIX_CACHING = "--no-enable-prefix-caching"
+COMPILING = ("--optimization-level", "--compilation-config")
+"""Options of ``vllm serve`` that say whether and how a model is compiled, by their long names; -O and -cc are short."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,27 @@ def _owned_problem(name: str, owned: Sequence[str]) -> str:
         return ""
     instead = f"use {OWNED[found]} of `pyprune bench`" if OWNED[found] else "leave it out"
     return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
+
+
+def compile_options(vllm_args: Sequence[str]) -> list[str]:
+    """The words that say whether and how ``vllm serve`` compiles, among these and in the file of their --config.
+
+    What the file nests is not among them; vLLM's log alone tells what comes of it.
+    """
+    words = [*words_of_file(vllm_args), *dashed_words(vllm_args)]
+    found: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if _compiles(word):
+            is_whole = "=" in word or re.fullmatch(r"-O.+", word) or following.startswith("-")
+            found += [word] if is_whole or not following else [word, following]
+    return found
+
+
+def _compiles(word: str) -> bool:
+    """Whether a word is one of :data:`COMPILING`, short or cut short, also with a field behind a point."""
+    name = re.split(r"[=.]", word, maxsplit=1)[0]
+    is_long = len(name) > len("--") and any(option.startswith(name) for option in COMPILING)
+    return name == "-cc" or name.startswith("-O") or is_long
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:

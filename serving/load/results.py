@@ -92,6 +92,8 @@ class ServedModel:
         compile_seconds: of every start that compiled, as vLLM counts them (not on a CPU); part of ``load_seconds``.
         memory: most bytes that the server's processes held.
         capacity: of its key-value cache; None where config.json or the server does not say what it takes to know it.
+        compilation: vLLM's name of how its servers compiled it; None where their log does not say.
+        max_model_len: tokens of the longest sequence that its servers took.
     """
 
     path: str
@@ -102,6 +104,8 @@ class ServedModel:
     compile_seconds: tuple[float, ...] = ()
     memory: int | None = None
     capacity: Capacity | None = None
+    compilation: str | None = None
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class LoadReport:
         turns: in the order taken.
         resident: all servers were up the whole time, idle but for one; False = one was up at a time.
         note: what to distrust; None when there is nothing to say.
-        environment: commit, device, ISA flags, versions, time.
+        environment: commit, device, ISA flags, versions, variables of the servers, time.
         counters: names of the counters of energy that were read.
     """
 

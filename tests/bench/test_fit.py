@@ -13,11 +13,12 @@ import pytest
 from bench.fit import (
     ARMS,
     SEARCH,
+    USUAL,
     WINDOW,
     Bench,
     _best_layers,
     _first_that_keeps,
-    _plans,
+    _planned,
     _rows,
     _spread_layers,
     _stored,
@@ -58,8 +59,7 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> Fitting:
 
 def test_every_arm_keeps_the_budget(fitting: Fitting) -> None:
     budget = Budget.parse("parameters=85%")
-    found = {arm: plan for arm, plan, _ in _plans(fitting, budget)}
-    assert tuple(found) == ARMS
+    found = {arm: _planned(fitting, budget, arm)[0] for arm in USUAL}
     parameters = Quantity("parameters")
     most = 0.85 * fitting.costs.predicted(parameters, fitting.identity)
     assert all(fitting.costs.predicted(parameters, plan) <= most for plan in found.values())
@@ -145,7 +145,7 @@ def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
     least = fitting.costs.fixed(Quantity("parameters"), fitting.identity.dense.hidden_size)
     share = least / fitting.costs.predicted(Quantity("parameters"), fitting.identity)
     budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
-    assert [plan for _, plan, _ in _plans(fitting, budget, ["one width"])] == [None]
+    assert _planned(fitting, budget, "one width")[0] is None
 
 
 class _Engine:

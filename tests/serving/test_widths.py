@@ -11,7 +11,6 @@ import pytest
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.serving.export import export, serving_warnings
-from pyprune.serving.load.capacity import token_bytes
 from pyprune.serving.widths import (
     LayerSizes,
     head_channels,
@@ -19,6 +18,7 @@ from pyprune.serving.widths import (
     named_layers,
     off_multiples,
     scale_group,
+    token_bytes,
     why_not_drafting,
     why_not_grouped,
     why_not_split,

@@ -1,0 +1,184 @@
+"""bench/families.py: what it serves and records, what it takes for wrong, and one family on a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bench import families
+from bench._answers import TOP, log_probabilities
+from bench._families_checks import Asked, WrongAnswer, check_compiled, check_log_probabilities, check_several
+from bench._tiny import tiny_served_model
+from pyprune.families import all_families
+from pyprune.runtime.records import Json, RecordFile
+from pyprune.serving.engines import EngineError
+from pyprune.serving.widths import layer_widths, why_not_split, why_not_staged
+from tests._support.served import REAL_VLLM
+
+MODE = "compiled"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--families", "opt,lama"], "Did you mean 'llama'?"),
+        (["--modes", "tensor parallel 3"], "Did you mean 'tensor parallel 2'?"),
+    ],
+)
+def test_unknown_names_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        families.main(given)
+    assert stop.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_every_layer_has_sizes_of_its_own_that_two_ranks_can_hold(name: str, tmp_path: Path) -> None:
+    families.write_checkpoint(name, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    widths = layer_widths(config)
+    assert config["architectures"] == [families.architecture(name)]
+    assert len(set(widths)) == (1 if name == families.STOCK else 4)
+    assert why_not_split(widths, 2) == ""
+    assert why_not_staged(widths, [(0, 2), (2, len(widths))]) == ""
+
+
+def test_all_families_of_the_plugin_are_asked() -> None:
+    served = {name for name, family in all_families().items() if family.served_by}
+    assert set(families.names()) == served | {families.STOCK}
+    assert len(served) >= 11
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Mode of a family -> the error that it ends in; without an entry it holds. Nothing is served."""
+    errors: dict[str, Any] = {}
+
+    def ask(folder: Path, mode: families.Mode, found: Json) -> None:
+        name = next(name for name, other in families.MODES.items() if other is mode)
+        errors.setdefault("asked", []).append(name)
+        found |= {"load_seconds": 1.0, "difference": 2e-6}
+        if name in errors:
+            raise errors[name]
+
+    monkeypatch.setattr(families, "ask", ask)
+    monkeypatch.setattr(families, "write_checkpoint", lambda name, folder: folder.mkdir())
+    return errors
+
+
+def test_what_holds_is_not_asked_again_and_what_does_not_is(
+    answers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--jsonl", str(tmp_path / "rows.jsonl"), "--families", "opt"]
+    answers["tensor parallel 2"] = WrongAnswer("log probabilities differ by 3.0e-03")
+    answers["pipeline parallel 2"] = EngineError("It ended. Its last log lines:\n    x\n    RuntimeError: a | b")
+    assert families.main(given) == 1
+    assert answers["asked"] == list(families.MODES)
+    printed = capsys.readouterr().out
+    cells = "| opt | yes, 2.0e-06 | log probabilities differ by 3.0e-03 | RuntimeError: a / b |"
+    assert cells in printed
+    assert families.main([*given, "--only-table"]) == 0
+    assert capsys.readouterr().out == printed
+
+    answers.pop("tensor parallel 2")
+    answers["asked"].clear()
+    assert families.main([*given, "--modes", "compiled,tensor parallel 2"]) == 0
+    assert answers["asked"] == ["tensor parallel 2"]
+    assert "| opt | yes, 2.0e-06 | yes, 2.0e-06 | RuntimeError: a / b |" in capsys.readouterr().out
+    rows = RecordFile(tmp_path / "rows.jsonl").of("families").values()
+    assert [(row["mode"], row["passed"], row["difference"]) for row in rows] == [
+        ("compiled", True, 2e-6), ("tensor parallel 2", True, 2e-6), ("pipeline parallel 2", False, 2e-6)
+    ]  # fmt: skip
+    assert families.main([*given, "--families", "phi", "--modes", MODE]) == 0
+    assert "| phi | yes, 2.0e-06 | not tried | not tried |" in capsys.readouterr().out
+
+
+class InTransformers:
+    """Answers as a server of this model would."""
+
+    def __init__(self, model: PreTrainedModel, compilation: str | None = "VLLM_COMPILE") -> None:
+        self.model_in_memory, self.model = model, "tiny"
+        self.facts = SimpleNamespace(compilation=compilation)
+
+    def post(self, path: str, body: Json, timeout: float) -> str:
+        assert path == "/v1/completions"
+        return json.dumps({"choices": [self._choice(body, rank) for rank in range(body.get("n", 1))]})
+
+    def _choice(self, body: Json, rank: int) -> Json:
+        """Each next token is the most likely one; of several answers, the second has the second likely ones."""
+        tokens = list(body["prompt"])
+        for _ in range(body["max_tokens"]):
+            tokens.append(int(log_probabilities(self.model_in_memory, tokens)[-1].topk(rank + 1).indices[rank]))
+        rows = log_probabilities(self.model_in_memory, tokens)[:-1]
+        own = rows[range(len(rows)), tokens[1:]].tolist()
+        first = len(body["prompt"])
+        tops = [row.topk(TOP) for row in rows[first - 1 :]]
+        asked = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:first], own, strict=False)]
+        named = [
+            {f"token_id:{i}": v for i, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)} for top in tops
+        ]
+        return {
+            "token_ids": tokens[first:],
+            "prompt_logprobs": [None, *asked],
+            "logprobs": {"top_logprobs": named, "token_logprobs": own[first - 1 :]},
+        }
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_served_model("llama", 4096)
+
+
+@torch.no_grad()
+def slightly_other() -> PreTrainedModel:
+    other = tiny_served_model("llama", 4096)
+    other.model.layers[2].mlp.down_proj.weight[3] *= 1.02
+    return other
+
+
+def test_the_same_model_answers_right(model: PreTrainedModel) -> None:
+    found = Asked(InTransformers(model), model)
+    for check in (check_compiled, check_log_probabilities, check_several):
+        check(found)
+    assert found.difference < 2e-6
+
+
+@pytest.mark.parametrize("check", [check_log_probabilities, check_several])
+def test_a_row_of_one_matrix_that_is_2_percent_off_is_seen(check: Any, model: PreTrainedModel) -> None:
+    found = Asked(InTransformers(slightly_other()), model)
+    with pytest.raises(WrongAnswer, match="log probabilities differ by"):
+        check(found)
+    assert found.difference > 1e-5
+
+
+def test_tokens_that_are_not_the_most_likely_ones_are_seen(model: PreTrainedModel) -> None:
+    found, prompt = Asked(InTransformers(model), model), [5, 6, 7]
+    [right, other] = found.choices(prompt, 3, n=2)
+    found.greedy(prompt, right["token_ids"], "first")
+    with pytest.raises(WrongAnswer, match="second: a token is .* less likely"):
+        found.greedy(prompt, other["token_ids"], "second")
+
+
+@pytest.mark.parametrize("compilation", ["NONE", None])
+def test_a_model_that_was_not_compiled_is_seen(compilation: str | None, model: PreTrainedModel) -> None:
+    with pytest.raises(WrongAnswer, match=f"compilation mode is {compilation}"):
+        check_compiled(Asked(InTransformers(model, compilation), model))
+
+
+class TestServed:
+    pytestmark = REAL_VLLM
+
+    def test_a_family_on_a_real_server(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = tmp_path / "rows.jsonl"
+        status = families.main(["--families", "opt", "--modes", MODE, "--jsonl", str(rows)])
+        (row,) = map(json.loads, rows.read_text().splitlines())
+        assert (row["error"], status) == ("", 0)
+        assert (row["passed"], row["architecture"], row["mode"]) == (True, "PrunedOPTForCausalLM", MODE)
+        assert 0 < row["difference"] <= 1e-5
+        assert f"| opt | yes, {row['difference']:.1e} | not tried | not tried |" in capsys.readouterr().out
