@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.methods.registry import RENAMED
+from pyprune.train.loop import _Run
 from tests._support.cli import refused, run, tiny_elder
 from tests._support.models import tiny_model
 
@@ -193,6 +195,33 @@ def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
     assert "interrupted run had other options or input" in refused(*tiny_elder(checkpoint, text, *options, "--resume"))
     assert "--resume to continue it, or --overwrite" in refused(*tiny_elder(checkpoint, text, *options))
     assert _kept_steps(work), "a second start must not drop them"
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_training_that_would_fail_again_is_not_to_be_resumed(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finite: bool
+) -> None:
+    """Values that are not finite are the same again; a full disk can be emptied."""
+    training = ["--set", "recover.train.steps=5", "--set", "recover.train.checkpoint_interval=1"]
+    given = tiny_elder(checkpoint, text, *training, "--out", tmp_path / "out")
+    step = _Run._step
+
+    def failing(self: _Run, number: int) -> None:
+        if (self.config.steps, number) == (5, 3):
+            if finite:
+                raise OSError(28, "No space left on device")
+            next(iter(self.parameters.values())).data.fill_(math.nan)
+        step(self, number)
+
+    with monkeypatch.context() as once:
+        once.setattr(_Run, "_step", failing)
+        said = " ".join(refused(*given).split())
+    assert ("No space left" if finite else "nan at step 3 of 5") in said
+    assert "What it had reached is kept (training checkpoints and its plan): --resume " in said
+    assert ("--resume continues it" in said) == finite
+    again = "--resume would end in the same way, so start again with other options and --overwrite"
+    assert (again in said) != finite
+    assert run(*given, "--resume" if finite else "--overwrite").exit_code == 0
 
 
 @pytest.mark.parametrize("place", ["absent/file.json", "."])

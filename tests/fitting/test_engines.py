@@ -23,16 +23,17 @@ SIZES: dict[str, Any] = {
 """Sizes that llama.cpp's blocks divide."""
 
 
-def _place(folder: Path, name: str) -> Path:
-    """A folder with a dense checkpoint, whose vocabulary llama.cpp takes, and text."""
-    save_checkpoint(tiny_model(name, **SIZES), byte_level_tokenizer(), folder / "dense", plan=None, provenance={})
+def place_of(folder: Path, name: str, **sizes: Any) -> Path:
+    """A folder with a dense checkpoint, whose vocabulary llama.cpp takes, and text; sizes change :data:`SIZES`."""
+    model = tiny_model(name, **{**SIZES, **sizes})
+    save_checkpoint(model, byte_level_tokenizer(), folder / "dense", plan=None, provenance={})
     write_text(folder / "text.txt", words=1200)
     return folder
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _place(tmp_path_factory.mktemp("llama"), "llama")
+    return place_of(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def _export(folder: Path, file: Path) -> str:
@@ -76,7 +77,7 @@ def test_limits_on_times_are_measured_in_the_engine(llama: Path, tmp_path: Path,
 def test_a_family_of_equal_sizes_becomes_a_file_of_llama_cpp(tmp_path: Path) -> None:
     """llama.cpp has no Granite with sizes per layer: only whole layers may go."""
     pytest.importorskip("gguf")
-    place, out, figures = _place(tmp_path, "granite"), tmp_path / "out", tmp_path / "figures.json"
+    place, out, figures = place_of(tmp_path, "granite"), tmp_path / "out", tmp_path / "figures.json"
     given = arguments(place, out, "parameters=85%")
     result = run(*given, "--weights", "q8_0", "--no-recover", "--json", figures)
     assert result.exit_code == 0, result.output
