@@ -70,7 +70,7 @@ SHARES = (90, 80, 70, 60)
 BUDGETS = tuple(f"memory={share}%" for share in SHARES)
 TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("prefill@2048", "generation@64x128"))
 OPENED = {"query heads": ChoiceOptions(query_heads=True), "hidden sizes": ChoiceOptions(hidden=(512, 448))}
-"""Arms that are searches of more choices than the default one's."""
+"""Arms that are searches of more choices than the default one's. Other choices need another name: rows go by it."""
 ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width", *OPENED)
 USUAL = tuple(arm for arm in ARMS if arm not in OPENED)
 SEARCHED = ("fitted", *OPENED)
@@ -283,9 +283,9 @@ def _rows(records: RecordFile) -> list[dict[str, Any]]:
     now: list[dict[str, Any]] = []
     earlier: list[dict[str, Any]] = []
     for row in _alike(records):
-        (now if row["arm"] != "fitted" or row.get("search") == SEARCH else earlier).append(row)
-    there = {_limit(row) for row in now if row["arm"] == "fitted"}
-    missing = [row for row in earlier if _limit(row) not in there]
+        (now if row["arm"] not in SEARCHED or row.get("search") == SEARCH else earlier).append(row)
+    there = {(row["arm"], _limit(row)) for row in now}
+    missing = [row for row in earlier if (row["arm"], _limit(row)) not in there]
     return now + [{**row, "plan": f"{row['plan']} (of an earlier search)"} for row in missing]
 
 

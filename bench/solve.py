@@ -124,6 +124,7 @@ def run(options: argparse.Namespace) -> None:
     rows: list[tuple[Cell, ...]] = []
     records, environment = RecordFile(options.jsonl), environment_record()
     how = {
+        "count": options.count,
         "head_pairs": options.head_pairs,
         "query_heads": options.query_heads,
         "gap": options.gap,

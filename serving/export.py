@@ -24,6 +24,7 @@ from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
+    RUNNER,
     is_cpu_build,
     is_tried_cpu_build,
     vllm_version,
@@ -38,7 +39,7 @@ from pyprune.serving.widths import (
     named_layers,
     off_multiples,
     scale_group,
-    token_bytes,
+    token_bytes_of,
     why_not_grouped,
     why_not_split,
 )
@@ -381,7 +382,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     widths, ranks = layer_widths(checkpoint.config), given.tensor_parallel_size
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
-    if given.enforce_eager or given.enable_lora or given.optimization_level == "0":
+    if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
         reason = reason or _why_not_int8(checkpoint.config, checkpoint.architecture)
@@ -409,6 +410,10 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
 
     Args:
         arguments: of the command line; the file of ``--config`` is read as well.
+
+    Returns:
+        The options by their long names, and "uncompiled": whether one of those is given that switch compilation off (on
+        a CPU adapters do), and none that says more of it than a level.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
@@ -418,17 +423,22 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
     parser.add_argument("--max-model-len")
+    parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--dtype")
     parser.add_argument("--optimization-level", "-O")
     for switch in ("enforce-eager", "enable-lora"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
+    # As in vLLM: what the file holds stands before the options, which replace it.
+    words = [*words_of_file(arguments), *dashed_words(arguments)]
     try:
-        # As in vLLM: what the file holds stands before the options, which replace it.
-        return parser.parse_known_args([*words_of_file(arguments), *dashed_words(arguments)])[0]
+        given = parser.parse_known_args(words)[0]
     except argparse.ArgumentError:
-        return parser.parse_args([])  # vLLM says what is wrong with it
+        given = parser.parse_args([])  # vLLM says what is wrong with it
+    is_off = given.enforce_eager or given.enable_lora or given.optimization_level == "0"
+    given.uncompiled = is_off and not any(word.startswith(("-cc", "--compilation-config")) for word in words)
+    return given
 
 
 def dashed_words(arguments: Sequence[str]) -> list[str]:
@@ -494,21 +504,33 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
 def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dict[str, str]:
     """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
 
-    vLLM refuses to start with less. On a CPU the variable replaces both of its options.
+    vLLM refuses to start with less. On a CPU the variable replaces both of its options; each rank has so much.
     """
     sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
     if sized or KV_CACHE_SPACE in os.environ:
         return {}
     context = _context(given.max_model_len, checkpoint.max_length)
-    dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
     blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
-    needed = -(-blocks * KV_BLOCK_TOKENS * token_bytes(checkpoint.config, dtype) // 2**30)
+    needed = -(-blocks * KV_BLOCK_TOKENS * _rank_token_bytes(checkpoint.config, given) // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
         say(
             f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "
             f"{KV_CACHE_SPACE} sets it (GiB)."
         )
     return {KV_CACHE_SPACE: str(max(SERVE_KV_CACHE_GIB, needed))}
+
+
+def _rank_token_bytes(config: Mapping[str, Any], given: argparse.Namespace) -> int:
+    """Bytes that one token takes in the cache of a rank; 0 where vLLM alone knows: windows, latents, other dtypes."""
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
+    if kinds or is_windowed or config.get("kv_lora_rank") or given.kv_cache_dtype not in (None, "auto"):
+        return 0
+    dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
+    shared = max(1, given.tensor_parallel_size)  # ranks have KV heads of their own, or the same ones
+    layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in layer_widths(config)]
+    stages: int = max(1, given.pipeline_parallel_size)
+    return -(-token_bytes_of(layers, head_channels(config), dtype) // stages)
 
 
 def _context(given: str | None, positions: int | None) -> int:

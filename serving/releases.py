@@ -21,8 +21,10 @@ HEADS_PER_LAYER = (0, 29)
 """The release of vLLM since which its attention backends plan with the query heads of their own layers: FlashInfer and
 Triton did before 0.26, the CPU since 0.28, FlashAttention since 0.29."""
 
-NEWEST_TRIED = (0, 32)
-"""The newest release of vLLM that was seen to fail at what :func:`is_tried_cpu_build` is asked for."""
+TRIED_ON_CPU = (0, 32)
+"""The release of vLLM whose CPU build was seen to end at what :func:`is_tried_cpu_build` is asked for."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable that chooses vLLM's model runner; the second one makes the buffers of a pipeline in any case."""
 
 
 def vllm_version() -> str:
@@ -40,16 +42,15 @@ def is_cpu_build(version: str) -> bool:
 
 
 def is_tried_cpu_build(version: str) -> bool:
-    """The same of releases that are known to fail at some things there; later ones may have mended them."""
-    number = _release(version)
-    return is_cpu_build(version) and (number is None or number <= NEWEST_TRIED)
+    """The same of the release that is known to fail at some things there."""
+    return is_cpu_build(version) and _release(version) == TRIED_ON_CPU
 
 
 def why_not_uncompiled_pipeline(ranks: int, version: str) -> str:
-    """Why a vLLM cannot run an uncompiled model in a pipeline; empty where it can, or is newer than what was tested.
+    """Why a vLLM cannot run an uncompiled model in a pipeline; empty where it can, or was not seen to fail.
 
-    On a CPU the buffers between ranks are made in the run that compiles the model, and only there: without them the
-    first request ends the server in an AssertionError.
+    On a CPU its first model runner makes the buffers between ranks in the run that compiles the model, and only there:
+    without them the first request ends the server in an AssertionError.
 
     Args:
         ranks: of pipeline parallelism.

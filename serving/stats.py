@@ -34,10 +34,11 @@ SPEED_VARIABLES = re.compile(
 )
 """Names of environment variables that change how fast engines and servers run."""
 UNTOLD_VARIABLES = re.compile(
-    r".*_(KEY|TOKEN|SECRET|PASSWORD)|VLLM_(NO_USAGE_STATS|CONFIGURE_LOGGING|LOGGING_.+)|KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)"
+    r".*_(KEY|TOKEN|SECRET|PASSWORD)|VLLM_(NO_USAGE_STATS|CONFIGURE_LOGGING|LOGGING_.+)"
+    r"|KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|(VLLM|TORCHINDUCTOR)_(.+_)?(PATH|ROOT|HOST|IP|PORT|DIR|FOLDER)"
 )
-"""Those of them that nobody else may read, and those that change no speed and are set by pyprune or, when they are
-imported, by other packages."""
+"""Those of them that are nobody else's business (keys, addresses, places), and those that change no speed and are set
+by pyprune or, when they are imported, by other packages."""
 
 
 def median(values: Sequence[float]) -> float:

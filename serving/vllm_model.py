@@ -63,7 +63,7 @@ def check_served(vllm_config: VllmConfig) -> None:
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
     reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
     reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
-    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+    if vllm_config.compilation_config.mode == CompilationMode.NONE and not vllm_config.use_v2_model_runner:
         reason = reason or why_not_uncompiled_pipeline(ranks, vllm_version())
     reason = reason or why_not_grouped(
         widths, head_channels(config), scale_group(config), parallel.tensor_parallel_size

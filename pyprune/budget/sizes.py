@@ -125,15 +125,18 @@ class SizeRules:
 
         Args:
             fit: that section of the checkpoint's record; empty where it was not fitted.
-            target: format of the weights; the recorded rules are of the format that the budget was of.
-
-        Raises:
-            ConfigError: a recorded number below 1.
+            target: format of the weights; the recorded rules are of the format that the budget was of. Where they are
+                damaged, the defaults hold.
         """
-        if fit.get("weights") == target and FITTED_RULES in fit:
-            known = {field.name for field in fields(cls)}
-            return cls(**{name: value for name, value in fit[FITTED_RULES].items() if name in known})
-        return cls.of(target) if target in FFN_MULTIPLES else None
+        usual = cls.of(target) if target in FFN_MULTIPLES else None
+        rules = fit.get(FITTED_RULES)
+        if fit.get("weights") != target or not isinstance(rules, Mapping):
+            return usual
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{name: value for name, value in rules.items() if name in known})
+        except ConfigError:
+            return usual
 
     @classmethod
     def learnt(cls, profile: Profile, *, tensor_parallel: int = 1) -> Self:

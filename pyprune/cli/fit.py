@@ -136,7 +136,7 @@ def fit(
         check_outputs(out, model, options, resume=resume, overwrite=overwrite)
         if weights is not None:
             check_export(out, weights, overwrite=overwrite)
-    wanted = _profile(model, budgets, profile, engine, weights, options, allow=allow_mismatch, **source)
+    wanted = _profile(model, budgets, profile, engine, weights, options, sweep=sweep, allow=allow_mismatch, **source)
     shared: dict[str, Any] = {
         "options": options,
         "weights": weights or (wanted.dtype if wanted else DEFAULT_WEIGHTS),
@@ -197,10 +197,15 @@ def _profile(
     weights: str | None,
     options: FitOptions,
     *,
+    sweep: bool,
     allow: bool,
     **source: Any,
 ) -> Profile | None:
-    """The profile that was named, else this model's own; that is measured only where times are limited."""
+    """The profile that was named; else this model's own, where times are limited, or a sweep can tell them.
+
+    For a sweep alone none is measured. A single model that no time limits is fitted without one: its search, and so
+    the run that resumes it, does not depend on what was stored in between.
+    """
     from pyprune.budget.profile import Profile
 
     if named is not None:
@@ -217,6 +222,8 @@ def _profile(
     from pyprune.fitting.timed import profile_of, stored_profile
 
     quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
+    if not quantities and not sweep:
+        return None
     if not quantities:
         return stored_profile(model, engine=engine, dtype=weights or DEFAULT_WEIGHTS, allow=allow, **source)
     before = partial(check_counted, budgets=budgets, options=options)

@@ -363,9 +363,11 @@ def write_winner(
     amounts = found.winner.amounts
     facts: dict[str, Any] = {"budget": str(found.budget), "weights": fitting.weights}
     facts |= {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
+    if not fitting.options.keep_multiples:  # which keeps to the user's own
+        facts[FITTED_RULES] = asdict(fitting.rules)
     for folder in filter(None, (out, exported)):
         if folder.is_dir():
-            annotate_checkpoint(folder, fit={**facts, FITTED_RULES: asdict(fitting.rules)})
+            annotate_checkpoint(folder, fit=facts)
     return replace(found, out=out, exported=exported, result=result)
 
 

@@ -216,6 +216,8 @@ def stored_profile(
 ) -> Profile | None:
     """The stored profile of a model, engine and dtype; None where there is none that holds here. Nothing is measured.
 
+    Nor is there one for a user without a folder to read.
+
     Args:
         model: folder or hub id of the dense model.
         engine: see :func:`profile_of`.
@@ -224,7 +226,11 @@ def stored_profile(
         reading: see :func:`profile_of`.
     """
     chosen = choose_engine(engine)[0] if engine == "auto" else engine  # which need not be installed
-    found = _stored(dense_config(model, **reading), chosen, dtype, allow=allow, instead="No times are told.")
+    config = dense_config(model, **reading)
+    try:
+        found = _stored(config, chosen, dtype, allow=allow, instead="No times are told.")
+    except (OSError, RuntimeError):  # permissions; no home
+        return None
     if found is not None:
         say(f"Using the profile {found.name}.")
     return found

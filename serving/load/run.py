@@ -87,7 +87,8 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> Non
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
-    read = {name: servable(source, options.vllm_args, verify=False) for name, source in models.items()}
+    eager = ["--enforce-eager"] if options.eager else []
+    read = {name: servable(source, [*eager, *options.vllm_args], verify=False) for name, source in models.items()}
     _check_lengths(read, options)
 
 

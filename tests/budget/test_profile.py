@@ -135,11 +135,16 @@ def test_this_machine_and_its_packages_are_the_default(monkeypatch: pytest.Monke
         here.check()
     monkeypatch.undo()
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    with pytest.raises(BudgetError, match="machine.variables was .*VLLM_CPU_OMP_THREADS_BIND"):
+    with pytest.raises(BudgetError, match=r"machine.variables was .*VLLM_CPU_OMP_THREADS_BIND"):
+        here.check()
+    monkeypatch.undo()
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    with pytest.raises(BudgetError, match=r"machine.variables was .*MKL_NUM_THREADS"):
         here.check()
     monkeypatch.undo()
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LD_PRELOAD", "")
     here.check()
     monkeypatch.undo()
     monkeypatch.setattr(module.metadata, "version", lambda name: "0.0.1")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from pyprune.budget.formats import WEIGHT_FORMATS
 from pyprune.budget.profile import Product
-from pyprune.budget.sizes import FFN_MULTIPLES, SizeRules, fast_multiple, slow_sizes
+from pyprune.budget.sizes import FFN_MULTIPLES, FITTED_RULES, SizeRules, fast_multiple, slow_sizes
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan, Sizes
 from tests.budget._profiles import fake_profile
@@ -95,3 +95,14 @@ def test_the_smallest_multiple_that_is_fast_enough_is_learnt() -> None:
 def test_blocks_of_the_format_stay_whatever_torch_is_fast_at() -> None:
     profile = replace(fake_profile(), engine="llamacpp", dtype="q8_0", products=_products({1: 1.0, 64: 1.0}))
     assert SizeRules.learnt(profile).ffn_multiple == 32
+
+
+def test_rules_of_a_search_hold_in_its_format_and_where_they_are_whole() -> None:
+    fit = {"weights": "bfloat16", FITTED_RULES: {**asdict(SizeRules(ffn_multiple=8)), "of a later release": 1}}
+    rules = SizeRules.of_record(fit, "bfloat16")
+    assert rules is not None
+    assert rules.ffn_multiple == 8
+    assert SizeRules.of_record(fit, "q8_0") == SizeRules.of("q8_0")
+    assert SizeRules.of_record(fit, "of no target") is None
+    for damaged in (None, [8], {"ffn_multiple": "8"}, {"ffn_multiple": 0}):
+        assert SizeRules.of_record({**fit, FITTED_RULES: damaged}, "bfloat16") == SizeRules.of("bfloat16")

@@ -902,6 +902,14 @@ def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
     times, said = predicted("here", machine=this_machine(), versions=installed(profile.engine))
     assert "prefill@64" in times
     assert f"Using the profile {profile.name}." in said
+    # The run that resumes the training of a single model must not depend on what was stored meanwhile.
+    single = run(*arguments(place, tmp_path / "single", "parameters=60%"), *given[1:], "--no-recover")
+    assert single.exit_code == 0, single.output
+    assert "profile" not in single.stderr
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", classmethod(lambda _: (_ for _ in ()).throw(RuntimeError("no home"))))
+    homeless = run(*arguments(place, tmp_path / "homeless", "parameters=60%"), *given)
+    assert homeless.exit_code == 0, homeless.output
 
 
 def test_an_export_is_measured_by_the_rules_of_its_search(place: Path, tmp_path: Path) -> None:

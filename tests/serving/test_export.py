@@ -209,6 +209,10 @@ def test_the_cache_has_the_size_that_was_given(monkeypatch: pytest.MonkeyPatch, 
         (["--max-model-len", "1048448"], 2),
         (["--max-model-len=1.5m"], 3),
         (["--max-model-len", "auto"], 2),
+        (["-tp", "2"], 3),
+        (["-tp", "4"], 3),  # each of two KV heads is on two ranks
+        (["-pp", "2"], 3),
+        (["--kv-cache-dtype", "fp8"], 2),
         (["--max-model-len", "4096"], 2),
     ],
 )
@@ -216,7 +220,7 @@ def test_the_cache_holds_the_longest_sequence(
     words: list[str], gib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With less vLLM refuses to start."""
-    model = tiny_model("llama", head_dim=64, num_hidden_layers=4, max_position_embeddings=2**21)
+    model = tiny_model("llama", head_dim=64, num_attention_heads=8, num_hidden_layers=4, max_position_embeddings=2**21)
     export(model, tmp_path / "out")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
@@ -225,6 +229,21 @@ def test_the_cache_holds_the_longest_sequence(
     serve(tmp_path / "out", words)
     assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
     assert (f"Key-value cache: {gib} GiB, for one sequence of" in capsys.readouterr().err) == (gib > 2)
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_the_cache_of_a_model_with_windows_is_as_usual(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They need no room beyond the window; vLLM knows how much."""
+    model = tiny_model(name, head_dim=64, max_position_embeddings=2**22, sliding_window=16)
+    export(model, tmp_path / "out")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    serve(tmp_path / "out")
+    assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
 def test_names_that_are_cut_short_are_read_as_vllm_reads_them() -> None:

@@ -14,8 +14,8 @@ from pyprune.plan import PrunePlan
 from pyprune.serving.export import export, serve_command
 from pyprune.serving.releases import (
     HEADS_PER_LAYER,
-    NEWEST_TRIED,
     TESTED,
+    TRIED_ON_CPU,
     vllm_version,
     why_not_uncompiled_pipeline,
     why_not_unequal_heads,
@@ -55,14 +55,16 @@ def test_everything_else_is_not_refused(widths: list[LayerSizes], version: str) 
     assert why_not_unequal_heads(widths, version) == ""
 
 
-TRIED, LATER = (f"{NEWEST_TRIED[0]}.{NEWEST_TRIED[1] + more}.0" for more in (0, 1))
+TRIED, LATER, EARLIER = (f"{TRIED_ON_CPU[0]}.{TRIED_ON_CPU[1] + more}.0" for more in (0, 1, -1))
 
 
 @pytest.mark.parametrize(
     ("ranks", "version", "refuses"),
     [
         (2, f"{TRIED}+cpu", True),
-        (2, "0.1.dev1+gabc123.cpu", True),
+        (2, f"{TRIED}.post1+cpu", True),
+        (2, f"{EARLIER}+cpu", False),
+        (2, "0.1.dev1+gabc123.cpu", False),
         (1, f"{TRIED}+cpu", False),
         (2, TRIED, False),
         (2, f"{LATER}+cpu", False),

@@ -138,6 +138,7 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     assert serve_command(folder, ["-pp", "2"])
     assert serve_command(folder, switch)
     assert serve_command(folder, ["-pp", "2", "-O3", "--no-enforce-eager"])
+    assert serve_command(folder, ["-pp", "2", *switch, "-cc.mode=3"]), "vLLM goes by the mode"
     monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0")
     assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"
 

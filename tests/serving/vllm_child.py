@@ -85,6 +85,7 @@ def _built(
         model_config=model_config,
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
         compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE),
+        use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=SimpleNamespace(uses_draft_model=lambda: draft, draft_model_config=model_config),
     )
