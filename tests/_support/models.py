@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-VOCAB = 384
+from bench._tiny import VOCAB, random_model
+
 _SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -129,23 +130,7 @@ def tiny_model(name: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTr
     model_type, values = TINY[name]
     if model_type == "opt":
         overrides.setdefault("activation_function", "relu")
-    config = AutoConfig.for_model(model_type, **{**_SMALL, **values, **overrides})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    randomise_(model, seed)
-    return model.eval()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def randomise_(model: PreTrainedModel, seed: int) -> None:
-    """Give every parameter values that a wrong rule cannot hide behind (norm weights far from 1 or 0)."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        noise = torch.randn(p.shape, generator=generator)
-        if "norm" in name and name.endswith("weight"):
-            p.add_(0.3 * noise)
-        else:
-            p.copy_(noise * (0.6 if p.dim() == 1 else 1.5 * p.shape[-1] ** -0.5))
+    return random_model(model_type, seed=seed, **{**_SMALL, **values, **overrides})
 
 
 def tiny_batch(seed: int = 0, batch: int = 2, length: int = 17) -> torch.Tensor:

@@ -15,6 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench._answers import (
+    NEW_TOKENS,
+    TOLERANCE,
+    TOP,
+    Answer,
+    below_most_likely,
+    log_probabilities,
+    random_prompts,
+    served_and_expected,
+)
+from bench._tiny import VOCAB, damp_
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.cut.compensate import compensate_
@@ -24,7 +35,7 @@ from pyprune.rework import ADAPTER
 from pyprune.serving.engines import engine_environment
 from pyprune.serving.export import export
 from tests._support.cli import run
-from tests._support.models import VOCAB, tiny_batch, tiny_model
+from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -35,13 +46,6 @@ REAL_VLLM = [
 ]
 """Marks of a file whose tests run a real vLLM."""
 
-Answer = dict[str, Any]
-"""{"tokens": [generated], "prompt": [log probability of prompt[1:]], "top": [{token: log probability}]}"""
-
-NEW_TOKENS, TOP = 6, 4
-TOLERANCE = 1e-5
-PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""For several ranks: by itself vLLM gives each a memory node of its own."""
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}
 
@@ -111,19 +115,6 @@ def everything(plan: PrunePlan) -> PrunePlan:
     return plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
 
 
-def shareable(plan: PrunePlan) -> PrunePlan:
-    """Other heads and FFN widths in every layer, two blocks missing; two ranks can share all of it, a KV head twice."""
-    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
-    plan = plan.with_layer(2, query_heads=[2, 3], kv_heads=[1], ffn=range(8, 40))
-    return plan.with_layer(3, query_heads=[1, 3], ffn=[])
-
-
-def shareable_pairs(plan: PrunePlan) -> PrunePlan:
-    """The same where every query head has a KV head of its own: two ranks need an even number of them."""
-    plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
-    return plan.with_layer(2, query_heads=[1, 3], kv_heads=[1, 3], ffn=range(8, 40)).with_layer(3, ffn=[])
-
-
 def write_case(case: Case, out: Path, **sizes: Any) -> None:
     """Cut the case's model, with other values in its configuration if given, and export it to ``out``."""
     model = tiny_model(case.model, **{**(OPT_SIZES if case.model.startswith("opt") else SIZES), **sizes})
@@ -137,20 +128,9 @@ def write_case(case: Case, out: Path, **sizes: Any) -> None:
     assert [w for w in report.warnings if "head_dim" in w] == []
 
 
-@torch.no_grad()
-def damp_(model: Any) -> None:
-    """Halve the matrices. The shared models are harsh on purpose: over 150 tokens Transformers' own float32 logits are
-    2e-5 away from float64. Damped, rounding stays far below the tolerance and a wrong rule does not.
-    """
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(0.5)
-
-
 def prompts(lengths: Sequence[int] = (2, 9, 40, 150)) -> list[list[int]]:
     """Random token ids; by default one prompt is longer than a block of vLLM's cache."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    return random_prompts(lengths, VOCAB)
 
 
 def recover_with_adapters(folder: Path, out: Path) -> Path:
@@ -206,16 +186,9 @@ def run_program(name: str, job: dict[str, Any], **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-@torch.no_grad()
-def log_probabilities(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Of every next token after each of these, by Transformers: float32 [tokens, vocabulary]."""
-    return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)  # type: ignore[no-any-return]
-
-
 def assert_greedy(rows: Tensor, tokens: Sequence[int]) -> None:
     """Each token is the most likely one of its row [vocabulary]; two that float32 cannot tell apart are as good."""
-    for row, token in zip(rows, tokens, strict=True):
-        assert row[token] >= row.max() - TOLERANCE
+    assert below_most_likely(rows, tokens) <= TOLERANCE
 
 
 def compare(model: Any, asked: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
@@ -230,14 +203,9 @@ def compare(model: Any, asked: Sequence[Sequence[int]], answers: Sequence[Answer
         model, _ = load_model(model)
     for prompt, answer in zip(asked, answers, strict=True):
         assert len(answer["tokens"]) == len(answer["top"]) == NEW_TOKENS
+        assert all(len(top) >= TOP for top in answer["top"])
         expected = log_probabilities(model, [*prompt, *answer["tokens"]])
-        own = expected[range(len(prompt) - 1), list(prompt[1:])]
-        torch.testing.assert_close(torch.tensor(answer["prompt"]), own, rtol=0, atol=TOLERANCE)
-        for step, top in enumerate(answer["top"]):
-            row = expected[len(prompt) - 1 + step]
-            ids = [int(token) for token in top]
-            assert len(ids) >= TOP
-            torch.testing.assert_close(torch.tensor(list(top.values())), row[ids], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(*served_and_expected(expected, prompt, answer), rtol=0, atol=TOLERANCE)
         assert_greedy(expected[len(prompt) - 1 : -1], answer["tokens"])
 
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from bench._answers import Answer, answer_in, completion_request
 from pyprune.serving.engines import engine_environment
-from tests._support.served import NEW_TOKENS, TOP, Answer
 
 START_S, STOP_S, ANSWER_S = 900.0, 60.0, 120.0
 OPTIONS = ("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256")
@@ -86,28 +86,7 @@ class Server:
             prompt: token ids.
             model: the name of an adapter; None = the model itself.
         """
-        reply = self.post(
-            "/v1/completions",
-            model=model or self.model,
-            prompt=list(prompt),
-            max_tokens=NEW_TOKENS,
-            temperature=0,
-            ignore_eos=True,
-            logprobs=TOP,
-            prompt_logprobs=0,
-            return_tokens_as_token_ids=True,
-            return_token_ids=True,
-        )
-        [choice] = reply["choices"]
-        asked = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
-        return {
-            "tokens": choice["token_ids"],
-            "prompt": [entry[str(token)]["logprob"] for token, entry in asked],
-            "top": [
-                {name.removeprefix("token_id:"): value for name, value in step.items()}
-                for step in choice["logprobs"]["top_logprobs"]
-            ],
-        }
+        return answer_in(self.post("/v1/completions", **completion_request(model or self.model, prompt)), prompt)
 
     def metric(self, name: str, label: str = "") -> float:
         """The value of a Prometheus metric, summed over the lines that hold this label, such as `le="512.0"`."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench import families
+from bench import _families_checks, families
 from bench._answers import TOP, log_probabilities
 from bench._families_checks import Asked, WrongAnswer, check_compiled, check_log_probabilities, check_several
 from bench._tiny import tiny_served_model
@@ -142,6 +142,13 @@ def slightly_other() -> PreTrainedModel:
     return other
 
 
+@pytest.fixture
+def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt that is none: nothing is read in chunks here."""
+    monkeypatch.setattr(_families_checks, "LONG", 200)
+
+
+@pytest.mark.usefixtures("shorter")
 def test_the_same_model_answers_right(model: PreTrainedModel) -> None:
     found = Asked(InTransformers(model), model)
     for check in (check_compiled, check_log_probabilities, check_several):
@@ -149,6 +156,7 @@ def test_the_same_model_answers_right(model: PreTrainedModel) -> None:
     assert found.difference < 2e-6
 
 
+@pytest.mark.usefixtures("shorter")
 @pytest.mark.parametrize("check", [check_log_probabilities, check_several])
 def test_a_row_of_one_matrix_that_is_2_percent_off_is_seen(check: Any, model: PreTrainedModel) -> None:
     found = Asked(InTransformers(slightly_other()), model)
@@ -161,7 +169,7 @@ def test_tokens_that_are_not_the_most_likely_ones_are_seen(model: PreTrainedMode
     found, prompt = Asked(InTransformers(model), model), [5, 6, 7]
     [right, other] = found.choices(prompt, 3, n=2)
     found.greedy(prompt, right["token_ids"], "first")
-    with pytest.raises(WrongAnswer, match="second: a token is .* less likely"):
+    with pytest.raises(WrongAnswer, match=r"second: a token is .* less likely"):
         found.greedy(prompt, other["token_ids"], "second")
 
 

@@ -47,6 +47,7 @@ SERVED = {name: family for name in one_of_each() if (family := all_families()[TI
 FAMILIES = {name: family for name, family in SERVED.items() if name != "llama"}
 """LLaMA is asked on servers, in test_features.py."""
 NAMES = pytest.mark.parametrize("name", FAMILIES)
+NARROW = "llama with fewer heads"
 CHUNK, BLOCK = 128, 128
 """Tokens of one step of the engine, and of a block of vLLM's cache on a CPU."""
 
@@ -81,6 +82,22 @@ def _write_pair(name: str, root: Path) -> dict[str, Any]:
     return {"dense": str(dense), "draft": str(draft), "options": options}
 
 
+def _write_narrow_pair(root: Path) -> dict[str, Any]:
+    """The same of a draft that has half the heads in every layer: its cache has another shape than the dense one's."""
+    model = tiny_model("llama", **SIZES)
+    damp_(model)
+    plan = family_for(model).plan(model.config)
+    with torch.no_grad():
+        for index, layer in enumerate(family_for(model).layers(model)):
+            layer.self_attn.o_proj.weight[:, : 2 * SIZES["head_dim"]].mul_(0.01)
+            plan = plan.with_layer(index, query_heads=[2, 3], kv_heads=[1])
+    dense, draft = root / NARROW / "dense", root / NARROW / "draft"
+    export(model, dense, tokenizer=tiny_tokenizer())
+    compact_(model, plan)
+    export(model, draft, plan=plan, tokenizer=tiny_tokenizer())
+    return {"dense": str(dense), "draft": str(draft), "options": {}}
+
+
 @torch.no_grad()
 def _weaken_(model: Any, blocks: Any) -> None:
     """Take from (layer, block) pairs most of what they add to the stream."""
@@ -101,7 +118,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(root: Path) -> Any:
     job = {
         "models": {name: _write_recovered(name, root) for name in FAMILIES},
-        "drafts": {name: _write_pair(name, root) for name in FAMILIES},
+        "drafts": {name: _write_pair(name, root) for name in FAMILIES} | {NARROW: _write_narrow_pair(root)},
         "prompts": prompts(),
         "long": _long(),
         "letters": tiny_tokenizer()("switch")["input_ids"],
@@ -150,7 +167,7 @@ def test_the_adapters_of_a_recovery_are_served_unmerged(name: str, root: Path, s
     compare(plain, prompts(), served["models"][name]["plain"])
 
 
-@NAMES
+@pytest.mark.parametrize("name", [*FAMILIES, NARROW])
 def test_a_pruned_model_drafts_for_its_own_dense_model(name: str, root: Path, served: Any) -> None:
     model, found = load_model(root / name / "dense")[0], served["drafts"][name]
     for prompt, tokens in zip(prompts(), found["tokens"], strict=True):

@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from bench._answers import PARALLEL
+from bench._tiny import shareable
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
@@ -27,7 +29,6 @@ from pyprune.serving.widths import layer_widths
 from tests._support.models import tiny_model
 from tests._support.served import (
     LIGHT,
-    PARALLEL,
     REAL_VLLM,
     SIZES,
     TOLERANCE,
@@ -40,7 +41,6 @@ from tests._support.served import (
     opt_per_layer,
     prompts,
     recover_with_adapters,
-    shareable,
     uniform,
     write_case,
 )

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from bench._answers import PARALLEL
+from bench._tiny import randomise_, shareable
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class
-from tests._support.models import TINY, VOCAB, one_of_each, randomise_
+from tests._support.models import TINY, VOCAB, one_of_each
 from tests._support.served import (
     DAMAGE,
     NEW_TOKENS,
     OPT_SIZES,
-    PARALLEL,
     REAL_VLLM,
     TOP,
     Answer,
@@ -31,8 +32,6 @@ from tests._support.served import (
     per_layer,
     prompts,
     run_program,
-    shareable,
-    shareable_pairs,
     skipping,
     skipping_and_narrower,
     uniform,
@@ -74,7 +73,7 @@ CASES |= {f"{name}-per-layer": Case(name, per_layer, family.pruned_model) for na
 COMPILED = ["opt-per-layer", *(f"{name}-per-layer" for name, x in LAYERED.items() if x.vllm_layer != LLAMA_LAYER)]
 """One of each layer class that test_features.py does not compile in a server."""
 SHARED = {
-    name: Case(name, shareable_pairs if name == "opt" else shareable, all_families()[TINY[name][0]].pruned_model)
+    name: Case(name, shareable, all_families()[TINY[name][0]].pruned_model)
     for name in ("opt", "phi", "gemma3", "starcoder2")
 }
 """The decoder layers of the plugin that are not LLaMA's with other parts: each splits its own matrices. LLaMA's and

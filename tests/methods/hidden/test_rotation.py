@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import pyprune.families
+from bench._tiny import randomise_
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
 from pyprune.errors import UnsupportedModelError
@@ -17,7 +18,7 @@ from pyprune.families import Family, StockClasses, all_families, family_for, nam
 from pyprune.families.common import decoder_rows
 from pyprune.methods.hidden.pca.rotation import rotate_, why_not
 from tests._support.compare import assert_same_logits
-from tests._support.models import TINY, randomise_, tiny_batch, tiny_model
+from tests._support.models import TINY, tiny_batch, tiny_model
 
 IDS = tiny_batch(5)
 ROTATABLE = {"llama", "mistral", "qwen2", "qwen3", "granite", "phi3"}
