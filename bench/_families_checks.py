@@ -28,9 +28,10 @@ from pyprune.errors import PypruneError
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.server import Server
+from pyprune.serving.widths import KV_BLOCK_TOKENS
 
-POSITIONS, CHUNK, BLOCK = 32_768, 512, 128
-"""Tokens of the longest sequence, of one step of the engine, and of a block of vLLM's cache on a CPU."""
+POSITIONS, CHUNK = 32_768, 512
+"""Tokens of the longest sequence, and of one step of the engine."""
 LENGTHS, LONG = (2, 9, 40, 150), 3_000
 """Tokens of the prompts; one of the short ones is longer than a block."""
 STREAMED, SEVERAL, CANCELLED_AFTER = 12, 2, 2
@@ -122,7 +123,8 @@ def check_prefix_cache(asked: Asked) -> None:
     asked.greedy(prompt, first, "long prompt")
     if asked.choices(prompt, STREAMED)[0]["token_ids"] != first:
         raise WrongAnswer("a prompt from the cache has another answer")
-    least = LONG // BLOCK * BLOCK - 2 * BLOCK  # of a sliding window, vLLM finds a block less
+    block = KV_BLOCK_TOKENS
+    least = LONG // block * block - 2 * block  # of a sliding window, vLLM finds a block less
     if not _until(lambda: asked.counted(hits) - before >= least):
         raise WrongAnswer(f"{asked.counted(hits) - before:.0f} of {len(prompt)} tokens came from the prefix cache")
 

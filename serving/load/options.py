@@ -140,6 +140,11 @@ class LoadOptions:
         return most_repeats(self.repeats, self.precision, self.max_repeats)
 
     @property
+    def asked_of_vllm(self) -> tuple[str, ...]:
+        """Options of ``vllm serve`` that were chosen: ``vllm_args``, and ``eager`` as vLLM calls it."""
+        return (*(("--enforce-eager",) if self.eager else ()), *self.vllm_args)
+
+    @property
     def kv_bytes(self) -> int:
         """Key-value cache of each server in bytes."""
         return int(self.kv_gib * 2**30)

@@ -87,8 +87,7 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> Non
         raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
-    eager = ["--enforce-eager"] if options.eager else []
-    read = {name: servable(source, [*eager, *options.vllm_args], verify=False) for name, source in models.items()}
+    read = {name: servable(source, options.asked_of_vllm, verify=False) for name, source in models.items()}
     _check_lengths(read, options)
 
 
@@ -255,7 +254,7 @@ class _Run:
             "--kv-cache-memory-bytes": o.kv_bytes,
         }
         words = [str(word) for pair in options.items() for word in pair]
-        words += ["--no-enable-prefix-caching", *(["--enforce-eager"] if o.eager else []), *o.vllm_args]
+        words += ["--no-enable-prefix-caching", *o.asked_of_vllm]
         return serve_command(checkpoint.folder, words, server=server)
 
     def report(self) -> LoadReport:
