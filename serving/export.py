@@ -7,6 +7,7 @@ export reads that decision, converts the dtype and says what a server will make 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import yaml
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
-from pyprune.runtime.files import read_bounded
+from pyprune.runtime.files import parse_json, read_bounded, read_json
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
@@ -426,6 +427,8 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--dtype")
     parser.add_argument("--optimization-level", "-O")
+    parser.add_argument("--speculative-config", "-sc")
+    parser.add_argument("--spec-model", "--speculative-config.model")
     for switch in ("enforce-eager", "enable-lora"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
@@ -464,6 +467,7 @@ def _of_file(path: str) -> list[str]:
     words: list[str] = []
     for name, value in values.items():
         first = value[0] if isinstance(value, list) and value else value
+        first = json.dumps(first, default=str) if isinstance(first, dict) else first
         if first is True:
             words.append(_dashed(f"--{name}"))
         elif isinstance(first, (str, int, float)) and first is not False:
@@ -504,14 +508,19 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
 def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dict[str, str]:
     """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
 
+    That is in the model and in its draft.
+
     vLLM refuses to start with less. On a CPU the variable replaces both of its options; each rank has so much.
     """
     sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
     if sized or KV_CACHE_SPACE in os.environ:
         return {}
-    context = _context(given.max_model_len, checkpoint.max_length)
+    config, stages = checkpoint.config, max(1, given.pipeline_parallel_size)
+    context = _context(given.max_model_len, _usual_context(config))
     blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
-    needed = -(-blocks * KV_BLOCK_TOKENS * _rank_token_bytes(checkpoint.config, given) // 2**30)
+    # The last rank of a pipeline has all of the draft.
+    token = -(-_rank_token_bytes(config, given) // stages) + _rank_token_bytes(_draft_config(given), given)
+    needed = -(-blocks * KV_BLOCK_TOKENS * token // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
         say(
             f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "
@@ -521,7 +530,10 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
 
 
 def _rank_token_bytes(config: Mapping[str, Any], given: argparse.Namespace) -> int:
-    """Bytes that one token takes in the cache of a rank; 0 where vLLM alone knows: windows, latents, other dtypes."""
+    """Bytes of cache that one token takes in all layers, in the KV heads that one tensor parallel rank has of them.
+
+    0 where vLLM alone knows: windows, latents, other dtypes.
+    """
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
     if kinds or is_windowed or config.get("kv_lora_rank") or given.kv_cache_dtype not in (None, "auto"):
@@ -529,18 +541,44 @@ def _rank_token_bytes(config: Mapping[str, Any], given: argparse.Namespace) -> i
     dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
     shared = max(1, given.tensor_parallel_size)  # ranks have KV heads of their own, or the same ones
     layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in layer_widths(config)]
-    stages: int = max(1, given.pipeline_parallel_size)
-    return -(-token_bytes_of(layers, head_channels(config), dtype) // stages)
+    return token_bytes_of(layers, head_channels(config), dtype)
 
 
-def _context(given: str | None, positions: int | None) -> int:
+def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
+    """config.json of the draft that vLLM's options name; empty without one in a local folder."""
+    try:
+        draft = given.spec_model or parse_json(given.speculative_config or "{}")["model"]
+        config = read_json(Path(draft) / "config.json")
+    except (KeyError, OSError, TypeError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _usual_context(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
+
+    Linear and dynamic scaling of rotary positions make it longer; with longrope it is the length before the scaling.
+    """
+    positions = int(config.get("max_position_embeddings") or 0)
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rotary, Mapping):
+        return positions  # vLLM says what is wrong with it
+    kind, factor = rotary.get("rope_type", rotary.get("type")), rotary.get("factor")
+    if kind in ("longrope", "su"):
+        return int(config.get("original_max_position_embeddings") or positions)
+    if kind in ("linear", "dynamic") and isinstance(factor, (int, float)):
+        return int(positions * factor)
+    return positions
+
+
+def _context(given: str | None, usual: int) -> int:
     """Tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
 
     Args:
         given: vLLM's --max-model-len: a number, with k or m (thousands, millions) or K or M (powers of two), or auto.
-        positions: of the model.
+        usual: where it is not given.
     """
     if given is None:
-        return positions or 0
+        return usual
     number = _TOKENS.fullmatch(given.strip())
     return int(float(number[1]) * _SUFFIXES[number[2]]) if number else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
 import sys
 from pathlib import Path
@@ -229,6 +230,57 @@ def test_the_cache_holds_the_longest_sequence(
     serve(tmp_path / "out", words)
     assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
     assert (f"Key-value cache: {gib} GiB, for one sequence of" in capsys.readouterr().err) == (gib > 2)
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("name", "rotary", "gib"),
+    [
+        ("llama", {"rope_type": "linear", "factor": 4.0}, 5),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, 3),
+        ("llama", {"rope_type": "yarn", "factor": 4.0}, 2),  # whose positions are those after the scaling
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 32}, 2),
+        ("llama", {"rope_type": "linear", "factor": "four"}, 2),  # vLLM refuses it
+    ],
+)
+def test_the_cache_holds_scaled_positions(
+    name: str, rotary: dict[str, Any], gib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {"head_dim": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+    positions = {"max_position_embeddings": 2**19}
+    if name == "phi3":  # as many as would need more than the usual cache
+        positions = {"max_position_embeddings": 2**22, "original_max_position_embeddings": 2**16}
+    export(tiny_model(name, **sizes, **positions), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 1e4, **rotary}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    serve(tmp_path / "out", verify=False)
+    assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "num_attention_heads": 8, "max_position_embeddings": 2**21}
+    for name, layers in (("out", 4), ("draft", 2)):
+        export(tiny_model("llama", num_hidden_layers=layers, **sizes), tmp_path / name)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    draft = str(tmp_path / "draft")
+    whole = json.dumps({"model": draft, "num_speculative_tokens": 2})
+    (tmp_path / "file.yaml").write_text(f"speculative-config: {whole}\n")
+    counted = [["--speculative-config", whole], ["-sc", whole], [f"--speculative-config.model={draft}"]]
+    counted += [["--spec-model", draft], ["--config", str(tmp_path / "file.yaml")]]
+    for words in counted:
+        serve(tmp_path / "out", words)
+    serve(tmp_path / "out", ["-pp", "2", *counted[0]])  # two layers of the four, and both of the draft
+    uncounted = ('{"method": "ngram"}', '{"model": "owner/on-a-hub"}', '{"model": 3}', "[]", "{")
+    for text in uncounted:
+        serve(tmp_path / "out", ["-sc", text])
+    assert [each["VLLM_CPU_KVCACHE_SPACE"] for each in seen] == [*["7"] * 5, "5", *["5"] * 5]
 
 
 @pytest.mark.usefixtures("with_vllm")

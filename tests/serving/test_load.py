@@ -115,6 +115,7 @@ def test_loads_and_service_levels_are_read() -> None:
         ),
         (["--precision", "1"], "precision is 1; it must be at least 0 and below 1"),
         (["--max-repeats", "2"], "max_repeats is 2; it must be at least repeats, which is 3"),
+        (["--max-repeats", "9", "--precision", "0"], "max_repeats is 9, but precision is 0, which takes exactly"),
         (["--vllm-args", "'"], "cannot be divided into words"),
         (
             ["--vllm-args", "--dtype float32"],
@@ -616,6 +617,11 @@ def test_a_file_that_sets_the_mode_is_no_default(fake: FakeServers, folders: dic
     assert load_conditions(measured(folders, options))["mode"] == "not compiled: --optimization-level 0"
     path.write_text("compilation-config:\n  cudagraph_mode: NONE\n")
     fake.compilation = {"dense": "DYNAMO_TRACE_ONCE", "pruned": "NONE"}
+    given = """--compilation-config '{"cudagraph_mode": "NONE"}'"""
+    assert load_conditions(measured(folders, options))["mode"] == (
+        f"dense: compiled with options: {given}; pruned: not compiled: {given}"
+    )
+    path.write_text("max-num-seqs: 4\n")
     assert load_conditions(measured(folders, options))["mode"] == (
         "dense: compiled (vLLM's own default, or what the file of --config says); pruned: not compiled, as vLLM's log "
         "says"
