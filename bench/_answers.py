@@ -1,7 +1,8 @@
-"""Completions of a server with log probabilities, and the same ones by Transformers in float32."""
+"""What servers are asked: completions with log probabilities, and the same ones by Transformers; JSON and tools."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,22 @@ TOLERANCE = 1e-5
 PARALLEL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """Environment for several ranks on a CPU: by itself vLLM gives each a memory node of its own."""
 
+LIGHT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "attic"]}},
+    "required": ["on", "room"],
+    "additionalProperties": False,
+}
+"""A schema of answers in JSON."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""For tiny tokenizers."""
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "switch", "parameters": LIGHT, "strict": True}}
+JSON_FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "light", "schema": LIGHT}}
+"""As chats ask for them."""
+
 Answer = dict[str, Any]
 """{"tokens": [generated], "prompt": [log probability of prompt[1:]], "top": [{token: log probability}]}"""
 
@@ -23,6 +40,30 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     """Token ids of prompts of these lengths, without the special ones; the same ones again for the same lengths."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def chat_request(model: str, **options: Any) -> dict[str, Any]:
+    """What /v1/chat/completions is sent for an answer in a form that the options ask for.
+
+    Drawn at random: a greedy random model might write blanks for ever.
+
+    Args:
+        model: its name on the server.
+        options: such as response_format or tools.
+    """
+    messages = [{"role": "user", "content": "Switch the light."}]
+    return {"model": model, "messages": messages, "temperature": 1, "seed": 1, "max_tokens": 600, **options}
+
+
+def is_light(text: str | None) -> bool:
+    """Whether an answer is JSON that keeps to the schema :data:`LIGHT`."""
+    try:
+        answer = json.loads(text or "")
+    except ValueError:
+        return False
+    if not isinstance(answer, dict) or set(answer) != {"on", "room"}:
+        return False
+    return isinstance(answer["on"], bool) and answer["room"] in LIGHT["properties"]["room"]["enum"]
 
 
 def completion_request(model: str, prompt: Sequence[int]) -> dict[str, Any]:

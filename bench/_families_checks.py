@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from bench._answers import (
+    JSON_FORM,
     TOLERANCE,
+    TOOL,
     answer_in,
     below_most_likely,
+    chat_request,
     completion_request,
+    is_light,
     log_probabilities,
     random_prompts,
     served_and_expected,
@@ -24,7 +28,7 @@ from bench._answers import (
 from bench._soak_client import Outcome, Request, send_all
 from bench._tiny import VOCAB
 from bench.soak import at_rest, metric
-from pyprune.errors import PypruneError
+from pyprune.errors import PypruneError, shown
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.server import Server
@@ -56,18 +60,23 @@ class Asked:
     model: Any
     difference: float = 0.0
 
-    def post(self, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
         """A completion.
 
         Raises:
             EngineError: the server has ended, or gave none.
         """
-        text = self.server.post("/v1/completions", body, timeout=ANSWER_S)
+        text = self.server.post(path, body, timeout=ANSWER_S)
         if text is None:
             self.server.check()
-            raise EngineError(f"The server gave no answer to a prompt of {len(body['prompt'])} tokens.")
+            raise EngineError(f"The server gave no answer to {shown(body)} ({path}).")
         reply: dict[str, Any] = json.loads(text)
         return reply
+
+    def chat(self, **options: Any) -> dict[str, Any]:
+        """The message that answers another, in a form that the options ask for."""
+        reply = self.post(chat_request(self.server.model, **options), "/v1/chat/completions")
+        return dict(reply["choices"][0]["message"])
 
     def choices(self, prompt: Sequence[int], new_tokens: int, **options: Any) -> list[dict[str, Any]]:
         """The answers to a prompt, greedy unless said otherwise and never ended by a token."""
@@ -154,6 +163,23 @@ def check_several(asked: Asked) -> None:
         raise WrongAnswer(f"n={SEVERAL}: log probabilities differ by {asked.difference:.1e}")
 
 
+def check_schema(asked: Asked) -> None:
+    """A chat's answer is JSON that keeps to a schema."""
+    answer = asked.chat(response_format=JSON_FORM)["content"]
+    if not is_light(answer):
+        raise WrongAnswer(f"JSON schema: the answer is {shown(answer)}")
+
+
+def check_tool(asked: Asked) -> None:
+    """A tool that the client names is called, with arguments as its schema says."""
+    name = TOOL["function"]["name"]
+    named = {"type": "function", "function": {"name": name}}
+    calls = asked.chat(tools=[TOOL], tool_choice=named).get("tool_calls") or []
+    found = [call["function"] for call in calls]
+    if not found or any(call["name"] != name or not is_light(call["arguments"]) for call in found):
+        raise WrongAnswer(f"tool: the calls are {shown(found)}")
+
+
 def check_cancelled(asked: Asked) -> None:
     """A request ends soon after its client hangs up, and others are answered."""
     generated = "vllm:generation_tokens_total"
@@ -178,6 +204,8 @@ CHECKS: dict[str, Check] = {
     "prefix cache": check_prefix_cache,
     "stream": check_stream,
     "n": check_several,
+    "JSON schema": check_schema,
+    "tool": check_tool,
     "cancelled": check_cancelled,
 }
 """What a server is asked, in this order."""

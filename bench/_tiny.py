@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -123,5 +123,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token for each byte, without merges, behind <s> and </s>: 258 in all."""
     words = {word: index for index, word in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(BPE(vocab=words, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     ends = {"bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, **ends)

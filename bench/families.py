@@ -9,7 +9,7 @@ every layer and two missing blocks, exported, and served by `pyprune serve` in f
 less, which needs no plugin. A server is started in each mode, none with --enforce-eager:
 
 * compiled: one rank, which also answers a long prompt twice (the second time from the prefix cache), streams, gives two
-  answers to one prompt, and goes on after a client hung up in its stream;
+  answers to one prompt, keeps to a JSON schema, calls a tool, and goes on after a client hung up in its stream;
 * tensor parallel 2 and pipeline parallel 2: two ranks share each layer, or have two layers each.
 
 In every mode the log probabilities of prompt tokens and of the most likely new tokens are compared with Transformers'
@@ -142,6 +142,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
     Raises:
         PypruneError: another architecture comes out, or it cannot be cut or exported.
     """
+    from bench._answers import CHAT_TEMPLATE
     from bench._families_checks import POSITIONS
     from bench._tiny import byte_tokenizer, shareable, tiny_served_model
     from pyprune.cut.compact import compact_
@@ -153,7 +154,9 @@ def write_checkpoint(name: str, folder: Path) -> None:
     plan = plan.drop_layers([1]) if name == STOCK else shareable(plan)
     compact_(model, plan)
     provenance = {"method": "bench/families.py"}
-    written = export(model, folder, plan=plan, tokenizer=byte_tokenizer(), provenance=provenance)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    written = export(model, folder, plan=plan, tokenizer=tokenizer, provenance=provenance)
     if written.architecture != architecture(name):
         raise PypruneError(f"it is exported as {written.architecture}, not {architecture(name)}")
 
@@ -190,6 +193,7 @@ def _command(folder: Path, mode: Mode) -> list[str]:
 
     words = ["--dtype", "float32", "--max-model-len", POSITIONS, "--max-num-batched-tokens", CHUNK]
     words += ["--kv-cache-memory-bytes", CACHE_BYTES, "--max-num-seqs", 8, "--uvicorn-log-level", "warning"]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     return [sys.executable, "-m", "pyprune", "serve", str(folder), *map(str, words), *mode.words]
 
 

@@ -142,23 +142,6 @@ def recover_with_adapters(folder: Path, out: Path) -> Path:
     return out / ADAPTER
 
 
-LIGHT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"on": {"type": "boolean"}, "room": {"enum": ["kitchen", "attic"]}},
-    "required": ["on", "room"],
-    "additionalProperties": False,
-}
-"""A schema of answers in JSON."""
-
-
-def assert_light(text: str) -> None:
-    """The answer is JSON that keeps to the schema."""
-    answer = json.loads(text)
-    assert set(answer) == {"on", "room"}
-    assert isinstance(answer["on"], bool)
-    assert answer["room"] in LIGHT["properties"]["room"]["enum"]
-
-
 def run_program(name: str, job: dict[str, Any], **environment: str) -> Any:
     """Run a program of tests/serving, in which engine and worker live: starting processes is what costs the time.
 

@@ -6,10 +6,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+from bench._answers import CHAT_TEMPLATE
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = 259

@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 
 from bench import _families_checks, families
 from bench._answers import TOP, log_probabilities
-from bench._families_checks import Asked, WrongAnswer, check_compiled, check_log_probabilities, check_several
+from bench._families_checks import (
+    Asked,
+    WrongAnswer,
+    check_compiled,
+    check_log_probabilities,
+    check_schema,
+    check_several,
+    check_tool,
+)
 from bench._tiny import tiny_served_model
 from pyprune.families import all_families
 from pyprune.runtime.records import Json, RecordFile
@@ -171,6 +179,37 @@ def test_tokens_that_are_not_the_most_likely_ones_are_seen(model: PreTrainedMode
     found.greedy(prompt, right["token_ids"], "first")
     with pytest.raises(WrongAnswer, match=r"second: a token is .* less likely"):
         found.greedy(prompt, other["token_ids"], "second")
+
+
+LIT = '{"on": true, "room": "attic"}'
+
+
+class Chatting:
+    """A server that answers every chat with one message."""
+
+    model = "tiny"
+
+    def __init__(self, content: str | None, *calls: tuple[str, str]) -> None:
+        named = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+        self.reply = {"choices": [{"message": {"content": content, "tool_calls": named}}]}
+
+    def post(self, path: str, body: Json, timeout: float) -> str:
+        assert (path, body["model"]) == ("/v1/chat/completions", "tiny")
+        return json.dumps(self.reply)
+
+
+def test_answers_in_the_asked_form_hold(model: PreTrainedModel) -> None:
+    check_schema(Asked(Chatting(LIT), model))
+    check_tool(Asked(Chatting(None, ("switch", LIT)), model))
+
+
+@pytest.mark.parametrize("content", ["", None, "{}", '{"on": 1, "room": "attic"}', LIT[:-1], "[" + LIT + "]"])
+def test_answers_in_another_form_are_seen(content: str | None, model: PreTrainedModel) -> None:
+    with pytest.raises(WrongAnswer, match="JSON schema: the answer is"):
+        check_schema(Asked(Chatting(content), model))
+    for calls in ((), (("switch", content or ""),), (("switch", LIT), ("other", LIT))):
+        with pytest.raises(WrongAnswer, match="tool: the calls are"):
+            check_tool(Asked(Chatting(LIT, *calls), model))
 
 
 @pytest.mark.parametrize("compilation", ["NONE", None])

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from bench._answers import LIGHT, is_light
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import all_families, family_for, named_axes
 from pyprune.serving.export import export
 from tests._support.models import TINY, one_of_each, tiny_model
 from tests._support.served import (
-    LIGHT,
     NEW_TOKENS,
     OPT_SIZES,
     REAL_VLLM,
@@ -28,7 +28,6 @@ from tests._support.served import (
     TOP,
     Case,
     assert_greedy,
-    assert_light,
     compare,
     damp_,
     log_probabilities,
@@ -154,7 +153,7 @@ def test_several_answers_have_the_probabilities_of_transformers(name: str, root:
 
 @NAMES
 def test_an_answer_keeps_to_a_json_schema(name: str, served: Any) -> None:
-    assert_light(served["models"][name]["json"])
+    assert is_light(served["models"][name]["json"])
 
 
 @NAMES

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from bench._answers import PARALLEL
+from bench._answers import CHAT_TEMPLATE, JSON_FORM, PARALLEL, TOOL, chat_request, is_light
 from bench._tiny import shareable
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
@@ -28,13 +28,11 @@ from pyprune.serving.export import export
 from pyprune.serving.widths import layer_widths
 from tests._support.models import tiny_model
 from tests._support.served import (
-    LIGHT,
     REAL_VLLM,
     SIZES,
     TOLERANCE,
     Case,
     assert_greedy,
-    assert_light,
     compare,
     damp_,
     log_probabilities,
@@ -45,7 +43,7 @@ from tests._support.served import (
     write_case,
 )
 from tests._support.server import OPTIONS, Server
-from tests._support.tokenizer import CHAT_TEMPLATE, tiny_tokenizer
+from tests._support.tokenizer import tiny_tokenizer
 
 pytestmark = REAL_VLLM
 
@@ -74,10 +72,8 @@ class Served:
         return self.client.completions.create(**wanted, extra_body={"ignore_eos": True, "return_token_ids": True})
 
     def chat(self, **options: Any) -> Any:
-        """A message in answer to another, drawn at random: a greedy random model might write blanks for ever."""
-        messages = [{"role": "user", "content": "Switch the light."}]
-        wanted = {"messages": messages, "model": self.server.model, "temperature": 1, "seed": 1, "max_tokens": 600}
-        return self.client.chat.completions.create(**wanted, **options).choices[0]
+        """A message in answer to another."""
+        return self.client.chat.completions.create(**chat_request(self.server.model, **options)).choices[0]
 
     def answers_right(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         """These are the greedy tokens of Transformers."""
@@ -153,13 +149,9 @@ def test_several_answers_to_one_prompt_have_the_probabilities_of_transformers(se
 
 
 def test_an_answer_keeps_to_a_json_schema(served: Served) -> None:
-    schema = {"name": "light", "schema": LIGHT}
-    answer = served.chat(response_format={"type": "json_schema", "json_schema": schema})
+    answer = served.chat(response_format=JSON_FORM)
     assert answer.finish_reason == "stop"
-    assert_light(answer.message.content)
-
-
-TOOL = {"type": "function", "function": {"name": "switch", "parameters": LIGHT, "strict": True}}
+    assert is_light(answer.message.content)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "switch"}}])
@@ -168,7 +160,7 @@ def test_tools_are_called_as_their_schema_says(choice: Any, served: Served) -> N
     assert answer.message.tool_calls
     for call in answer.message.tool_calls:
         assert call.function.name == "switch"
-        assert_light(call.function.arguments)
+        assert is_light(call.function.arguments)
 
 
 @pytest.mark.parametrize("calls", [True, False], ids=["calls", "answers"])
@@ -189,7 +181,7 @@ def test_the_model_chooses_between_a_tool_and_an_answer(calls: bool, served: Ser
         return
     [call] = answer.message.tool_calls
     assert call.function.name == "switch"
-    assert_light(call.function.arguments)
+    assert is_light(call.function.arguments)
 
 
 def test_a_cancelled_request_stops_and_others_are_answered(served: Served) -> None:
