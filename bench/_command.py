@@ -32,7 +32,7 @@ def exit_status(
 
 
 def known(text: str, names: Sequence[str], what: str) -> list[str]:
-    """Read "a,b" as names out of a list.
+    """Read "a,b" as names out of a list; a name may hold commas itself.
 
     Args:
         text: from the command line.
@@ -42,10 +42,15 @@ def known(text: str, names: Sequence[str], what: str) -> list[str]:
     Raises:
         ArgumentTypeError: a name that is not allowed; the message has the nearest one.
     """
-    wanted = [part.strip() for part in text.split(",")]
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise argparse.ArgumentTypeError(did_you_mean(unknown[0], names, what))
+    wanted: list[str] = []
+    parts = [part.strip() for part in text.split(",")]
+    while parts:
+        begins = [", ".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        name = next((begin for begin in begins if begin in names), None)
+        if name is None:
+            raise argparse.ArgumentTypeError(did_you_mean(parts[0], names, what))
+        wanted.append(name)
+        parts = parts[len(name.split(",")) :]
     return wanted
 
 

@@ -66,6 +66,13 @@ def test_the_table_shows_both_errors(records: tuple[Path, Path], capsys: pytest.
     assert f"generation@64x128: {summary}" in printed
 
 
+def test_plans_are_named_in_a_list_though_names_hold_commas() -> None:
+    named = ["heads and ffn", "heads, ffn and layers", "ffn 1 of 3"]
+    assert profile_error._parser().parse_args(["--plans", ",".join(named)]).plans == named
+    every = list(never_profiled())
+    assert profile_error._parser().parse_args(["--plans", ", ".join(every)]).plans == every
+
+
 def test_rows_of_another_machine_are_not_shown(records: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     profile, rows = records
     other = replace(Profile.load(profile), machine={**MACHINE, "isa": ["avx2", "amx_bf16"]}).save(profile)
