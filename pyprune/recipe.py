@@ -214,8 +214,13 @@ def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str
         if config.options is not None:
             places[config.method] = config.options.idle
         if config.method != "none":
-            unread_of = get_method(config.method).unread_of_score
-            found = {f"score.{name}": f"method {config.method!r}, which {why}" for name, why in unread_of.items()}
+            method = get_method(config.method)
+            found = {name: f"method {method.name!r}, which {why}" for name, why in method.unread(config).items()}
+            if method.scores:
+                places["score"] = config.score_options.idle
+        if config.plan is not None:
+            unread = ("ratio_of", "hidden_multiple", "score", "seed")  # of ratio and the method's own, a note says it
+            found |= dict.fromkeys(unread, f"plan {config.plan!r}, which says what goes")
     return found | {f"{place}.{name}": f"{place}.{why}" for place, idle in places.items() for name, why in idle.items()}
 
 

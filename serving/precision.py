@@ -82,6 +82,10 @@ def precision_problems(repeats: int, precision: float, max_repeats: int | None) 
             f"precision is {precision:g}; it must be at least 0 and below 1: 0.02 is 2 % of the ratio, and 0 takes "
             "exactly repeats turns."
         )
+    if max_repeats is not None and precision == 0:
+        found.append(
+            f"max_repeats is {max_repeats}, but precision is 0, which takes exactly repeats turns; leave it out."
+        )
     if max_repeats is not None and max_repeats < repeats:
         found.append(f"max_repeats is {max_repeats}; it must be at least repeats, which is {repeats}.")
     return found

@@ -188,12 +188,14 @@ def test_settings_that_are_no_options(setting: str, phrase: str) -> None:
         ("elder.schedule=anneal", "this run has no stage 'regularise'"),
         ("finetune.steps=3", "this run has no stage 'finetune'"),
         ("recovery_data.source=mine.txt", "this run has no stage 'recover'"),
+        ("elder.train.checkpoint_interval=5", "this run has no stage 'regularise'"),
     ],
 )
 def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> None:
     preset = "taylor" if setting.startswith("recovery") else None
+    given = ["elder.layers=[1]"] if "interval" in setting else []  # no gates are learnt, which read it too
     with pytest.raises(ConfigError) as caught:
-        build_config(preset=preset, settings=[setting])
+        build_config(preset=preset, settings=[*given, setting])
     assert says in str(caught.value)
     assert f"{setting.partition('=')[0]} would do nothing" in str(caught.value)
 
@@ -205,6 +207,11 @@ def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> Non
         ["elder.train.dtype=float32", "elder.train.checkpoint_interval=5"],
         ["recover.train.steps=3"],
         ["finetune.steps=3", "stages.after=[finetune]"],
+        ["seed=1"],
+        ["method=trsp", "seed=1"],
+        ["method=dress", "hidden_multiple=16"],
+        ["method=taylor", "score.axes=[hidden]", "hidden_multiple=16"],
+        ["method=taylor", "score.axes=[heads]", "score.heads_unit=query_head", "score.allow_empty=true"],
     ],
     ids=lambda settings: settings[0],
 )
@@ -232,6 +239,18 @@ def test_off_is_a_word_where_it_is_an_option() -> None:
         ("trsp-paper", [], "trsp.anneal_share=0.1", "trsp.schedule 'published'"),
         ("elder", ["elder.layers=[1]"], "elder.gates.batch_size=2", "elder.layers [1]"),
         ("elder", ["recover.adapters=none"], "recover.rank=8", "recover.adapters 'none'"),
+        ("elder", [], "hidden_multiple=16", "method 'elder', which removes none of the hidden size"),
+        ("taylor", [], "hidden_multiple=16", "method 'taylor', which removes none of the hidden size"),
+        ("taylor", ["score.axes=[ffn]"], "score.heads_unit=query_head", "score.axes ['ffn']"),
+        ("taylor", ["score.axes=[heads]"], "score.ffn_multiple=64", "score.axes ['heads']"),
+        ("taylor", ["score.axes=[hidden]"], "score.allow_empty=true", "score.axes ['hidden']"),
+        ("taylor", [], "seed=1", "method 'taylor', which draws nothing by it (data.seed draws the text)"),
+        ("dress-paper", [], "seed=1", "method 'dress', which draws nothing by it"),
+        ("random", [], "seed=1", "method 'random', which draws nothing by it (random.seed is its own)"),
+        ("elder", ["elder.layers=[1]"], "seed=1", "method 'elder', which draws nothing by it"),
+        ("elder", ["plan=plan.json"], "seed=1", "plan 'plan.json', which says what goes"),
+        ("dress", ["plan=plan.json"], "hidden_multiple=16", "plan 'plan.json', which says what goes"),
+        ("taylor", ["plan=plan.json"], "score.ranking=local", "plan 'plan.json', which says what goes"),
     ],
 )
 def test_options_that_other_values_switch_off_are_refused(preset: str, settings: list[str], off: str, why: str) -> None:

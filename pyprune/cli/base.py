@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -32,6 +32,8 @@ PATH_OPTIONS = (
 """Parameters of commands that may name something on the disk, which the file for the figures must not be."""
 DIVIDED = ("prune", "recover", "reconstruct")
 """Commands that torchrun may start in several processes."""
+REVISIONS = {"revision": "model", "teacher_revision": "teacher", "dense_revision": "dense"}
+"""Parameters of commands that name a revision on the hub -> the one that names the model."""
 CONTINUED = ("robustness",)
 """Commands that find again what their output holds already."""
 P = ParamSpec("P")
@@ -42,9 +44,11 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        written = _written_at(kwargs)
         with interruptible() as interruption:
             try:
                 _check_json_file(kwargs)
+                _check_revisions(kwargs)
                 with joined(command.__name__, may_divide=command.__name__ in DIVIDED):
                     command(*args, **kwargs)
             except (typer.Exit, typer.BadParameter):
@@ -52,17 +56,29 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             except (Exception, KeyboardInterrupt) as error:
                 if kwargs.get("debug"):
                     traceback.print_exc()
-                code = _explain(command.__name__, error, kwargs, interrupted=interruption.came)
+                new = _written_at(kwargs) != written
+                code = _explain(command.__name__, error, kwargs, interrupted=interruption.came, new=new)
                 raise typer.Exit(code) from error
 
     return run
 
 
-def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool) -> int:
-    """Print what stopped a command; return its exit code."""
+def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """What tells the folder at ``out`` from an earlier one; None where there is none."""
+    out = options.get("out")
+    if out is None or not os.path.isdir(out):
+        return None
+    found = os.stat(out)
+    return found.st_ino, found.st_ctime_ns
+
+
+def _explain(
+    command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool, new: bool = False
+) -> int:
+    """Print what stopped a command; return its exit code. ``new``: it has written its folder by then."""
     end_bars()
     if interrupted or isinstance(error, KeyboardInterrupt):
-        say(f"Interrupted. {_kept(command, options)}", "yellow")
+        say(f"Interrupted. {_kept(command, options, new=new)}", "yellow")
         return INTERRUPTED_CODE
     if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
         text = f"{type(error).__name__}: {shown(str(error))}"
@@ -100,7 +116,19 @@ def _check_json_file(options: Mapping[str, Any]) -> None:
         check_figures(Path(path), *(v for value in used for v in (value if isinstance(value, list) else [value])))
 
 
-def _kept(command: str, options: Mapping[str, Any]) -> str:
+def _check_revisions(options: Mapping[str, Any]) -> None:
+    """Refuse the revision of a folder: nothing would read it, and a record would name it."""
+    for name, of in REVISIONS.items():
+        revision, source = options.get(name), options.get(of)
+        if revision is not None and source is not None and os.path.isdir(source):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is {shown(revision)}, but {shown(str(source))} is a folder, which has no revisions; leave "
+                "it out, or name the model by its hub id."
+            )
+
+
+def _kept(command: str, options: Mapping[str, Any], *, new: bool) -> str:
     """Say what an interrupted command left behind (outputs appear whole or not at all)."""
     out, samples = options.get("out"), options.get("jsonl")
     if out is None and samples is not None and os.path.isfile(samples):
@@ -111,6 +139,8 @@ def _kept(command: str, options: Mapping[str, Any]) -> str:
         if command in CONTINUED:
             return f"What was finished is in {out}: the same command continues from there."
         return f"{out} is as it was."
+    if new and os.path.isdir(out):
+        return f"{out} is written; what was to follow it is not done."
     kept = _kept_of(options)
     resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
     return f"{out} was not written.{resumable if kept else ''}"
@@ -193,6 +223,30 @@ def refuse_unread(needed: str, options: Mapping[str, bool]) -> None:
     if given:
         verb = "does" if len(given) == 1 else "do"
         raise ConfigError(f"{', '.join(given)} {verb} nothing without {needed}; give {needed}, or leave it out.")
+
+
+def refuse_split(split: str | None, sources: Sequence[str]) -> None:
+    """Refuse the split of texts that have none: nothing would read it, and a record would name it."""
+    if split is None or not sources:
+        return
+    from pyprune.data.sources import has_splits
+
+    if not any(map(has_splits, sources)):
+        named = ", ".join(map(shown, sources))
+        raise ConfigError(f"--split is {shown(split)}, but {named} has no splits and is read whole; leave it out.")
+
+
+def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
+    """Refuse options that were given beside one that leaves them nothing to do.
+
+    Args:
+        present: that option.
+        options: option, as it is written -> whether it was given.
+    """
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        verb = "does" if len(given) == 1 else "do"
+        raise ConfigError(f"{', '.join(given)} {verb} nothing beside {present}; leave one of them out.")
 
 
 def comma_separated(text: str) -> tuple[str, ...]:

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Annotate, Debug, Field, JsonFile, Split, add_to_record, guarded, output, refuse_unread
+from pyprune.cli.base import (
+    Annotate,
+    Debug,
+    Field,
+    JsonFile,
+    Split,
+    add_to_record,
+    guarded,
+    output,
+    refuse_split,
+    refuse_unread,
+)
 from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity, named_figure, text_conditions
 from pyprune.errors import ConfigError, shown
 
@@ -187,6 +198,7 @@ def bench(
     if ppl is None:
         given = {"--protocol": protocol != PROTOCOL, "--split": split is not None, "--field": field is not None}
         refuse_unread("--ppl", given)
+    refuse_split(split, [] if ppl is None else [ppl])
     common: dict[str, Any] = {
         "new_tokens": new_tokens,
         "repeats": repeats,

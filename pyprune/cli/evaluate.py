@@ -20,6 +20,7 @@ from pyprune.cli.base import (
     comma_separated,
     guarded,
     output,
+    refuse_split,
     refuse_unread,
 )
 
@@ -83,6 +84,7 @@ def evaluate(
         of_text = {"--max-tokens": max_tokens, "--split": split, "--field": field}
         given = {name: value is not None for name, value in of_text.items()}
         refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
+    refuse_split(split, ppl or ())
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.quality.measure import evaluate as measure
     from pyprune.report import Table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_WEIGHTS = "bfloat16"
 """Format of the weights where neither an option nor a profile says one."""
+OF_TIMING = ("rounds", "slack", "spare")
+"""Options that only a search reads which times its candidates."""
 
 
 @guarded
@@ -119,6 +122,7 @@ def fit(
     given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
              "tensor_parallel": tensor_parallel}  # fmt: skip
     options = _options(given, set_ or ())
+    _refuse_untimed(set_ or (), budgets, timed=not no_timing)
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
     engine, weights = _target(engine, weights, named=profile is not None)
     # What cannot be written or read is refused before a profile is measured, which takes long.
@@ -167,6 +171,18 @@ def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     options = FitOptions.from_dict(merge(FitOptions().to_dict(), data))
     options.validate()
     return options
+
+
+def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bool) -> None:
+    """Refuse options of the search by measured times where no candidate is timed."""
+    from pyprune.recipe import dotted_names, parse_setting
+
+    limits = any(budget.timed for budget in budgets)
+    given = [name for text in settings for name in dotted_names(parse_setting(text)) if name in OF_TIMING]
+    if given and not (timed and limits):
+        why = "with --no-timing predicted times are trusted" if limits else "no budget limits a time"
+        verb = "does" if len(given) == 1 else "do"
+        raise ConfigError(f"{', '.join(given)} {verb} nothing here: {why}. Leave it out.")
 
 
 def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output
+from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output, refuse_unread
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def predict(
     batch, tokens = _batch(contexts) if "x" in contexts else (1, _count(contexts, contexts))
     known = Profile.load(profile)
     if target is None:
+        refuse_unread("PLAN", {"--allow-mismatch": allow_mismatch})
         if weights is not None or context is not None:
             raise ConfigError(
                 "--weights and --context are of a PLAN's memory: name a plan or a checkpoint, or leave them out."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, Overwrite, Recipe, RemoteCode, Resume, Revision, guarded
+from pyprune.cli.base import Debug, GgufFile, Overwrite, Recipe, RemoteCode, Resume, Revision, guarded, refuse_beside
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
@@ -141,6 +141,8 @@ def prune(
     from pyprune.recipe import build_config
     from pyprune.runtime.files import check_output
 
+    if dry_run:
+        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite})
     if out is not None:
         check_output(out, overwrite=overwrite, reads=[config, model, calibration])
 

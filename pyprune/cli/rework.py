@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded
+from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded, refuse_beside
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def recover(
     from pyprune.recipe import build_recovery
     from pyprune.runtime.files import check_output
 
+    if dry_run:
+        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite})
     if out is not None:
         check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
     options = build_recovery(

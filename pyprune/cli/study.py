@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, JsonFile, RemoteCode, Revision, comma_separated, guarded, output
+from pyprune.cli.base import (
+    Debug,
+    GgufFile,
+    JsonFile,
+    RemoteCode,
+    Revision,
+    comma_separated,
+    guarded,
+    output,
+    refuse_beside,
+)
 from pyprune.errors import CheckpointError, ConfigError, OutputError, shown
 from pyprune.methods.registry import score_presets
 from pyprune.runtime.progress import say
@@ -113,6 +123,7 @@ def robustness(
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
     if theorem:
+        refuse_beside("--check-theorem", {"MODEL": model is not None, "--ppl": bool(ppl), "--set": bool(set_)})
         _print_theorem(json_file)
         return
     if model is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from pyprune.config.base import Config
 from pyprune.config.train import TrainConfig
@@ -26,12 +26,12 @@ class MethodOptions(Config):
     """The options that belong to one method; a method without any has this class itself.
 
     In a recipe and in a record they stand under the method's name (``elder: {schedule: anneal}``).
-
-    Attributes:
-        of_regularising: names of those that nothing reads in a run without the stage ``regularise``.
     """
 
-    of_regularising: ClassVar[tuple[str, ...]] = ()
+    @property
+    def of_regularising(self) -> tuple[str, ...]:
+        """Names of those that nothing reads in a run without the stage ``regularise``."""
+        return ()
 
     @property
     def reads_text(self) -> bool:

@@ -75,6 +75,13 @@ class ScoreConfig(Config):
         """Whether every open layer loses the same count."""
         return self.ranking == "local" or self.uniform
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        readers = {"heads_unit": {"heads"}, "ffn_multiple": {"ffn"}, "allow_empty": {"heads", "ffn"}}
+        closed = [name for name, axes in readers.items() if axes.isdisjoint(self.axes)]
+        return dict.fromkeys(closed, f"axes {list(self.axes)}")
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []

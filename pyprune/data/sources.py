@@ -107,6 +107,11 @@ def check_sources(sources: Iterable[str]) -> None:
         check_source(source)
 
 
+def has_splits(source: str) -> bool:
+    """Whether a source is a data set of the hub, of which a split is read, and not a file, which is read whole."""
+    return source in HUB_SOURCES or not (source.startswith(PACKAGE_PREFIX) or _is_local(source))
+
+
 def _is_local(source: str) -> bool:
     # Unlike Path.exists, os.path.exists answers for names that no system allows, too.
     return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.budget.choices import ChoiceOptions, Space
 from pyprune.budget.cost import Costs, ExactCosts, no_profile
-from pyprune.budget.formats import weight_format
+from pyprune.budget.formats import WEIGHT_FORMATS, weight_format
 from pyprune.budget.limits import DEFAULT_CONTEXT, Budget
 from pyprune.budget.options import FitOptions, winner_config
 from pyprune.budget.profile import Profile
@@ -107,13 +107,15 @@ def fit(
     check_export(place, weights, overwrite=overwrite)
     kept = kept_of_a_run(place)
     if recover:
-        within_memory(Source(model_id, reading), winner_config(options, "", recover=True, weights=weights))
+        _check_training(Source(model_id, reading), options, weights, place)
     fitting = _opened(model_id, [wanted], place, options, profile, cache, engine, **settings)
     if enough := fitting.dense_keeps(wanted):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
         raise BudgetError(f"{enough} Give a tighter budget{instead}.")
     fitting.continued = resume and kept is not None
+    if resume and kept is None:
+        say("There is no training to resume; what is known of the search is used in any case.")
     with arithmetic_of(place, resume=resume):  # in another one another candidate might win
         found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
@@ -128,6 +130,17 @@ def fit(
         annotate_checkpoint(ran, speed=speed_facts(found.speed, WINNER))
     _write_report(place, found, str(model_id), conditions, overwrite=timed or overwrite)
     return found
+
+
+def _check_training(source: Source, options: FitOptions, weights: str, out: Path) -> None:
+    """Refuse a training of the winner that the device cannot hold; its options are those of another command."""
+    try:
+        within_memory(source, winner_config(options, "", recover=True, weights=weights))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nThese are options of pyprune recover: write the winner without training (--no-recover), then "
+            f"pyprune recover {out} --teacher {source.model} --set OPTION=VALUE --out DIR."
+        ) from None
 
 
 def check_outputs(
@@ -358,6 +371,7 @@ def write_winner(
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
     with parked(fitting.model, fitting.model.device):  # the run loads one of its own
         result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
+    warn_of_other_exports(out, fitting.weights)
     exported = _export(out, fitting.weights, overwrite=overwrite)
     found = _weighed(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
@@ -377,6 +391,14 @@ def exported_as(out: Path, weights: str) -> Path | None:
     if layout == "plain":
         return None
     return out.with_name(f"{out.name}.{weights}.gguf" if layout == "gguf" else f"{out.name}-{weights}")
+
+
+def warn_of_other_exports(out: Path, weights: str) -> None:
+    """Say which exports beside ``out`` are of a model that was there before: in other formats than this call writes."""
+    places = [exported_as(out, name) for name in WEIGHT_FORMATS if name != weights]
+    found = [str(place) for place in places if place is not None and place.exists()]
+    if found:
+        warn(f"{', '.join(found)}: exported from another model than {out} has now; remove what nothing serves.")
 
 
 def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
@@ -418,8 +440,9 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
             path, notes = written.path, written.warnings
     except BaseException:
         form = "--format gguf" if runs_files else "--dtype bfloat16"
+        again = " --overwrite" if place.exists() else ""
         warn(f"{out} is complete; its export is not. Write it with: pyprune export {out} --out {place} {form} "
-             f"--quantise {weights}")  # fmt: skip
+             f"--quantise {weights}{again}")  # fmt: skip
         raise
     for note in notes:
         say(f"Note: {note}", "yellow")

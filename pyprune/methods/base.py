@@ -235,6 +235,7 @@ class Method:
             nothing.
         from_disk: whether ``decide`` (by ``run.stored``) and ``prepare`` can read the weights from disk, a tensor or a
             layer at a time, so that a model larger than memory is pruned; with which options, :meth:`why_loaded` says.
+        reads_seed: whether ``decide`` reads the seed of the request. To a method that does not, naming one is refused.
         removes: what it removes, in words; empty = what the axis says.
         presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
             run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
@@ -252,6 +253,7 @@ class Method:
     objective: Callable[[PrunePlan, Any], Any] | None = None
     decides_by: Callable[[PrunePlan, Any], Any] | None = None
     from_disk: bool = False
+    reads_seed: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 
@@ -260,10 +262,17 @@ class Method:
         before: tuple[StageAction, ...] = ("regularise",) if self.regularise is not None else ()
         return PruneConfig(method=self.name, options=self.options(), stages=StageConfig(before=before))
 
-    @property
-    def unread_of_score(self) -> dict[str, str]:
-        """Options that scoring methods share and this one does not read -> why not, in words."""
-        return {}
+    def unread(self, config: PruneConfig) -> dict[str, str]:
+        """Dotted names of options that methods share and this one does not read in a run -> why not, in words."""
+        found = {"hidden_multiple": "removes none of the hidden size"} if self.axis == "layers" else {}
+        if not self._reads_seed_in(config):
+            own = f"{self.name}.seed is its own" if hasattr(self.options(), "seed") else "data.seed draws the text"
+            found["seed"] = f"draws nothing by it ({own})"
+        return found
+
+    def _reads_seed_in(self, config: PruneConfig) -> bool:
+        """Whether a run's decision reads its seed; what would decide by a training may be told instead."""
+        return self.reads_seed and (self.decides_by is None or config.deciding() is not None)
 
     @property
     def scores(self) -> bool:

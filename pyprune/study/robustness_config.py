@@ -76,6 +76,11 @@ class RobustnessConfig(Config):
             found += [did_you_mean(name, known, what) for name in getattr(self, f"{what}s") if name not in known]
         if self.protocol not in WINDOWS:
             found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
+        if self.adapter != Adapter() and "lora" not in self.variants:
+            found.append(
+                f"variants is {shown(list(self.variants))}, and options of the variant lora are given (rank, size or "
+                "seed), which nothing would read; leave them out, or name lora."
+            )
         for name in ("methods", "ratios", "variants", "seeds", "axes", "texts"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -102,7 +107,9 @@ class RobustnessConfig(Config):
         Raises:
             ConfigError: an unknown option, or scoring in several rounds.
         """
-        given: dict[str, Any] = {"score.axes": list(self.axes), "hidden_multiple": 1, **SAME}
+        given: dict[str, Any] = {"score.axes": list(self.axes), **SAME}
+        if "hidden" in self.axes:
+            given["hidden_multiple"] = 1
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
         # None is an option that was not given, which must not undo what is the same for all.
@@ -113,6 +120,8 @@ class RobustnessConfig(Config):
             options={name: value for name, value in given.items() if not is_of_another(name, own)},
             settings=[text for text in self.settings if not is_of_another(text, own)],
         )
+        if "hidden" not in self.axes:  # nothing reads it, and scorings are known by it
+            found = replace(found, hidden_multiple=1)
         if found.score_options.iterations > 1 or found.score_options.counts:
             raise ConfigError(
                 "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "

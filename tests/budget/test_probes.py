@@ -486,6 +486,11 @@ def test_bad_options_of_predict(
     assert message in refused("predict", source, *given).replace("\n", " ")
 
 
+def test_a_mismatch_is_of_a_plan(tmp_path: Path, taken: Profile) -> None:
+    said = refused("predict", "--profile", taken.save(tmp_path / "p.json"), "--allow-mismatch")
+    assert "--allow-mismatch does nothing without PLAN" in said
+
+
 def test_the_fit_of_a_profile_uses_all_its_repeats(taken: Profile) -> None:
     fit = MeasuredCosts(taken).fits[Quantity("prefill", 16)]
     assert set(fit.seconds) == {probe.name for probe in taken.probes}

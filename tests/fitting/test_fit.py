@@ -39,7 +39,7 @@ from pyprune.cut.reconstruct import reconstruct_
 from pyprune.errors import BudgetError, CheckpointError, MissingDependencyError, OutputError
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import flow, search, timed
-from pyprune.fitting.flow import exported_as, fit, report_of, shown_times
+from pyprune.fitting.flow import exported_as, fit, report_of, shown_times, warn_of_other_exports
 from pyprune.fitting.report import heading, limits_table, pareto
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
@@ -329,6 +329,47 @@ def test_options_of_widths_that_would_do_nothing_are_refused(
 ) -> None:
     sets = [part for setting in settings for part in ("--set", setting)]
     assert says in " ".join(refused(*arguments(place, tmp_path / "out", "parameters=70%"), *sets).split())
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "says"),
+    [
+        ("parameters=70%", ["--set", "rounds=2"], "rounds does nothing here: no budget limits a time"),
+        ("memory=70%", ["--set", "slack=0", "--set", "spare=1"], "slack, spare do nothing here: no budget limits a"),
+        ("prefill@64=90%", ["--no-timing", "--set", "rounds=2"], "rounds does nothing here: with --no-timing"),
+    ],
+)
+def test_options_of_timed_searches_that_would_do_nothing_are_refused(
+    place: Path, tmp_path: Path, budget: str, more: list[str], says: str
+) -> None:
+    assert says in " ".join(refused(*arguments(place, tmp_path / "out", budget), *more).split())
+
+
+def test_exports_of_an_earlier_model_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    warn_of_other_exports(out, "bfloat16")
+    (tmp_path / "out.q8_0.gguf").touch()
+    (tmp_path / "out-w8a8-int8").mkdir()
+    warn_of_other_exports(out, "q8_0")
+    said = capsys.readouterr().err
+    assert said.count("exported from another model") == 1
+    assert "out-w8a8-int8" in said
+    assert "q8_0.gguf" not in said
+    warn_of_other_exports(out, "float32")
+    both = "".join(capsys.readouterr().err.split())
+    assert "out-w8a8-int8" in both
+    assert "out.q8_0.gguf" in both
+
+
+def test_a_training_that_does_not_fit_names_the_commands_that_do(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.run_memory._capacity", lambda _: 1000)
+    out = tmp_path / "out"
+    said = " ".join(refused(*arguments(place, out, "parameters=70%")).split())
+    assert "would hold" in said
+    assert "write the winner without training (--no-recover), then pyprune recover" in said
+    assert not out.exists()
 
 
 def test_a_speed_up_on_more_tokens_than_the_model_reads_names_the_most(place: Path, tmp_path: Path) -> None:

@@ -47,11 +47,12 @@ def config(texts: tuple[Path, Path], **changes: Any) -> RobustnessConfig:
         "variants": ("bfloat16", "lora"),
         "texts": (str(texts[1]),),
         "max_tokens": 512,
-        "adapter": Adapter(rank=2, size=0.2),
         "options": {"data.source": str(texts[0]), "data.samples": 3, "data.sequence_length": 24},
     }
     if {"moreau", "smoothgrad"} & {*changes.get("methods", ("moreau",))}:
         small["settings"] = ("moreau.steps=2",)
+    if "lora" in changes.get("variants", small["variants"]):
+        small["adapter"] = Adapter(rank=2, size=0.2)
     return RobustnessConfig(**(small | changes))
 
 
@@ -187,6 +188,7 @@ def test_without_new_noise_smoothgrad_repeats_the_same_draws_too() -> None:
     assert RobustnessConfig().of("smoothgrad-paper") == RobustnessConfig().of("smoothgrad")
     assert RobustnessConfig().of("moreau-converged").options.tolerance == 0.05
     assert RobustnessConfig().of("moreau").options.tolerance is None
+    assert RobustnessConfig().of("taylor").hidden_multiple == 1, "the scorings that are on record are known by it"
 
 
 def test_every_method_reads_the_same_text_whatever_its_preset_and_their_order(texts: tuple[Path, Path]) -> None:
@@ -347,6 +349,7 @@ def test_plans_are_those_of_the_method(texts: tuple[Path, Path], tmp_path: Path)
         ({"seeds": (-1,)}, r"seeds\[0\] is -1"),
         ({"protocol": "ppl-127"}, "Did you mean 'ppl-128'"),
         ({"adapter": Adapter(rank=0, size=2.0, seed=-1)}, "rank is 0"),
+        ({"adapter": Adapter(rank=4), "variants": ("bfloat16",)}, "options of the variant lora are given"),
         ({"settings": ("score.iterations=2",)}, "one round"),
         ({"settings": ("score.ranking=local", "score.heads=3", "score.ffn=20")}, "one round"),
         ({"settings": ("scor.axes=[ffn]",)}, "Did you mean 'score'"),
@@ -491,6 +494,12 @@ def test_wrong_options_of_the_command(more: list[str], words: str, texts: tuple[
     done = CliRunner().invoke(app, [*arguments(texts, tmp_path, "--out", str(tmp_path / "o.jsonl")), *more])
     assert done.exit_code == ERROR_CODE
     assert words in " ".join(done.stderr.split())
+
+
+def test_the_check_of_the_theorem_takes_no_model() -> None:
+    done = CliRunner().invoke(app, ["robustness", "model", "--check-theorem", "--ppl", "x.txt"])
+    assert done.exit_code == ERROR_CODE
+    assert "MODEL, --ppl do nothing beside --check-theorem" in done.stderr
 
 
 def test_a_model_is_needed() -> None:

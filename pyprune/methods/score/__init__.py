@@ -52,11 +52,16 @@ class ScoreMethod(Method):
     def start(self) -> PruneConfig:
         return scoring(self.name, self.options())
 
-    @property
     @override
-    def unread_of_score(self) -> dict[str, str]:
-        found = {} if self.gradients else {"layerwise": "takes no gradients of layers"}
-        return found if self.batches and self.reads_text else {**found, "batch_size": "takes no passes of its own"}
+    def unread(self, config: PruneConfig) -> dict[str, str]:
+        found, axes = super().unread(config), config.score_options.axes
+        if "hidden" not in axes:
+            found["hidden_multiple"] = f"removes none of the hidden size with score.axes {list(axes)}"
+        if not self.gradients:
+            found["score.layerwise"] = "takes no gradients of layers"
+        if not (self.batches and self.reads_text):
+            found["score.batch_size"] = "takes no passes of its own"
+        return found
 
     @override
     def why_loaded(self, config: PruneConfig) -> str:
@@ -96,6 +101,7 @@ def score_method(
     gradients: bool = False,
     holds: str = "",
     batches: bool = True,
+    seed: bool = False,
     options: type[MethodOptions] = MethodOptions,
     presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
 ) -> ScoreMethod:
@@ -112,6 +118,7 @@ def score_method(
         holds: what it holds of all layers at once, if that is why it cannot score from disk: "the LoRA factors of
             all layers".
         batches: see :class:`ScoreMethod`.
+        seed: whether the scorer reads ``run.request.seed``, instead of one of its own options.
         options: the class of the method's own options.
         presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
     """
@@ -129,6 +136,7 @@ def score_method(
         gradients=gradients,
         holds=holds,
         batches=batches,
+        reads_seed=seed,
         options=options,
         presets=presets or {},
     )

@@ -51,10 +51,11 @@ class DressOptions(MethodOptions):
     target_preserved_ratio: float = option(0.3, at_least=0)
     train: TrainConfig = field(default_factory=TrainConfig)
 
-    of_regularising = (
-        "penalise", "norm", "penalty_weight", "solver", "prox_step", "schedule", "anneal_share",
-        "target_preserved_ratio", "train",
-    )  # fmt: skip
+    @property
+    @override
+    def of_regularising(self) -> tuple[str, ...]:
+        penalty = "penalise", "norm", "penalty_weight", "solver", "prox_step", "schedule", "anneal_share"
+        return *penalty, "target_preserved_ratio", "train"
 
     @property
     @override

@@ -66,10 +66,12 @@ class ElderOptions(MethodOptions):
     anneal_share: float = option(0.5, at_least=0, at_most=1)
     train: TrainConfig = field(default_factory=TrainConfig)
 
-    of_regularising = (
-        "norm", "penalty_weight", "schedule", "anneal_share",
-        *(f"train.{option.name}" for option in fields(TrainConfig) if option.name not in READ_BY_GATES),
-    )  # fmt: skip
+    @property
+    @override
+    def of_regularising(self) -> tuple[str, ...]:
+        gates = () if self.layers else READ_BY_GATES
+        train = [f"train.{option.name}" for option in fields(TrainConfig) if option.name not in gates]
+        return "norm", "penalty_weight", "schedule", "anneal_share", *train
 
     @property
     @override
@@ -189,6 +191,7 @@ METHOD = Method(
     objective=Deferred(f"{__name__}.penalty:objective"),
     decides_by=Deferred(f"{__name__}.gates:objective"),
     options=ElderOptions,
+    reads_seed=True,
     presets={
         "elder": _elder,
         "elder-anneal": _elder_anneal,
