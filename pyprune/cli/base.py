@@ -64,12 +64,12 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
-    """What tells the folder at ``out`` from an earlier one; None where there is none."""
+    """What tells the folder or file at ``out`` from an earlier one, which is replaced whole; None where none is."""
     out = options.get("out")
-    if out is None or not os.path.isdir(out):
+    if out is None or not os.path.exists(out):
         return None
     found = os.stat(out)
-    return found.st_ino, found.st_ctime_ns
+    return found.st_dev, found.st_ino
 
 
 def _explain(
@@ -124,7 +124,7 @@ def _check_revisions(options: Mapping[str, Any]) -> None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} is {shown(revision)}, but {shown(str(source))} is a folder, which has no revisions; leave "
-                "it out, or name the model by its hub id."
+                "it out, or name a model of the hub by its id, where no folder has that name."
             )
 
 
@@ -135,12 +135,12 @@ def _kept(command: str, options: Mapping[str, Any], *, new: bool) -> str:
         return f"What was measured until then is in {samples}."
     if out is None:
         return "Nothing was changed."
-    if os.path.isfile(out):
-        if command in CONTINUED:
-            return f"What was finished is in {out}: the same command continues from there."
-        return f"{out} is as it was."
-    if new and os.path.isdir(out):
+    if os.path.isfile(out) and command in CONTINUED:
+        return f"What was finished is in {out}: the same command continues from there."
+    if new and os.path.exists(out):
         return f"{out} is written; what was to follow it is not done."
+    if os.path.isfile(out):
+        return f"{out} is as it was."
     kept = _kept_of(options)
     resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
     return f"{out} was not written.{resumable if kept else ''}"
@@ -219,10 +219,29 @@ def refuse_unread(needed: str, options: Mapping[str, bool]) -> None:
         needed: the option that is missing.
         options: option, as it is written -> whether it was given.
     """
+    refuse_idle(options, f"without {needed}; give {needed}, or leave it out.")
+
+
+def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
+    """Refuse options that were given beside one that leaves them nothing to do.
+
+    Args:
+        present: that option.
+        options: option, as it is written -> whether it was given.
+    """
+    refuse_idle(options, f"beside {present}; leave one of them out.")
+
+
+def refuse_idle(options: Mapping[str, bool], why: str) -> None:
+    """Refuse options that were given and do nothing.
+
+    Args:
+        options: option, as it is written -> whether it was given.
+        why: what follows "does nothing" in the message.
+    """
     given = [name for name, is_given in options.items() if is_given]
     if given:
-        verb = "does" if len(given) == 1 else "do"
-        raise ConfigError(f"{', '.join(given)} {verb} nothing without {needed}; give {needed}, or leave it out.")
+        raise ConfigError(f"{', '.join(given)} {'does' if len(given) == 1 else 'do'} nothing {why}")
 
 
 def refuse_split(split: str | None, sources: Sequence[str]) -> None:
@@ -234,19 +253,6 @@ def refuse_split(split: str | None, sources: Sequence[str]) -> None:
     if not any(map(has_splits, sources)):
         named = ", ".join(map(shown, sources))
         raise ConfigError(f"--split is {shown(split)}, but {named} has no splits and is read whole; leave it out.")
-
-
-def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
-    """Refuse options that were given beside one that leaves them nothing to do.
-
-    Args:
-        present: that option.
-        options: option, as it is written -> whether it was given.
-    """
-    given = [name for name, is_given in options.items() if is_given]
-    if given:
-        verb = "does" if len(given) == 1 else "do"
-        raise ConfigError(f"{', '.join(given)} {verb} nothing beside {present}; leave one of them out.")
 
 
 def comma_separated(text: str) -> tuple[str, ...]:

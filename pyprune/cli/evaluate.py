@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -121,15 +121,21 @@ def evaluate(
         {"model": model, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
-        part = text_conditions(split, field, max_tokens)
+        from pyprune.data.sources import has_splits
+
+        def part(source: str) -> list[str]:
+            return text_conditions(split if has_splits(source) else None, field, max_tokens)
+
         add_to_record(model, quality=_facts(found, part, limit, dtype))
 
 
-def _facts(found: Evaluation, part: list[str], limit: int | None, dtype: str) -> dict[str, float]:
-    """What the record is to hold: figures under names that say what of a text or task they are of."""
+def _facts(found: Evaluation, part: Callable[[str], list[str]], limit: int | None, dtype: str) -> dict[str, float]:
+    """What the record is to hold: figures under names that say what of a text (``part``) or task they are of."""
     computed = [dtype] if dtype != "float32" else []
     of_task = [f"{limit} examples"] if limit is not None else []
-    texts = {named_figure(f"{r.protocol} {r.source}", part + computed): r.perplexity for r in found.perplexity}
+    texts = {
+        named_figure(f"{r.protocol} {r.source}", part(r.source) + computed): r.perplexity for r in found.perplexity
+    }
     return {name: round(value, 4) for name, value in texts.items()} | {
         named_figure(f"{task} {metric}", of_task + computed): value
         for task, values in found.tasks.items()

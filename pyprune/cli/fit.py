@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, JsonFile, Overwrite, RemoteCode, Resume, Revision, guarded, output
+from pyprune.cli.base import (
+    Debug,
+    GgufFile,
+    JsonFile,
+    Overwrite,
+    RemoteCode,
+    Resume,
+    Revision,
+    guarded,
+    output,
+    refuse_beside,
+    refuse_idle,
+)
 from pyprune.cli.profile import Mismatch
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import say
@@ -178,11 +190,12 @@ def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bo
     from pyprune.recipe import dotted_names, parse_setting
 
     limits = any(budget.timed for budget in budgets)
-    given = [name for text in settings for name in dotted_names(parse_setting(text)) if name in OF_TIMING]
-    if given and not (timed and limits):
-        why = "with --no-timing predicted times are trusted" if limits else "no budget limits a time"
-        verb = "does" if len(given) == 1 else "do"
-        raise ConfigError(f"{', '.join(given)} {verb} nothing here: {why}. Leave it out.")
+    given = {name for text in settings for name in dotted_names(parse_setting(text))}
+    why = "with --no-timing predicted times are trusted" if limits else "no budget limits a time"
+    if not (timed and limits):
+        refuse_idle({name: name in given for name in OF_TIMING}, f"here: {why}. Leave it out.")
+    if not timed:
+        refuse_beside("--no-timing", {"repeats": "repeats" in given})
 
 
 def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:

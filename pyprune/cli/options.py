@@ -41,7 +41,8 @@ def options(
     found = [each for each in _described(config) if not is_among(each.name, left_out)]
     if find is not None:
         found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
-        if not found:
+        hidden = [option for option in left_out if find.lower() in option.lower()]
+        if not found and not hidden:
             raise ConfigError(f"No option of {name} has {find!r} in its name or meaning. Leave out --find to see all.")
     rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in found)
     notes = [f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items()]

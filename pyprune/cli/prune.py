@@ -142,7 +142,7 @@ def prune(
     from pyprune.runtime.files import check_output
 
     if dry_run:
-        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite})
+        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite and out is None})
     if out is not None:
         check_output(out, overwrite=overwrite, reads=[config, model, calibration])
 

@@ -91,7 +91,7 @@ def recover(
     from pyprune.runtime.files import check_output
 
     if dry_run:
-        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite})
+        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite and out is None})
     if out is not None:
         check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
     options = build_recovery(

@@ -123,7 +123,10 @@ def robustness(
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
     if theorem:
-        refuse_beside("--check-theorem", {"MODEL": model is not None, "--ppl": bool(ppl), "--set": bool(set_)})
+        of_comparison = {"--ppl": ppl, "--set": set_, "--calibration": calibration, "--samples": samples}
+        of_comparison |= {"--sequence-length": sequence_length, "--tokens": tokens, "--revision": revision}
+        given = {option: value is not None for option, value in {"MODEL": model, **of_comparison}.items()}
+        refuse_beside("--check-theorem", given)
         _print_theorem(json_file)
         return
     if model is None:

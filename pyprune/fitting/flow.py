@@ -139,7 +139,7 @@ def _check_training(source: Source, options: FitOptions, weights: str, out: Path
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nThese are options of pyprune recover: write the winner without training (--no-recover), then "
-            f"pyprune recover {out} --teacher {source.model} --set OPTION=VALUE --out DIR."
+            f"pyprune recover {out} --teacher {source.model} --set OPTION=VALUE --out DIR, and pyprune export of that."
         ) from None
 
 
@@ -394,11 +394,11 @@ def exported_as(out: Path, weights: str) -> Path | None:
 
 
 def warn_of_other_exports(out: Path, weights: str) -> None:
-    """Say which exports beside ``out`` are of a model that was there before: in other formats than this call writes."""
+    """Say which exports beside ``out`` may be of a model that was there before: other formats than this call writes."""
     places = [exported_as(out, name) for name in WEIGHT_FORMATS if name != weights]
     found = [str(place) for place in places if place is not None and place.exists()]
     if found:
-        warn(f"{', '.join(found)}: exported from another model than {out} has now; remove what nothing serves.")
+        warn(f"{', '.join(found)}: there before this call, and may be of another model than {out} has now.")
 
 
 def check_export(out: Path, weights: str, *, overwrite: bool) -> None:

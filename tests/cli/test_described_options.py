@@ -51,6 +51,12 @@ def test_the_command_lists_them_and_says_what_nothing_reads() -> None:
     assert "elder.anneal_share (beside elder.schedule 'published')" in published.stdout
 
 
+def test_an_option_that_nothing_reads_is_found_with_the_reason() -> None:
+    listed = run("options", "taylor", "--find", "hidden_multiple")
+    assert listed.exit_code == 0, listed.output
+    assert "hidden_multiple (beside method 'taylor', which removes none of the hidden size" in listed.stdout
+
+
 def test_a_text_that_is_not_named_is_as_much_as_it_would_be() -> None:
     found = {each.name: each.value for each in _described(build_config(preset="elder"))}
     named = build_config(preset="elder", settings=["recovery_data.source=x.txt", "cut.data.source=x.txt"])

@@ -167,6 +167,7 @@ def test_interrupt_says_what_was_written_before_it(
     monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
     first = run("prune", checkpoint, "--out", out)
     assert f"{out} is written; what was to follow it is not done." in " ".join(first.stderr.split())
+    (out / "model.safetensors").touch()  # as an annotation does, which writes into the folder
     again = run("prune", checkpoint, "--out", out, "--overwrite")
     assert "was not written" in again.stderr
 
@@ -204,6 +205,14 @@ def test_what_a_dry_run_would_not_read_is_refused(checkpoint: Path) -> None:
     assert said.format("--resume") in refused("prune", checkpoint, "--dry-run", "--resume")
     assert said.format("--overwrite") in refused("prune", checkpoint, "--dry-run", "--overwrite")
     assert said.format("--resume") in refused("recover", checkpoint, "--dry-run", "--resume")
+
+
+def test_a_dry_run_of_a_command_that_overwrites_is_taken(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), None, tmp_path / "out", plan=None, provenance={})
+    given = tiny_elder(checkpoint, text, "--out", tmp_path / "out", "--dry-run")
+    assert "exists already" in refused(*given)
+    done = run(*given, "--overwrite")
+    assert done.exit_code == 0, done.output
 
 
 def test_widths_of_a_plan_are_not_made_uniform(checkpoint: Path, tmp_path: Path) -> None:

@@ -69,6 +69,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_a_method_of_another_package_says_that_it_reads_the_seed(site: Path) -> None:
+    install(site, "tally", MODULE.format(name="tally", preset="tally"))
+    with pytest.raises(ConfigError, match="seed would do nothing beside method 'tally'"):
+        build_config(options={"method": "tally"}, settings=["seed=3"])
+    drawn = MODULE.format(name="drawn", preset="drawn")
+    install(site, "drawn", drawn.replace("text=False", "text=False, seed=True"))
+    assert build_config(options={"method": "drawn"}, settings=["seed=3"]).seed == 3
+
+
 def test_a_method_of_another_package_is_listed_prunes_and_is_recorded(site: Path, tmp_path: Path) -> None:
     install(site, "tally", MODULE.format(name="tally", preset="tally"))
     write_model(tiny_model("llama"), tmp_path / "dense")
