@@ -34,7 +34,7 @@ from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.server import Server
 from pyprune.serving.widths import KV_BLOCK_TOKENS
 
-POSITIONS, CHUNK = 32_768, 512
+POSITIONS, CHUNK = 131_072, 512
 """Tokens of the longest sequence, and of one step of the engine."""
 LENGTHS, LONG = (2, 9, 40, 150), 3_000
 """Tokens of the prompts; one of the short ones is longer than a block."""

