@@ -219,8 +219,8 @@ def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str
             if method.scores:
                 places["score"] = config.score_options.idle
         if config.plan is not None:
-            unread = ("ratio_of", "hidden_multiple", "score", "seed")  # of ratio and the method's own, a note says it
-            found |= dict.fromkeys(unread, f"plan {config.plan!r}, which says what goes")
+            decided = ("ratio_of", "hidden_multiple", "score", "seed")  # of ratio and the method's own, a note says it
+            found |= dict.fromkeys(decided, f"plan {config.plan!r}, which says what goes")
     return found | {f"{place}.{name}": f"{place}.{why}" for place, idle in places.items() for name, why in idle.items()}
 
 

@@ -508,9 +508,8 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
 def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dict[str, str]:
     """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
 
-    That is in the model and in its draft.
-
-    vLLM refuses to start with less. On a CPU the variable replaces both of its options; each rank has so much.
+    That is in the model and in its draft; vLLM refuses to start with less. On a CPU the variable replaces both of its
+    options; each rank has so much.
     """
     sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
     if sized or KV_CACHE_SPACE in os.environ:

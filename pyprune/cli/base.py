@@ -56,7 +56,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             except (Exception, KeyboardInterrupt) as error:
                 if kwargs.get("debug"):
                     traceback.print_exc()
-                new = _written_at(kwargs) != written
+                new = _written_at(kwargs) not in (None, written)
                 code = _explain(command.__name__, error, kwargs, interrupted=interruption.came, new=new)
                 raise typer.Exit(code) from error
 
@@ -65,17 +65,15 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
     """What tells the folder or file at ``out`` from an earlier one, which is replaced whole; None where none is."""
-    out = options.get("out")
-    if out is None or not os.path.exists(out):
+    try:
+        found = os.stat(options["out"])
+    except (KeyError, TypeError, OSError, ValueError):  # no such option, none given, nothing there, no path at all
         return None
-    found = os.stat(out)
     return found.st_dev, found.st_ino
 
 
-def _explain(
-    command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool, new: bool = False
-) -> int:
-    """Print what stopped a command; return its exit code. ``new``: it has written its folder by then."""
+def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool, new: bool) -> int:
+    """Print what stopped a command; return its exit code. ``new``: it has written its output by then."""
     end_bars()
     if interrupted or isinstance(error, KeyboardInterrupt):
         say(f"Interrupted. {_kept(command, options, new=new)}", "yellow")
@@ -137,7 +135,7 @@ def _kept(command: str, options: Mapping[str, Any], *, new: bool) -> str:
         return "Nothing was changed."
     if os.path.isfile(out) and command in CONTINUED:
         return f"What was finished is in {out}: the same command continues from there."
-    if new and os.path.exists(out):
+    if new:
         return f"{out} is written; what was to follow it is not done."
     if os.path.isfile(out):
         return f"{out} is as it was."

@@ -244,9 +244,10 @@ def bench(
         found = measure(models, files, perplexity)
     output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
     for name, folder in annotated.items():
-        conditions = [*text_conditions(split, field), *_in_format(engine, quantise)]
-        figure = named_figure(f"{protocol} {ppl}", conditions)
-        quality = {figure: round(perplexity[name], 4)} if perplexity else {}
+        quality: dict[str, float] = {}
+        if ppl and perplexity:
+            conditions = [*text_conditions(ppl, split, field), *_in_format(engine, quantise)]
+            quality = {named_figure(f"{protocol} {ppl}", conditions): round(perplexity[name], 4)}
         add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
     if report is not None and perplexity is not None:
         _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -121,20 +121,16 @@ def evaluate(
         {"model": model, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
-        from pyprune.data.sources import has_splits
-
-        def part(source: str) -> list[str]:
-            return text_conditions(split if has_splits(source) else None, field, max_tokens)
-
-        add_to_record(model, quality=_facts(found, part, limit, dtype))
+        parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
+        add_to_record(model, quality=_facts(found, parts, limit, dtype))
 
 
-def _facts(found: Evaluation, part: Callable[[str], list[str]], limit: int | None, dtype: str) -> dict[str, float]:
-    """What the record is to hold: figures under names that say what of a text (``part``) or task they are of."""
+def _facts(found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str) -> dict[str, float]:
+    """What the record is to hold: figures under names that say what of a text (``parts``) or task they are of."""
     computed = [dtype] if dtype != "float32" else []
     of_task = [f"{limit} examples"] if limit is not None else []
     texts = {
-        named_figure(f"{r.protocol} {r.source}", part(r.source) + computed): r.perplexity for r in found.perplexity
+        named_figure(f"{r.protocol} {r.source}", parts[r.source] + computed): r.perplexity for r in found.perplexity
     }
     return {name: round(value, 4) for name, value in texts.items()} | {
         named_figure(f"{task} {metric}", of_task + computed): value
@@ -143,10 +139,12 @@ def _facts(found: Evaluation, part: Callable[[str], list[str]], limit: int | Non
     }
 
 
-def text_conditions(split: str | None, field: str | None, max_tokens: int | None = None) -> list[str]:
+def text_conditions(source: str, split: str | None, field: str | None, max_tokens: int | None = None) -> list[str]:
     """What of a text was read, in words, where it was not all of the usual part."""
+    from pyprune.data.sources import has_splits
+
     first = None if max_tokens is None else f"{max_tokens:,} tokens"
-    parts = {"split": split, "field": field, "first": first}
+    parts = {"split": split if has_splits(source) else None, "field": field, "first": first}
     return [f"{name} {value}" for name, value in parts.items() if value is not None]
 
 

@@ -123,10 +123,15 @@ def robustness(
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
     if theorem:
-        of_comparison = {"--ppl": ppl, "--set": set_, "--calibration": calibration, "--samples": samples}
+        of_comparison = {
+            "MODEL": model,
+            "--ppl": ppl,
+            "--set": set_,
+            "--calibration": calibration,
+            "--samples": samples,
+        }
         of_comparison |= {"--sequence-length": sequence_length, "--tokens": tokens, "--revision": revision}
-        given = {option: value is not None for option, value in {"MODEL": model, **of_comparison}.items()}
-        refuse_beside("--check-theorem", given)
+        refuse_beside("--check-theorem", {option: value is not None for option, value in of_comparison.items()})
         _print_theorem(json_file)
         return
     if model is None:

