@@ -6,10 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench._answers import (
@@ -26,8 +28,9 @@ from bench._answers import (
     served_and_expected,
 )
 from bench._soak_client import Outcome, Request, send_all
-from bench._tiny import VOCAB
+from bench._tiny import VOCAB, last_of
 from bench.soak import at_rest, metric
+from pyprune.checkpoint.load import load_model
 from pyprune.errors import PypruneError, shown
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.capacity import NOT_COMPILED
@@ -38,7 +41,11 @@ POSITIONS, CHUNK = 131_072, 512
 """Tokens of the longest sequence, and of one step of the engine."""
 LENGTHS, LONG = (2, 9, 40, 150), 3_000
 """Tokens of the prompts; one of the short ones is longer than a block."""
-STREAMED, SEVERAL, CANCELLED_AFTER = 12, 2, 2
+STREAMED, SEVERAL, CANCELLED_AFTER, DRAFTED = 12, 2, 2, 32
+ADAPTED = "adapted"
+"""Name on the server of the model with its adapters."""
+APART = 0.1
+"""Of log probabilities: what two models that must not be the same differ by at least."""
 ANSWER_S, COUNTED_S = 300.0, 60.0
 
 
@@ -53,15 +60,19 @@ class Asked:
     Attributes:
         server: that is asked.
         model: of the same checkpoint, in float32.
-        difference: the largest between log probabilities so far.
+        folder: of the checkpoint.
+        recovered: folder of the checkpoint that the adapters were merged into, where there are some.
+        difference: the largest between log probabilities so far; None = none were compared.
     """
 
     server: Server
     model: Any
-    difference: float = 0.0
+    folder: Path = Path()
+    recovered: Path | None = None
+    difference: float | None = None
 
     def post(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        """A completion.
+        """The server's answer.
 
         Raises:
             EngineError: the server has ended, or gave none.
@@ -86,7 +97,24 @@ class Asked:
 
     def compare(self, served: Tensor, expected: Tensor) -> None:
         """Note how far log probabilities are apart."""
-        self.difference = max(self.difference, float((served - expected).abs().max()))
+        self.difference = max(self.difference or 0.0, float((served - expected).abs().max()))
+
+    def refuse_difference(self, what: str = "") -> None:
+        """Refuse log probabilities that are further apart than rounding puts them.
+
+        Raises:
+            WrongAnswer: with what they are of.
+        """
+        if self.difference is not None and not self.difference <= TOLERANCE:
+            raise WrongAnswer(f"{what}log probabilities differ by {self.difference:.1e}")
+
+    def of(self, model: Any, name: str, lengths: Sequence[int]) -> None:
+        """Compare greedy answers of another model of the server, as :func:`_compare_all` does."""
+        other = replace(self, model=model)
+        try:
+            _compare_all(other, name, lengths)
+        finally:
+            self.difference = other.difference
 
     def greedy(self, prompt: Sequence[int], tokens: Sequence[int], what: str) -> None:
         """Refuse tokens that are not the most likely ones.
@@ -113,14 +141,61 @@ def check_compiled(asked: Asked) -> None:
 
 def check_log_probabilities(asked: Asked) -> None:
     """Of prompt tokens and of the most likely new ones, over short prompts and one that is read in chunks."""
-    for prompt in random_prompts((*LENGTHS, LONG), VOCAB):
-        answer = answer_in(asked.post(completion_request(asked.server.model, prompt)), prompt)
+    _compare_all(asked, asked.server.model, (*LENGTHS, LONG))
+
+
+def check_adapters(asked: Asked) -> None:
+    """Adapters on the checkpoint answer as the one that they were merged into, which is another model."""
+    merged, _ = load_model(asked.recovered or asked.folder)
+    _refuse_alike(asked.model, merged, "the recovery changed nothing")
+    asked.of(merged, ADAPTED, LENGTHS)
+
+
+def check_draft(asked: Asked) -> None:
+    """A draft changes no token, and more than half of what it proposes is taken."""
+    for prompt in random_prompts(LENGTHS, VOCAB):
+        asked.greedy(prompt, asked.choices(prompt, DRAFTED)[0]["token_ids"], f"prompt of {len(prompt)} tokens")
+    proposed, accepted = (asked.counted(f"vllm:spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
+    if not accepted > proposed / 2 > 0:
+        raise WrongAnswer(f"{accepted:.0f} of {proposed:.0f} tokens of the draft were accepted")
+
+
+def check_changed_weights(asked: Asked) -> None:
+    """Weights that were changed in the file are those that answer after the server was told to read it again."""
+    name = last_of(asked.model, {(0, "attention")})[0].name
+    file = asked.folder / "model.safetensors"
+    weights = load_file(file)
+    weights[name] *= 2
+    save_file(weights, file, {"format": "pt"})
+    changed, _ = load_model(asked.folder, verify=False)
+    _refuse_alike(asked.model, changed, "the changed weights change nothing")
+    asked.post({"method": "reload_weights"}, "/collective_rpc")
+    asked.of(changed, asked.server.model, LENGTHS)
+
+
+def _compare_all(asked: Asked, name: str, lengths: Sequence[int]) -> None:
+    """Compare greedy answers of a model of the server with those of :attr:`Asked.model`.
+
+    Args:
+        asked: notes the largest difference.
+        name: that the server has for the model.
+        lengths: of the prompts, in tokens.
+    """
+    for prompt in random_prompts(lengths, VOCAB):
+        answer = answer_in(asked.post(completion_request(name, prompt)), prompt)
         asked.compare(
             *served_and_expected(log_probabilities(asked.model, [*prompt, *answer["tokens"]]), prompt, answer)
         )
         asked.greedy(prompt, answer["tokens"], f"prompt of {len(prompt)} tokens")
-    if not asked.difference <= TOLERANCE:
-        raise WrongAnswer(f"log probabilities differ by {asked.difference:.1e}")
+    asked.refuse_difference()
+
+
+def _refuse_alike(one: Any, other: Any, what: str) -> None:
+    """Two models that cannot be told apart would prove nothing."""
+    [prompt] = random_prompts([LENGTHS[-1]], VOCAB)
+    apart = float((log_probabilities(one, prompt) - log_probabilities(other, prompt)).abs().max())
+    if apart < APART:
+        raise WrongAnswer(f"{what}: log probabilities differ by {apart:.1e}")
 
 
 def check_prefix_cache(asked: Asked) -> None:
@@ -159,8 +234,7 @@ def check_several(asked: Asked) -> None:
         tokens = choice["token_ids"]
         rows = log_probabilities(asked.model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         asked.compare(torch.tensor(choice["logprobs"]["token_logprobs"]), rows[range(len(tokens)), tokens])
-    if not asked.difference <= TOLERANCE:
-        raise WrongAnswer(f"n={SEVERAL}: log probabilities differ by {asked.difference:.1e}")
+    asked.refuse_difference(f"n={SEVERAL}: ")
 
 
 def check_schema(asked: Asked) -> None:
@@ -207,8 +281,13 @@ CHECKS: dict[str, Check] = {
     "JSON schema": check_schema,
     "tool": check_tool,
     "cancelled": check_cancelled,
+    "adapters": check_adapters,
+    "draft": check_draft,
+    "changed weights": check_changed_weights,
 }
-"""What a server is asked, in this order."""
+"""What a server can be asked."""
+COMPARED = ("compiled", "log probabilities")
+OF_ONE_RANK = (*COMPARED, "prefix cache", "stream", "n", "JSON schema", "tool", "cancelled")
 
 
 def _sent(asked: Asked, request: Request) -> Outcome:

@@ -20,6 +20,14 @@ def machine_of(environment: Mapping[str, Any]) -> Machine:
     return environment["device"], environment["cpus"], tuple(environment["isa"])
 
 
+def serving_environment() -> dict[str, Any]:
+    """What a record says of where vLLM served: on the GPU, where there is one."""
+    from pyprune.serving.load.run import accelerator_name
+    from pyprune.serving.stats import environment_record
+
+    return environment_record(accelerator_name())
+
+
 def profiled_on(profile: Profile) -> Machine:
     """The machine of a profile."""
     machine = profile.machine

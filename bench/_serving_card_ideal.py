@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 
 from pyprune.plan import PrunePlan, Sizes
+from pyprune.serving.measure import fills_gpu
 
 LayerWidths = Sequence[int]
 """Query heads, KV heads and FFN channels of a layer."""
@@ -151,16 +154,26 @@ def ideal(dense: Work, smaller: Work, rates: Rates) -> Ideal:
     return Ideal(dense.flops / smaller.flops, dense.bytes / smaller.bytes, "FLOPs" if computing else "bytes", left)
 
 
-def measure_rates(plan: PrunePlan) -> dict[str, float]:
-    """Measure :class:`Rates` on the CPU: the up product of an MLP over 2,048 rows, and 512 MiB that are read.
+def machine_rates(plan: PrunePlan) -> dict[str, float]:
+    """:func:`measure_rates` of what vLLM runs on; a GPU in a process of its own, which leaves nothing on it."""
+    if not fills_gpu("vllm"):
+        return measure_rates(plan)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_rates, plan, "cuda").result()
 
-    With as many threads as vLLM computes with, which is one fewer than there are cores. The fastest of five turns.
+
+def measure_rates(plan: PrunePlan, device: str = "cpu") -> dict[str, float]:
+    """Measure :class:`Rates`: the up product of an MLP over 2,048 rows, and 512 MiB that are read.
+
+    On a CPU with as many threads as vLLM computes with, which is one fewer than there are cores. The fastest of five
+    turns.
 
     Args:
         plan: the dense model's, for the sizes.
+        device: cpu or cuda.
 
     Returns:
-        The rates by name, and "threads".
+        The rates by name, and "threads": 0 on a GPU.
     """
     import torch
 
@@ -171,23 +184,27 @@ def measure_rates(plan: PrunePlan) -> dict[str, float]:
     torch.set_num_threads(threads)
     try:
         hidden, ffn = plan.dense.hidden_size, plan.dense.intermediate_size
-        rows = torch.randn(RATE_ROWS, hidden).bfloat16()
-        weight = torch.randn(ffn, hidden).bfloat16()
-        memory = torch.ones(RATE_BYTES // 4, dtype=torch.int32)
+        rows = torch.randn(RATE_ROWS, hidden).bfloat16().to(device)
+        weight = torch.randn(ffn, hidden).bfloat16().to(device)
+        memory = torch.ones(RATE_BYTES // 4, dtype=torch.int32, device=device)
         with torch.inference_mode():
-            product = _fastest(lambda: torch.nn.functional.linear(rows, weight))
-            stream = _fastest(lambda: read(memory))
+            product = _fastest(lambda: torch.nn.functional.linear(rows, weight), device)
+            stream = _fastest(lambda: read(memory), device)
     finally:
         torch.set_num_threads(before)
     rates = Rates(2 * RATE_ROWS * hidden * ffn / product, RATE_BYTES / stream)
-    return {**asdict(rates), "threads": threads}
+    return {**asdict(rates), "threads": threads if device == "cpu" else 0}
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest(call: Callable[[], object], device: str) -> float:
     """Seconds of the fastest turn, after one that does not count."""
+    import torch
+
     found = []
     for _ in range(RATE_REPEATS + 1):
         start = time.perf_counter()
         call()
+        if device == "cuda":
+            torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
     return min(found[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -13,9 +14,10 @@ from bench._serving_card_ideal import Ideal, Rates, Workload, ideal, parameters,
 from bench._serving_card_plans import UNEQUAL, UNIFORM
 from pyprune.budget.profile import DENSE
 from pyprune.plan import Sizes
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.report import Cell, Table, markdown_table, noted_table
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.load.capacity import Capacity
+from pyprune.serving.load.table import TIME_COLUMNS, TIMES, milliseconds, start_seconds
 from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
@@ -30,6 +32,14 @@ HOW_TO_READ = (
     "Ideal: the dense model's FLOPs over the smaller one's, and the same of bytes. What binds is what takes the "
     "dense model longer at the machine's rates, and what is reached is compared with it. Left of dense: the head's, "
     "the embedding's and the sampling's share of it, which no cut here makes smaller."
+)
+
+STARTED_NAMES = {"stock": "stock", "pruned": "pruned architecture", "uniform": UNIFORM, "unequal": UNEQUAL}
+STARTED = (("stock", "pruned"), ("uniform", "unequal"))
+"""Pairs of models whose server starts are compared: a stock one, and one as large that the plugin serves."""
+ONE_AT_A_TIME = (
+    "The engines were up one after another, so that turns are no pairs: each is compared with the other model's "
+    "median, and there are no intervals."
 )
 
 
@@ -55,7 +65,8 @@ def _of_machine(records: RecordFile, rates: Json) -> list[str]:
         same = [r for r in engines if (r["model"], r["mode"]) == (one["model"], one["mode"])]
         found += [f"### {one['model']}, engine, {one['mode']}", engine_table(same, rates), *verdicts(same, rates)]
     for record in loads:
-        found += [f"### {record['model']}, servers under load, {record['mode']}", load_table(record, rates)]
+        title = f"### {record['model']}, servers under load, {record['mode']}"
+        found += [title, load_table(record, rates), times_table(record), servers_table(record)]
     if starts:
         found += ["### Start until /health", startup_table(starts)]
     return found
@@ -71,8 +82,9 @@ def _firsts(records: Sequence[Json], *names: str) -> list[Json]:
 
 def _machine(rates: Mapping[str, Any]) -> str:
     environment = rates["environment"]
+    on = f", on {rates['threads']} of them" if rates["threads"] else ""
     return (
-        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best, on {rates['threads']} of them: "
+        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best{on}: "
         f"{rates['flops'] / 1e9:.0f} GFLOP/s, {rates['bytes'] / 1e9:.1f} GB/s."
     )
 
@@ -110,24 +122,39 @@ def engine_table(records: Sequence[Json], rates: Mapping[str, Any]) -> str:
             if name == DENSE:
                 rows.append((*row, *[None] * (1 + len(IDEAL_COLUMNS))))
                 continue
-            rows.append((*row, shown_ratio(speed_ratios(record, name)), *_ideal_cells(record, name, rates)))
-    return markdown_table(Table("", ("workload", "model", "s", "ratio", *IDEAL_COLUMNS), tuple(rows)))
+            rows.append((*row, _shown_ratio(record, speed_ratios(record, name)), *_ideal_cells(record, name, rates)))
+    note = "" if all(map(_in_turns, records)) else ONE_AT_A_TIME
+    return noted_table(Table("", ("workload", "model", "s", "ratio", *IDEAL_COLUMNS), tuple(rows), note))
 
 
 def speed_ratios(record: Json, name: str) -> list[float]:
-    """A model's speed over the dense one's, turn by turn: against the dense turns before and after it."""
+    """A model's speed over the dense one's, turn by turn: against the dense turns before and after it.
+
+    Where the engines were up one after another, against the dense model's median.
+    """
     dense, own = record["seconds"][DENSE], record["seconds"][name]
+    if not _in_turns(record):
+        return [median(dense) / seconds for seconds in own]
     around = zip(pairwise(dense), own, strict=True)
     return [math.sqrt(before * after) / seconds for (before, after), seconds in around]
+
+
+def _in_turns(record: Json) -> bool:
+    """Whether the engines were up together; older records do not say it, and all were."""
+    return bool(record.get("resident", True))
 
 
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
 
 
-def shown_ratio(ratios: Sequence[float]) -> str:
-    """Their geometric mean, with its interval where there are two or more."""
-    return f"{_mean(ratios):.3f}x{_brackets(ratio_interval(ratios))}"
+def _shown_ratio(record: Json, ratios: Sequence[float]) -> str:
+    """Their geometric mean, with its interval where turns were paired."""
+    return f"{_mean(ratios):.3f}x{_interval_of(record, ratios)}"
+
+
+def _interval_of(record: Json, ratios: Sequence[float]) -> str:
+    return _brackets(ratio_interval(ratios)) if _in_turns(record) else ""
 
 
 def _brackets(interval: Interval | None) -> str:
@@ -200,11 +227,12 @@ def _unequal_verdict(record: Json) -> list[str]:
     """How much longer the unequal widths take than the uniform ones in the same turns."""
     if not {UNIFORM, UNEQUAL} <= set(record["seconds"]):
         return []
-    pairs = zip(record["seconds"][UNEQUAL], record["seconds"][UNIFORM], strict=True)
-    ratios = [unequal / uniform for unequal, uniform in pairs]
+    unequal, uniform = record["seconds"][UNEQUAL], record["seconds"][UNIFORM]
+    beside = uniform if _in_turns(record) else [median(uniform)] * len(unequal)
+    ratios = [seconds / other for seconds, other in zip(unequal, beside, strict=True)]
     mean, most = _mean(ratios), 1 + ASKED_UNEQUAL
     return [
-        f"{record['quantity']}, {UNEQUAL}: {mean:.3f} times{_brackets(ratio_interval(ratios))} the seconds of "
+        f"{record['quantity']}, {UNEQUAL}: {mean:.3f} times{_interval_of(record, ratios)} the seconds of "
         f"{UNIFORM} of as many parameters, at most {most:.2f} was asked: {_verdict(mean <= most)}."
     ]
 
@@ -226,42 +254,83 @@ def load_table(record: Json, rates: Mapping[str, Any]) -> str:
         load = Workload(o["prompt_tokens"], o["new_tokens"], concurrency)
         for name in record["names"]:
             own = record["summary"][name][f"{concurrency} at once"]
-            times = [_times(own[metric]) for metric in ("ttft_ms", "tpot_ms")]
             row = (f"{concurrency} at once", name, f"{own['tokens_per_second']['median']:.1f}")
             if name == DENSE:
-                rows.append((*row, *[None] * (1 + len(IDEAL_COLUMNS)), *times))
+                rows.append((*row, *[None] * (1 + len(IDEAL_COLUMNS))))
                 continue
             interval = Interval(**own["interval"]) if own["interval"] else None
             cells = _cells(ideal_of(record, name, load, rates), own["ratio"])
-            rows.append((*row, f"{own['ratio']:.3f}x{_brackets(interval)}", *cells, *times))
-    columns = ("load", "model", "output tokens/s", "ratio", *IDEAL_COLUMNS, "TTFT p50/p99 (ms)", "TPOT p50/p99 (ms)")
-    how = f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones. {record['note'] or ''}".strip()
+            rows.append((*row, f"{own['ratio']:.3f}x{_brackets(interval)}", *cells))
+    turns = Counter((turn["model"], turn["load"]) for turn in record["turns"])
+    how = (
+        f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones; turns of each model and load: "
+        f"{_range(list(turns.values()))}. {record['note'] or ''}"
+    ).strip()
+    columns = ("load", "model", "output tokens/s", "ratio", *IDEAL_COLUMNS)
     return f"{how}\n\n{markdown_table(Table('', columns, tuple(rows)))}"
 
 
-def _times(percentiles: Mapping[str, float] | None) -> str | None:
-    return None if percentiles is None else f"{percentiles['p50']:.0f} / {percentiles['p99']:.0f}"
+def times_table(record: Json) -> str:
+    """A row for each concurrency and model of one run of servers: every time that its requests took.
+
+    Args:
+        record: see :func:`load_table`.
+    """
+    rows = []
+    for load in (f"{concurrency} at once" for concurrency in record["concurrency"]):
+        for name in record["names"]:
+            found = (record["summary"][name][load][f"{metric}_ms"] for metric in TIMES)
+            rows.append((load, name, *(milliseconds(list(each.values())) if each else None for each in found)))
+    return markdown_table(Table("", ("load", "model", *TIME_COLUMNS), tuple(rows)))
+
+
+def servers_table(record: Json) -> str:
+    """A row for each model of one run of servers: what its server takes.
+
+    Args:
+        record: with the models of :class:`pyprune.serving.load.results.LoadReport`.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for name in record["names"]:
+        own = record["models"][name]
+        held = own["capacity"] and f"{own['capacity']['sequences']:.2f} of {own['capacity']['context']:,}"
+        memory = own["memory"] and f"{own['memory'] / 1e6:,.0f}"
+        rows.append((name, start_seconds(own["load_seconds"]), memory, held))
+    gib = f"{record['options']['kv_gib']:g} GiB"
+    columns = ("model", "until healthy (s)", "peak host memory (MB)", f"sequences in {gib}")
+    return markdown_table(Table("", columns, tuple(rows)))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers, default=0), max(numbers, default=0)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def startup_table(records: Iterable[Json]) -> str:
-    """Seconds of starts in turn: the dense model as it is, and the same sizes in the pruned architecture."""
-    rows: list[tuple[Cell, ...]] = []
-    for record in records:
-        (stock, pruned), asked = (record["seconds"][name] for name in ("stock", "pruned")), record["asked"]
-        more = [b - a for a, b in zip(stock, pruned, strict=True)]
-        rows.append(
-            (
-                record["model"],
-                record["mode"],
-                _spread(stock),
-                _spread(pruned),
-                f"{median(more):+.2f} ({min(more):+.2f} to {max(more):+.2f})",
-                f"under {asked:g} s: {_verdict(median(more) < asked)}",
-            )
-        )
-    columns = ("model", "mode", "stock (s)", "pruned architecture (s)", "more (s)", "asked")
+    """Seconds of starts in turn, a row for each pair of models of :data:`STARTED`, and what the plugin itself takes."""
+    rows = [_start_row(r, *pair) for r in records for pair in STARTED if set(pair) <= set(r["seconds"])]
+    columns = ("model", "mode", "started (s)", "instead of (s)", "more (s)", "asked")
     note = "Median (fastest to slowest) of starts in turn, after one of each that fills the caches and is not counted."
-    return f"{markdown_table(Table('', columns, tuple(rows)))}\n\n{note}"
+    found = [markdown_table(Table("", columns, tuple(rows))), note]
+    found += [
+        f"The plugin in a process that has vLLM and Transformers, {r['model']}: {_spread(r['plugin'])} s."
+        for r in records
+        if "plugin" in r
+    ]
+    return "\n\n".join(found)
+
+
+def _start_row(record: Json, base: str, other: str) -> tuple[Cell, ...]:
+    of_base, of_other, asked = record["seconds"][base], record["seconds"][other], record["asked"]
+    more = [b - a for a, b in zip(of_base, of_other, strict=True)]
+    return (
+        record["model"],
+        record["mode"],
+        f"{STARTED_NAMES[other]}: {_spread(of_other)}",
+        f"{STARTED_NAMES[base]}: {_spread(of_base)}",
+        f"{median(more):+.2f} ({min(more):+.2f} to {max(more):+.2f})",
+        f"under {asked:g} s: {_verdict(median(more) < asked)}",
+    )
 
 
 def _spread(seconds: Sequence[float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tokenizers.models import BPE
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from pyprune.families import NamedParam, family_for, named_axes
 from pyprune.plan import PrunePlan
 
 VOCAB = 384
@@ -103,6 +105,31 @@ def damp_(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.mul_(0.5)
+
+
+@torch.no_grad()
+def weaken_(model: PreTrainedModel, blocks: Collection[tuple[int, str]]) -> None:
+    """Take from blocks most of what they add to the stream, so that a model without them is nearly the same.
+
+    Args:
+        model: of a family.
+        blocks: (layer, "attention" or "mlp").
+    """
+    family = family_for(model)
+    for p in last_of(model, blocks):
+        offset = family.offset(p.row)
+        p.parameter.copy_((p.parameter + offset) * 0.01 - offset)
+
+
+def last_of(model: PreTrainedModel, blocks: Collection[tuple[int, str]]) -> list[NamedParam]:
+    """The parameters that scale what blocks add to the stream.
+
+    Args:
+        model: of a family.
+        blocks: (layer, "attention" or "mlp").
+    """
+    rows = [p for p in named_axes(model) if (p.layer, p.row.block) in blocks]
+    return [p for p in rows if p.row.role == "post_norm"] or [p for p in rows if p.row.role == "writer"]
 
 
 def shareable(plan: PrunePlan) -> PrunePlan:

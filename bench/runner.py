@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyprune.errors import PypruneError
-from pyprune.report import markdown_table
+from pyprune.report import noted_table
 from pyprune.serving.measure import measure
 from pyprune.serving.speed import Workload
 from pyprune.serving.table import conditions, speed_table
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PypruneError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{markdown_table(speed_table(report))}\n\n{conditions(report)}")
+    print(f"{noted_table(speed_table(report))}\n\n{conditions(report)}")
     return 0
 
 

@@ -11,9 +11,11 @@ the parameters less), and heads and FFN widths that differ between layers, of eq
 
 * engine: prefill of one prompt of each length of --prompts, and generation of 64 x 128 tokens. The engines of a mode
   are up together and take turns, the dense one before and after the others. With --resident there are fewer at once.
+  On a GPU, of which only one gets its share, they are up one after another.
 * load: `pyprune bench --serving` over --concurrency, for the same models.
 * startup: seconds from the start of a server until /health: the dense model as it is, and the same sizes written in the
-  pruned architecture, which the plugin serves. In turn, one start of each before them.
+  pruned architecture, which the plugin serves; uniform widths, a stock model, and unequal ones. In turn, one start of
+  each before them. And what the plugin takes in a process of its own that vLLM and Transformers were imported in.
 
 Where a prompt of --prompts plus one token is longer than the model reads (8,192 for SmolLM2-135M),
 max_position_embeddings of the written models is made larger; that changes no shape.
@@ -25,9 +27,10 @@ stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -36,15 +39,18 @@ from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
-from bench._machine import machine_of
-from bench._serving_card_ideal import measure_rates
-from bench._serving_card_plans import card_plans
-from bench._serving_card_table import card
-from pyprune.budget.profile import DENSE
+from bench._machine import machine_of, serving_environment
+from bench._serving_card_ideal import machine_rates
+from bench._serving_card_plans import UNEQUAL, UNIFORM, card_plans
+from bench._serving_card_table import STARTED_NAMES, card
+from bench.matrix import last_line
+from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.turns import EngineGroup, longest_sequence
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.serving.engines import EngineError
+from pyprune.serving.measure import fills_gpu
 
 if TYPE_CHECKING:
     from pyprune.budget.probes import Model
@@ -55,6 +61,26 @@ DTYPE = "bfloat16"
 LOAD_KV_GIB = 1.5
 """Holds 64 sequences of the dense model, so that no request waits for room."""
 STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
+
+PLUGIN = """
+import os, sys, time
+printed, sys.stdout = os.dup(1), sys.stderr  # what the libraries say is no figure
+os.dup2(2, 1)
+os.environ["VLLM_PLUGINS"] = ""  # vLLM would load it while it is imported
+from pyprune.serving.launch import answer_for_variants
+answer_for_variants()
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm import ModelRegistry
+assert "pyprune.serving.plugin" not in sys.modules, "its imports would not count"
+began = time.perf_counter()
+from pyprune.serving.plugin import architectures, look_for_platform, register
+look_for_platform()
+register()
+seconds = time.perf_counter() - began
+missing = set(architectures()) - set(ModelRegistry.get_supported_archs())
+assert not missing, f"not registered: {sorted(missing)}"
+os.write(printed, str(seconds).encode())
+"""
 
 
 class Bench:
@@ -69,7 +95,6 @@ class Bench:
     def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
         from pyprune.budget.probes import dense_config
         from pyprune.families import family_for
-        from pyprune.serving.stats import environment_record
 
         self.options, self.records, self.work = options, records, work
         self.name = Path(options.model).name if options.model else MODEL_NAME
@@ -79,7 +104,7 @@ class Bench:
         self.config.max_position_embeddings = max(self.config.max_position_embeddings, *lengths)
         dense = family_for(self.config).plan(self.config)
         self.plans = {DENSE: dense, **card_plans(dense)}
-        self.environment = environment_record()
+        self.environment = serving_environment()
 
     def run(self) -> None:
         """Measure what has no record yet."""
@@ -118,7 +143,7 @@ class Bench:
     def _machine(self) -> None:
         key = digest(machine_of(self.environment))[:16]
         if key not in self.records.of("machine"):
-            rates = measure_rates(self.plans[DENSE])
+            rates = machine_rates(self.plans[DENSE])
             self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
 
     def _engines(self, mode: str) -> None:
@@ -135,12 +160,12 @@ class Bench:
     def _group(self, mode: str, group: Sequence[str], keys: dict[Quantity, str]) -> None:
         """Time the dense model and some others in turn, and record each workload when its turns have ended."""
         o, names = self.options, [DENSE, *group]
-        say(f"Loading {', '.join(names)}: {mode}.")
+        resident = not fills_gpu("vllm")
+        say(f"Timing {', '.join(names)}: {mode}.")
         with EngineGroup("vllm", DTYPE, list(keys), self.config.vocab_size, o.seed, eager=mode == "eager") as engines:
-            engines.load({name: self._model(name) for name in names})
-            turns = track(engines.round(names, o.repeats, 0), f"timing, {mode}")
-            for quantity, found in groupby(turns, key=lambda turn: turn.quantity):
-                taken = list(found)
+            models = {name: self._model(name) for name in names}
+            turns = engines.beside(models.pop(DENSE), models, o.repeats, resident=resident)
+            for quantity, taken in _by_workload(turns, list(keys), resident=resident):
                 self.records.add(
                     {
                         "kind": "engine",
@@ -150,6 +175,7 @@ class Bench:
                         "kind_of_work": quantity.kind,
                         "tokens": quantity.tokens,
                         "batch": quantity.batch,
+                        "resident": resident,
                         "seconds": {name: [t.seconds for t in taken if t.probe == name] for name in names},
                         **self._facts(names),
                     }
@@ -166,7 +192,10 @@ class Bench:
             prompt_tokens=o.load_prompt,
             new_tokens=o.load_new_tokens,
             loads=tuple(Load(concurrency=number) for number in o.concurrency),
+            requests=o.load_requests,
             repeats=o.load_repeats,
+            precision=o.load_precision,
+            max_repeats=o.load_max_repeats,
             dtype=DTYPE,
             eager=mode == "eager",
             kv_gib=LOAD_KV_GIB,
@@ -183,19 +212,24 @@ class Bench:
         self.records.add({"kind": "load", "key": key, **kept, **facts})
 
     def _startup(self, mode: str) -> None:
-        """Start servers of the dense model and of the same sizes in the pruned architecture in turn."""
+        """Start servers of stock models and of as large ones that the plugin serves in turn."""
         starts = self.options.starts
-        key = self._key("startup", mode, starts)
+        key = self._key("startup", mode, starts, list(STARTED_NAMES))
         if key in self.records.of("startup"):
             return
-        folders = {"stock": self._model(DENSE)[0], "pruned": self._pruned()}
+        plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
+        folders = dict(zip(STARTED_NAMES, self._started(), strict=True))
         first = {name: self._start(folder, mode) for name, folder in folders.items()}
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for _ in track(range(starts), f"starting servers, {mode}"):
             for name, folder in folders.items():
                 seconds[name].append(self._start(folder, mode))
-        found = {"first_seconds": first, "seconds": seconds, "asked": STARTUP_ASKED}
+        found = {"first_seconds": first, "seconds": seconds, "plugin": plugin, "asked": STARTUP_ASKED}
         self.records.add({"kind": "startup", "key": key, "mode": mode, **found, **self._facts([DENSE])})
+
+    def _started(self) -> tuple[Path, Path, Path, Path]:
+        """The folders of :data:`STARTED_NAMES`."""
+        return self._model(DENSE)[0], self._pruned(), self._model(UNIFORM)[0], self._model(UNEQUAL)[0]
 
     def _pruned(self) -> Path:
         """The dense model in the pruned architecture."""
@@ -216,6 +250,24 @@ class Bench:
         words += ["--enforce-eager"] if mode == "eager" else []
         with Server(serve_command(folder, list(map(str, words))), str(folder)) as server:
             return server.load_seconds
+
+
+def plugin_seconds() -> float:
+    """Seconds that the plugin takes in a new process that vLLM and Transformers were imported in, as in a server's."""
+    done = subprocess.run([sys.executable, "-c", PLUGIN], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EngineError(f"The plugin was not registered: {last_line(done.stderr)}")
+    return float(done.stdout)
+
+
+def _by_workload(
+    turns: Iterable[Timing], quantities: Sequence[Quantity], *, resident: bool
+) -> Iterator[tuple[Quantity, list[Timing]]]:
+    """The turns of each workload: as soon as they are there, where one workload is timed after another."""
+    if not resident:  # one engine has all workloads before the next is loaded
+        turns = sorted(turns, key=lambda turn: quantities.index(turn.quantity))
+    for quantity, found in groupby(turns, key=lambda turn: turn.quantity):
+        yield quantity, list(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -261,6 +313,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--load-prompt", type=count, default=512, metavar="N", help="tokens of a prompt under load")
     parser.add_argument("--load-new-tokens", type=count, default=128, metavar="N", help="new tokens of each request")
     parser.add_argument("--load-repeats", type=count, default=3, metavar="N", help="turns of each model and load")
+    parser.add_argument(
+        "--load-precision", type=float, default=0.0, metavar="X",
+        help="go on until the 95%% interval of every ratio is no wider than this (0.02: 2%%); 0 = --load-repeats turns",
+    )  # fmt: skip
+    parser.add_argument("--load-max-repeats", type=count, metavar="N", help="the most turns with --load-precision")
+    parser.add_argument("--load-requests", type=count, metavar="N", help="of a turn (default: two rounds, at least 8)")
     parser.add_argument("--starts", type=count, default=5, metavar="N", help="counted starts of each server")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts")
     parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")

@@ -39,6 +39,7 @@ from statistics import median
 from typing import Any
 
 from bench._command import count, exit_status
+from bench._machine import serving_environment
 from bench._serving_card_plans import UNEQUAL, card_plans
 from bench._soak_client import Outcome, Request, draw_requests, send_all
 from pyprune.errors import ConfigError
@@ -73,8 +74,6 @@ class Soak:
 
     def run(self) -> Json:
         """Serve, load, check, and kill if asked; return the record."""
-        from pyprune.serving.stats import environment_record
-
         o = self.options
         with Server(self._command(), str(self.folder)) as server:
             began = time.monotonic()
@@ -87,7 +86,7 @@ class Soak:
         counts = Counter(outcome.status for outcome in self.outcomes)
         asked = {"requests": o.requests, "concurrency": o.concurrency, "dtype": o.dtype, "seed": o.seed}
         asked |= {"prompt_tokens": _ends(o.prompt_tokens), "new_tokens": _ends(o.new_tokens), "eager": o.eager}
-        environment = environment_record()
+        environment = serving_environment()
         return {
             "kind": "soak",
             "key": digest([self.name, asked, environment["time"]])[:16],

@@ -195,9 +195,7 @@ def to_markdown(report: Report) -> str:
     """Return the report as GitHub-flavoured Markdown (without the charts)."""
     parts = [f"# {report.title}", *report.summary]
     for table in report.tables:
-        parts += [f"## {table.title}", markdown_table(table)]
-        if table.note:
-            parts.append(table.note)
+        parts += [f"## {table.title}", noted_table(table)]
     if report.conditions:
         parts += ["## Conditions", "\n".join(f"- {k}: {v}" for k, v in report.conditions.items())]
     if report.notes:
@@ -218,6 +216,11 @@ def markdown_table(table: Table) -> str:
             cells = [f"**{cell}**" if cell else cell for cell in cells]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def noted_table(table: Table) -> str:
+    """The same with the table's note below it."""
+    return "\n\n".join(filter(None, (markdown_table(table), table.note)))
 
 
 def _escape_markdown(text: str) -> str:
@@ -255,8 +258,7 @@ def print_table(table: Table) -> None:
     if out.is_terminal:
         out.print(rich_table(table))
         return
-    note = f"\n{table.note}\n" if table.note else ""
-    print(f"{table.title}\n\n{markdown_table(table)}\n{note}")
+    print(f"{table.title}\n\n{noted_table(table)}\n")
 
 
 STYLE = """

@@ -15,6 +15,7 @@ from pyprune.serving.stats import named_variables
 from pyprune.serving.table import plus_minus, precision_sentence
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
+TIME_COLUMNS = tuple(f"{name} {'/'.join(f'p{p}' for p in PERCENTILES)} (ms)" for name in TIMES.values())
 
 
 def load_table(report: LoadReport) -> Table:
@@ -23,10 +24,9 @@ def load_table(report: LoadReport) -> Table:
     Output tokens/s and goodput are "median ± median absolute deviation" of the turns; the times are percentiles over
     the requests of all turns, in ms. The ratio is of output tokens/s, under a rate of mean end-to-end times.
     """
-    percentiles = "/".join(f"p{p}" for p in PERCENTILES)
     goodput = ("Goodput (requests/s)",) if report.options.slo else ()
     energy = ("J/output token",) if report.counters else ()
-    columns = ("Load", "Model", "Output tokens/s", "Ratio", *(f"{name} {percentiles} (ms)" for name in TIMES.values()))
+    columns = ("Load", "Model", "Output tokens/s", "Ratio", *TIME_COLUMNS)
     rows = tuple(_row(report, load, name) for load in report.options.loads for name in report.models)
     is_rated = any(load.rate is not None for load in report.options.loads)
     note = "Ratio: of mean end-to-end times; how many tokens come in a second is what the rate asks for." * is_rated
@@ -34,7 +34,7 @@ def load_table(report: LoadReport) -> Table:
 
 
 def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
-    times = [_milliseconds(report.percentiles(name, load, metric)) for metric in TIMES]
+    times = [milliseconds(report.percentiles(name, load, metric)) for metric in TIMES]
     goodput = report.goodput(name, load)
     kept = (plus_minus(goodput, 2) if goodput else None,) if report.options.slo else ()
     speed = plus_minus(report.tokens_per_second(name, load))
@@ -43,7 +43,8 @@ def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
     return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept, *energy)
 
 
-def _milliseconds(values: Sequence[float] | None) -> str | None:
+def milliseconds(values: Sequence[float] | None) -> str | None:
+    """Percentiles in ms as a cell, such as "8.5 / 120 / 1,300"; None without any."""
     return None if values is None else " / ".join(f"{value:,.{0 if value >= 100 else 1}f}" for value in values)
 
 
@@ -91,7 +92,7 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
 
 
 def _taken(model: ServedModel) -> tuple[Cell, ...]:
-    starts = (_seconds(model.load_seconds), _seconds(model.compile_seconds))
+    starts = (start_seconds(model.load_seconds), start_seconds(model.compile_seconds))
     memory = None if model.memory is None else f"{model.memory / 1e6:,.0f}"
     c = model.capacity
     if c is None:
@@ -99,8 +100,8 @@ def _taken(model: ServedModel) -> tuple[Cell, ...]:
     return (*starts, memory, c.token_bytes, f"{c.sequences:,.2f}", None if c.reported is None else f"{c.reported:,.2f}")
 
 
-def _seconds(values: Sequence[float]) -> str | None:
-    """The first start, and the fastest of those after it, which find what the first one compiled."""
+def start_seconds(values: Sequence[float]) -> str | None:
+    """The first start in seconds, and the fastest of those after it, which find what the first one compiled."""
     if not values:
         return None
     later = f", then {min(values[1:]):.1f}" if len(values) > 1 else ""

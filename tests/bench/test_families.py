@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,18 @@ from bench._answers import TOP, log_probabilities
 from bench._families_checks import (
     Asked,
     WrongAnswer,
+    check_adapters,
+    check_changed_weights,
     check_compiled,
+    check_draft,
     check_log_probabilities,
     check_schema,
     check_several,
     check_tool,
 )
+from bench._families_made import STOCK, Made, architecture, as_cut, to_change, with_adapters, with_draft
 from bench._tiny import tiny_served_model
+from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.engines import EngineError
@@ -48,18 +54,18 @@ def test_unknown_names_are_refused(given: list[str], said: str, capsys: pytest.C
 
 @pytest.mark.parametrize("name", families.names())
 def test_every_layer_has_sizes_of_its_own_that_two_ranks_can_hold(name: str, tmp_path: Path) -> None:
-    families.write_checkpoint(name, tmp_path / "model")
+    as_cut(name, tmp_path)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     widths = layer_widths(config)
-    assert config["architectures"] == [families.architecture(name)]
-    assert len(set(widths)) == (1 if name == families.STOCK else 4)
+    assert config["architectures"] == [architecture(name)]
+    assert len(set(widths)) == (1 if name == STOCK else 4)
     assert why_not_split(widths, 2) == ""
     assert why_not_staged(widths, [(0, 2), (2, len(widths))]) == ""
 
 
 def test_all_families_of_the_plugin_are_asked() -> None:
     served = {name for name, family in all_families().items() if family.served_by}
-    assert set(families.names()) == served | {families.STOCK}
+    assert set(families.names()) == served | {STOCK}
     assert len(served) >= 11
 
 
@@ -68,7 +74,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Mode of a family -> the error that it ends in; without an entry it holds. Nothing is served."""
     errors: dict[str, Any] = {}
 
-    def ask(folder: Path, mode: families.Mode, found: Json) -> None:
+    def ask(made: Made, mode: families.Mode, found: Json) -> None:
         name = next(name for name, other in families.MODES.items() if other is mode)
         errors.setdefault("asked", []).append(name)
         found |= {"load_seconds": 1.0, "difference": 2e-6}
@@ -76,7 +82,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise errors[name]
 
     monkeypatch.setattr(families, "ask", ask)
-    monkeypatch.setattr(families, "write_checkpoint", lambda name, folder: folder.mkdir())
+    nothing = {name: replace(mode, made=lambda name, work: Made(work)) for name, mode in families.MODES.items()}
+    monkeypatch.setattr(families, "MODES", nothing)
     return errors
 
 
@@ -89,7 +96,7 @@ def test_what_holds_is_not_asked_again_and_what_does_not_is(
     assert families.main(given) == 1
     assert answers["asked"] == list(families.MODES)
     printed = capsys.readouterr().out
-    cells = "| opt | yes, 2.0e-06 | log probabilities differ by 3.0e-03 | RuntimeError: a / b |"
+    cells = "| opt | yes, 2.0e-06 | log probabilities differ by 3.0e-03 | RuntimeError: a / b | yes, 2.0e-06 |"
     assert cells in printed
     assert families.main([*given, "--only-table"]) == 0
     assert capsys.readouterr().out == printed
@@ -99,12 +106,12 @@ def test_what_holds_is_not_asked_again_and_what_does_not_is(
     assert families.main([*given, "--modes", "compiled,tensor parallel 2"]) == 0
     assert answers["asked"] == ["tensor parallel 2"]
     assert "| opt | yes, 2.0e-06 | yes, 2.0e-06 | RuntimeError: a / b |" in capsys.readouterr().out
-    rows = RecordFile(tmp_path / "rows.jsonl").of("families").values()
+    rows = list(RecordFile(tmp_path / "rows.jsonl").of("families").values())[:3]
     assert [(row["mode"], row["passed"], row["difference"]) for row in rows] == [
         ("compiled", True, 2e-6), ("tensor parallel 2", True, 2e-6), ("pipeline parallel 2", False, 2e-6)
     ]  # fmt: skip
     assert families.main([*given, "--families", "phi", "--modes", MODE]) == 0
-    assert "| phi | yes, 2.0e-06 | not tried | not tried |" in capsys.readouterr().out
+    assert "| phi | yes, 2.0e-06 | not tried | not tried | not tried |" in capsys.readouterr().out
 
 
 class InTransformers:
@@ -218,6 +225,73 @@ def test_a_model_that_was_not_compiled_is_seen(compilation: str | None, model: P
         check_compiled(Asked(InTransformers(model, compilation), model))
 
 
+class Named(InTransformers):
+    """The same of several models, by their names on the server."""
+
+    def __init__(self, **models: PreTrainedModel) -> None:
+        super().__init__(next(iter(models.values())))
+        self.models, self.told, self.counts = models, [], {"draft": 30.0, "accepted": 20.0}
+        self.model = next(iter(models))
+
+    def post(self, path: str, body: Json, timeout: float) -> str:
+        if path == "/collective_rpc":
+            self.told.append(body["method"])
+            return "{}"
+        self.model_in_memory = self.models[body["model"]]
+        return super().post(path, body, timeout)
+
+    def get(self, path: str) -> str:
+        assert path == "/metrics"
+        return "".join(f"vllm:spec_decode_num_{name}_tokens_total {count}\n" for name, count in self.counts.items())
+
+
+@pytest.mark.parametrize("name", ["opt", STOCK])
+def test_adapters_must_answer_as_the_merged_model(name: str, tmp_path: Path) -> None:
+    made = with_adapters(name, tmp_path)
+    plain, merged = load_model(made.folder)[0], load_model(made.recovered)[0]
+    assert {"--enable-lora", f"adapted={made.recovered / 'adapter'}"} <= set(made.words)
+    asked = Asked(Named(tiny=plain, adapted=merged), plain, made.folder, made.recovered)
+    check_adapters(asked)
+    assert asked.difference == 0, "compared, with itself"
+    with pytest.raises(WrongAnswer, match=r"less likely than|log probabilities differ by"):
+        check_adapters(Asked(Named(tiny=plain, adapted=plain), plain, made.folder, made.recovered))
+    with pytest.raises(WrongAnswer, match="the recovery changed nothing"):
+        check_adapters(Asked(Named(tiny=plain, adapted=plain), plain, made.folder, made.folder))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", STOCK])
+def test_a_draft_must_propose_what_the_dense_model_says(name: str, tmp_path: Path) -> None:
+    made = with_draft(name, tmp_path)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == [architecture(name)]
+    assert ("--disable-hybrid-kv-cache-manager" in made.words) == (name == "gemma3_text")
+    dense, draft = load_model(made.folder)[0], load_model(tmp_path / "draft")[0]
+    asked = Asked(Named(tiny=dense), dense)
+    check_draft(asked)
+    prompt = list(range(3, 60))
+    apart = (log_probabilities(dense, prompt) - log_probabilities(draft, prompt)).abs().max()
+    assert 0 < apart < 0.5, "the draft is nearly the dense model"
+    asked.server.counts["accepted"] = 15.0
+    with pytest.raises(WrongAnswer, match="15 of 30 tokens of the draft were accepted"):
+        check_draft(asked)
+    with pytest.raises(WrongAnswer, match="less likely"):
+        check_draft(Asked(Named(tiny=slightly_other()), dense))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", STOCK])
+def test_changed_weights_must_be_those_that_answer(name: str, tmp_path: Path) -> None:
+    made = to_change(name, tmp_path)
+    before = load_model(made.folder)[0]
+    server = Named(tiny=before)
+    with pytest.raises(WrongAnswer, match=r"less likely than|log probabilities differ by"):
+        check_changed_weights(Asked(server, before, made.folder))
+    assert server.told == ["reload_weights"]
+    server = Named(tiny=load_model(made.folder, verify=False)[0])
+    asked = Asked(server, before, as_cut(name, tmp_path / "again").folder)
+    check_changed_weights(asked)
+    assert asked.difference == 0, "compared, with itself"
+
+
 class TestServed:
     pytestmark = REAL_VLLM
 
@@ -228,4 +302,4 @@ class TestServed:
         assert (row["error"], status) == ("", 0)
         assert (row["passed"], row["architecture"], row["mode"]) == (True, "PrunedOPTForCausalLM", MODE)
         assert 0 < row["difference"] <= 1e-5
-        assert f"| opt | yes, {row['difference']:.1e} | not tried | not tried |" in capsys.readouterr().out
+        assert f"| opt | yes, {row['difference']:.1e} | not tried | not tried | not tried |" in capsys.readouterr().out

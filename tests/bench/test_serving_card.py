@@ -14,7 +14,7 @@ from bench import serving_card
 from bench._profile_plans import SMOLLM2
 from bench._serving_card_ideal import Ideal, Rates, Work, Workload, ideal, measure_rates, parameters, work
 from bench._serving_card_plans import UNEQUAL, UNIFORM, card_plans
-from bench._serving_card_table import card, speed_ratios
+from bench._serving_card_table import STARTED_NAMES, card, speed_ratios
 from pyprune.budget import turns
 from pyprune.budget.probes import dense_config, write_probe
 from pyprune.checkpoint.save import save_checkpoint
@@ -22,7 +22,9 @@ from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.records import Json, RecordFile
+from pyprune.serving.engines import EngineError
 from tests._support.models import tiny_model
+from tests._support.served import REAL_VLLM
 from tests._support.tokenizer import tiny_tokenizer
 
 TINY = Sizes(2, 4, 2, 1, 2, 6, 10)
@@ -249,6 +251,38 @@ def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+def test_one_engine_after_another_on_a_gpu(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up: list[_Engine] = []
+
+    class _Counted(_Engine):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            up.append(self)
+            assert len(up) == 1, "another engine has the memory"
+
+        def close(self) -> None:
+            up.remove(self)
+
+    _Engine.options = []
+    monkeypatch.setattr(turns, "Engine", _Counted)
+    monkeypatch.setattr(serving_card, "fills_gpu", lambda engine: engine == "vllm")
+    monkeypatch.setattr(turns, "QUICK_S", 0.3)  # the dense model is slower, and so has fewer turns
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "engine", "--mode", "eager", "--prompts", "24,40", "--generation", "1x5"]
+    assert serving_card.main([*given, "--repeats", "2", "--jsonl", str(tmp_path / "rows.jsonl")]) == 0
+    assert len(_Engine.options) == 5
+    found = list(RecordFile(tmp_path / "rows.jsonl").of("engine").values())
+    assert [row["quantity"] for row in found] == ["prefill@24", "prefill@40", "generation@1x5"]
+    for row in found:
+        assert [len(row["seconds"][name]) for name in row["names"]] == [2, 6, 6, 6, 6]
+    printed = capsys.readouterr().out
+    assert "| 2.000x |" in printed
+    assert "The engines were up one after another" in printed
+    assert f"{UNEQUAL}: 1.000 times the seconds of" in printed
+
+
 def summaries(rate: float, ratio: float) -> dict[str, Any]:
     times = {"p50": 20.0, "p90": 30.0, "p99": 40.0}
     interval = {"low": ratio - 0.01, "high": ratio + 0.01, "count": 3}
@@ -258,34 +292,52 @@ def summaries(rate: float, ratio: float) -> dict[str, Any]:
         "interval": interval,
         "ttft_ms": times,
         "tpot_ms": None,
+        "itl_ms": None,
+        "e2e_ms": {name: 100 * value for name, value in times.items()},
     }
     return {"2 at once": own}
 
 
 def load_record(**values: Any) -> Json:
     found = {"dense": summaries(100.0, 1.0), "1 layers": summaries(150.0, 1.5)}
-    own = {"concurrency": [2], "options": {"prompt_tokens": 2, "new_tokens": 3}, "summary": found, "note": None}
+    capacity = {"sequences": 12.5, "context": 5}
+    server = {"load_seconds": [9.0, 7.5, 8.0], "memory": 2_000_000_000, "capacity": capacity}
+    own = {
+        "concurrency": [2],
+        "options": {"prompt_tokens": 2, "new_tokens": 3, "kv_gib": 1.5},
+        "summary": found,
+        "note": None,
+        "models": {"dense": server, "1 layers": {**server, "memory": None, "capacity": None}},
+        "turns": [{"model": name, "load": "2 at once"} for name in found for _ in range(3)],
+    }
     return record(kind="load", key="l", names=list(found), **own) | values
 
 
 def test_the_table_of_servers() -> None:
     """The same work as of generation: 4,480 and 480 FLOPs, of which half of the layers' is left."""
     printed = card(records_of(load_record(note="Distrust these figures.")))
-    assert "Prompts of 2 tokens, 3 new ones. Distrust these figures." in printed
-    (row,) = [line for line in printed.splitlines() if line.startswith("| 2 at once | 1 layers |")]
+    assert "Prompts of 2 tokens, 3 new ones; turns of each model and load: 3. Distrust these figures." in printed
+    row, times = [line for line in printed.splitlines() if line.startswith("| 2 at once | 1 layers |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:5] == ["150.0", "1.500x (1.490 to 1.510)", f"{4960 / 2720:.3f}x"]
-    assert cells[6:] == ["FLOPs", f"{1.5 / (4960 / 2720):.1%}", f"{480 / 4960:.1%}", "20 / 40", "-"]
+    assert cells[6:] == ["FLOPs", f"{1.5 / (4960 / 2720):.1%}", f"{480 / 4960:.1%}"]
+    assert times.endswith("| 20.0 / 30.0 / 40.0 | - | - | 2,000 / 3,000 / 4,000 |")
+    assert "| dense | 9.0, then 7.5 | 2,000 | 12.50 of 5 |" in printed
+    assert "| 1 layers | 9.0, then 7.5 | - | - |" in printed
 
 
 def test_the_table_of_starts() -> None:
     seconds = {"stock": [5.0, 6.0, 7.0], "pruned": [6.0, 7.5, 8.0]}
     kept = {"kind": "startup", "key": "s", "model": "tiny", "mode": "eager", "asked": 2.0, "seconds": seconds,
             "environment": MACHINE}  # fmt: skip
-    assert "| 6.00 (5.00 to 7.00) | 7.50 (6.00 to 8.00) | +1.00 (+1.00 to +1.50) | under 2 s: kept |" in card(
-        records_of(kept)
-    )
+    printed = card(records_of(kept))
+    assert "| pruned architecture: 7.50 (6.00 to 8.00) | stock: 6.00 (5.00 to 7.00) |" in printed
+    assert "| +1.00 (+1.00 to +1.50) | under 2 s: kept |" in printed
     assert "under 1 s: missed" in card(records_of({**kept, "asked": 1.0}))
+    both = seconds | {"uniform": [5.0, 6.0, 7.0], "unequal": [8.0, 9.0, 10.0]}
+    printed = card(records_of({**kept, "seconds": both, "plugin": [0.25, 0.5, 0.75]}))
+    assert f"| {UNEQUAL}: 9.00 (8.00 to 10.00) | {UNIFORM}: 6.00 (5.00 to 7.00) | +3.00 (+3.00 to +3.00) |" in printed
+    assert "Transformers, tiny: 0.50 (0.25 to 0.75) s." in printed
 
 
 def test_servers_are_started_in_turn(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,14 +350,29 @@ def test_servers_are_started_in_turn(dense: Path, tmp_path: Path, monkeypatch: p
         return nullcontext(SimpleNamespace(load_seconds=1.0))
 
     monkeypatch.setattr("pyprune.serving.load.server.Server", healthy_at_once)
+    monkeypatch.setattr(serving_card, "plugin_seconds", lambda: 0.5)
     monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
     given = ["--model", str(dense), "--part", "startup", "--starts", "2", "--jsonl", str(tmp_path / "rows.jsonl")]
     assert serving_card.main([*given, "--mode", "eager"]) == 0
-    assert started == [("LlamaForCausalLM", 5, True), ("PrunedLlamaForCausalLM", 5, True)] * 3, "one does not count"
+    pairs = [("LlamaForCausalLM", 5, True), ("PrunedLlamaForCausalLM", 5, True)] * 2
+    assert started == pairs * 3, "one does not count"
     (row,) = RecordFile(tmp_path / "rows.jsonl").of("startup").values()
-    assert row["seconds"] == {"stock": [1.0, 1.0], "pruned": [1.0, 1.0]}
+    assert row["seconds"] == {name: [1.0, 1.0] for name in STARTED_NAMES}
+    assert row["plugin"] == [0.5, 0.5]
     assert serving_card.main([*given, "--mode", "eager"]) == 0
-    assert len(started) == 6, "it was recorded"
+    assert len(started) == 12, "it was recorded"
+
+
+class TestPlugin:
+    pytestmark = REAL_VLLM
+
+    def test_its_seconds_are_read_from_a_process(self) -> None:
+        assert serving_card.plugin_seconds() > 0
+
+    def test_one_that_registers_nothing_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serving_card, "PLUGIN", serving_card.PLUGIN.replace("\nregister()", ""))
+        with pytest.raises(EngineError, match=r"not registered: .*PrunedLlamaForCausalLM"):
+            serving_card.plugin_seconds()
 
 
 def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,18 +383,22 @@ def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monke
         assert all((folder / "tokenizer_config.json").is_file() for folder in models.values())
         found = {name: summaries(100.0, 1.0) for name in models}
         paths = {name: {"path": str(folder)} for name, folder in models.items()}
-        rest = {"options": {"prompt_tokens": 8, "new_tokens": 4}, "turns": [], "note": None, "resident": True}
+        rest = {"options": {"prompt_tokens": 8, "new_tokens": 4, "kv_gib": 1}, "turns": [], "note": None}
+        paths = {name: {"load_seconds": [], "memory": None, "capacity": None, **of} for name, of in paths.items()}
+        rest["resident"] = True
         return SimpleNamespace(to_dict=lambda: {"summary": found, "models": paths, **rest})
 
     monkeypatch.setattr("pyprune.serving.load.run.measure_serving", measure)
     monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
     given = ["--model", str(dense), "--part", "load", "--mode", "compiled", "--concurrency", "2", "--load-prompt", "8"]
-    given += ["--load-new-tokens", "4", "--jsonl", str(tmp_path / "rows.jsonl")]
+    given += ["--load-new-tokens", "4", "--load-precision", "0.02", "--load-max-repeats", "9", "--load-requests", "5"]
+    given += ["--jsonl", str(tmp_path / "rows.jsonl")]
     assert serving_card.main(given) == 0
     assert serving_card.main(given) == 0
     ((names, options),) = asked
     assert names == ["dense", "4 layers", "3 layers", UNIFORM, UNEQUAL]
     assert (options.prompt_tokens, options.new_tokens, options.eager, options.dtype) == (8, 4, False, "bfloat16")
+    assert (options.precision, options.max_repeats, options.requests) == (0.02, 9, 5)
     assert [str(load) for load in options.loads] == ["2 at once"]
     (row,) = RecordFile(tmp_path / "rows.jsonl").of("load").values()
     assert str(tmp_path) not in json.dumps(row["models"])

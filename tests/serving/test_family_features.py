@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from bench._answers import LIGHT, is_light
+from bench._tiny import weaken_
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
-from pyprune.families import all_families, family_for, named_axes
+from pyprune.families import all_families, family_for
 from pyprune.serving.export import export
 from tests._support.models import TINY, one_of_each, tiny_model
 from tests._support.served import (
@@ -71,7 +72,7 @@ def _write_pair(name: str, root: Path) -> dict[str, Any]:
     damp_(model)
     family = family_for(model)
     plan = family.plan(model.config).with_layer(1, query_heads=[], kv_heads=[]).with_layer(2, ffn=[])
-    _weaken_(model, {(1, "attention"), (2, "mlp")})
+    weaken_(model, {(1, "attention"), (2, "mlp")})
     dense, draft = root / name / "dense", root / name / "draft"
     export(model, dense, tokenizer=tiny_tokenizer())
     compact_(model, plan)
@@ -95,17 +96,6 @@ def _write_narrow_pair(root: Path) -> dict[str, Any]:
     compact_(model, plan)
     export(model, draft, plan=plan, tokenizer=tiny_tokenizer())
     return {"dense": str(dense), "draft": str(draft), "options": {}}
-
-
-@torch.no_grad()
-def _weaken_(model: Any, blocks: Any) -> None:
-    """Take from (layer, block) pairs most of what they add to the stream."""
-    family = family_for(model)
-    rows = [p for p in named_axes(model) if (p.layer, p.row.block) in blocks]
-    last = [p for p in rows if p.row.role == "post_norm"] or [p for p in rows if p.row.role == "writer"]
-    for p in last:
-        offset = family.offset(p.row)
-        p.parameter.copy_((p.parameter + offset) * 0.01 - offset)
 
 
 @pytest.fixture(scope="module")
