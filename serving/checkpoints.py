@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import CheckpointError, shown
+from pyprune.plan import MAX_INDEX
 
 if TYPE_CHECKING:
     from pyprune.checkpoint.shards import TensorFiles
@@ -67,13 +68,32 @@ class Checkpoint:
     @property
     def max_length(self) -> int | None:
         """The longest sequence in tokens, or None where the config sets no limit."""
-        value = self.config.get("max_position_embeddings")
-        return int(value) if value else None
+        return scaled_positions(self.config) or None
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
         return int(self.config["vocab_size"])
+
+
+def scaled_positions(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence by config.json, which linear and dynamic rotary scaling make longer; 0 = not said.
+
+    With the other kinds of scaling max_position_embeddings is the length after it.
+    """
+    positions, rotary = int(config.get("max_position_embeddings") or 0), rotary_scaling(config)
+    factor = rotary.get("factor")
+    if rotary.get("rope_type", rotary.get("type")) not in ("linear", "dynamic"):
+        return positions
+    if isinstance(factor, (int, float)) and 1 <= factor <= MAX_INDEX:
+        return int(positions * factor)
+    return positions  # vLLM says what is wrong with another factor
+
+
+def rotary_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How config.json scales rotary positions; empty where it does not, or in a form that vLLM refuses."""
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rotary if isinstance(rotary, Mapping) else {}
 
 
 @dataclass(frozen=True)

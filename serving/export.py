@@ -21,7 +21,14 @@ import yaml
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.runtime.files import parse_json, read_bounded, read_json
 from pyprune.runtime.progress import say, warn
-from pyprune.serving.checkpoints import Checkpoint, Hub, read_checkpoint, refuse_unread_sizes
+from pyprune.serving.checkpoints import (
+    Checkpoint,
+    Hub,
+    read_checkpoint,
+    refuse_unread_sizes,
+    rotary_scaling,
+    scaled_positions,
+)
 from pyprune.serving.engines import KV_CACHE_SPACE, engine_environment, vllm_installed
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
@@ -34,12 +41,14 @@ from pyprune.serving.releases import (
 )
 from pyprune.serving.widths import (
     KV_BLOCK_TOKENS,
+    PARTITION,
     ffn_field,
     head_channels,
     layer_widths,
     named_layers,
     off_multiples,
     scale_group,
+    stages_of,
     token_bytes_of,
     why_not_grouped,
     why_not_split,
@@ -514,11 +523,13 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
     sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
     if sized or KV_CACHE_SPACE in os.environ:
         return {}
-    config, stages = checkpoint.config, max(1, given.pipeline_parallel_size)
+    config = checkpoint.config
     context = _context(given.max_model_len, _usual_context(config))
     blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
-    # The last rank of a pipeline has all of the draft.
-    token = -(-_rank_token_bytes(config, given) // stages) + _rank_token_bytes(_draft_config(given), given)
+    stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
+    tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
+    tokens[-1] += _rank_token_bytes(_draft_config(given), given)  # all of it is on the last rank
+    token = max(tokens)
     needed = -(-blocks * KV_BLOCK_TOKENS * token // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
         say(
@@ -528,10 +539,12 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
     return {KV_CACHE_SPACE: str(max(SERVE_KV_CACHE_GIB, needed))}
 
 
-def _rank_token_bytes(config: Mapping[str, Any], given: argparse.Namespace) -> int:
-    """Bytes of cache that one token takes in all layers, in the KV heads that one tensor parallel rank has of them.
+def _rank_token_bytes(
+    config: Mapping[str, Any], given: argparse.Namespace, stage: tuple[int, int] | None = None
+) -> int:
+    """Bytes of cache that one token takes in the KV heads of all layers that one tensor parallel rank has.
 
-    0 where vLLM alone knows: windows, latents, other dtypes.
+    Of the layers of a stage alone, where one is given. 0 where vLLM alone knows: windows, latents, other dtypes.
     """
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
@@ -539,7 +552,8 @@ def _rank_token_bytes(config: Mapping[str, Any], given: argparse.Namespace) -> i
         return 0
     dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
     shared = max(1, given.tensor_parallel_size)  # ranks have KV heads of their own, or the same ones
-    layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in layer_widths(config)]
+    widths = layer_widths(config)[slice(*stage) if stage else slice(None)]
+    layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in widths]
     return token_bytes_of(layers, head_channels(config), dtype)
 
 
@@ -556,18 +570,12 @@ def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
 def _usual_context(config: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
 
-    Linear and dynamic scaling of rotary positions make it longer; with longrope it is the length before the scaling.
+    With longrope that is the length before the scaling, though more may be asked for.
     """
-    positions = int(config.get("max_position_embeddings") or 0)
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rotary, Mapping):
-        return positions  # vLLM says what is wrong with it
-    kind, factor = rotary.get("rope_type", rotary.get("type")), rotary.get("factor")
+    kind = rotary_scaling(config).get("rope_type", rotary_scaling(config).get("type"))
     if kind in ("longrope", "su"):
-        return int(config.get("original_max_position_embeddings") or positions)
-    if kind in ("linear", "dynamic") and isinstance(factor, (int, float)):
-        return int(positions * factor)
-    return positions
+        return int(config.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
+    return scaled_positions(config)
 
 
 def _context(given: str | None, usual: int) -> int:

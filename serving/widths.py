@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from pyprune.families import all_families
@@ -14,6 +15,9 @@ COLUMNS = ("query heads", "KV heads", "FFN channels")
 """What :data:`LayerSizes` counts, in words."""
 KV_BLOCK_TOKENS = 128
 """Of a block of vLLM's key-value cache on a CPU; a sequence occupies whole blocks."""
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""Environment variable by which vLLM divides layers among the ranks of pipeline parallelism, such as 14,9."""
 
 
 def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
@@ -160,6 +164,27 @@ def _can_share(size: int, ranks: int, *, copies: bool) -> bool:
     return size % ranks == 0 or (copies and 0 < size < ranks and ranks % size == 0)
 
 
+def stages_of(layers: int, ranks: int, partition: str = "") -> list[tuple[int, int]]:
+    """How vLLM divides layers among the ranks of pipeline parallelism.
+
+    Args:
+        layers: of the model.
+        ranks: pipeline parallel size; below 1 is 1, which vLLM refuses.
+        partition: layers of each rank, as :data:`PARTITION` gives them; what does not fit vLLM refuses.
+
+    Returns:
+        First layer of each rank, and the one after its last.
+    """
+    ranks = max(1, ranks)
+    counts = [int(part) if part.strip().isdigit() else 0 for part in partition.split(",")]
+    if len(counts) != ranks or sum(counts) != layers:
+        counts = [layers // ranks] * ranks
+        for back in range(2, layers % ranks + 2):  # what is over goes to the ranks before the last one
+            counts[-back] += 1
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))
+
+
 def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int]]) -> str:
     """Why vLLM cannot put these layers on the ranks of pipeline parallelism; empty where it can.
 
@@ -180,7 +205,7 @@ def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int
         return (
             f"pipeline parallel rank {rank} would hold {holds}, and vLLM cannot plan the key-value cache of a rank "
             f"without attention. The layers are divided {counts}; attention is in {attend}. Set "
-            "VLLM_PP_LAYER_PARTITION to layers per rank so that each has one of these, or use fewer ranks."
+            f"{PARTITION} to layers per rank so that each has one of these, or use fewer ranks."
         )
     return ""
 

@@ -213,6 +213,7 @@ def test_the_cache_has_the_size_that_was_given(monkeypatch: pytest.MonkeyPatch, 
         (["-tp", "2"], 3),
         (["-tp", "4"], 3),  # each of two KV heads is on two ranks
         (["-pp", "2"], 3),
+        (["-pp", "3"], 3),  # one, two, one
         (["--kv-cache-dtype", "fp8"], 2),
         (["--max-model-len", "4096"], 2),
     ],
@@ -230,6 +231,34 @@ def test_the_cache_holds_the_longest_sequence(
     serve(tmp_path / "out", words)
     assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
     assert (f"Key-value cache: {gib} GiB, for one sequence of" in capsys.readouterr().err) == (gib > 2)
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("partition", "gib"),
+    [
+        ("", 4),  # layers of 2, 2 and of no, 1 KV heads: the first rank has 4 of the 5
+        ("3,1", 4),
+        ("1,3", 3),
+        ("4,0", 5),
+        ("1,1", 4),  # vLLM refuses it
+        ("a,b", 4),
+    ],
+)
+def test_the_cache_holds_the_part_of_the_rank_that_has_most(
+    partition: str, gib: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", head_dim=64, num_attention_heads=8, num_hidden_layers=4, max_position_embeddings=2**21)
+    plan = family_for(model).plan(model.config)
+    plan = plan.with_layer(2, query_heads=[], kv_heads=[]).with_layer(3, query_heads=range(4), kv_heads=[0])
+    compact_(model, plan)
+    export(model, tmp_path / "out", plan=plan)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    seen: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
+    serve(tmp_path / "out", ["-pp", "2", "--max-model-len", "4190000"])
+    assert seen[0]["VLLM_CPU_KVCACHE_SPACE"] == str(gib)
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -205,6 +205,31 @@ def test_damaged_weights_are_refused(checkpoint: Path, tmp_path: Path, content: 
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("rotary", "tokens"),
+    [
+        ({}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"type": "dynamic", "factor": 1.5}, 96),
+        ({"rope_type": "yarn", "factor": 4.0}, 64),
+        ({"rope_type": "linear", "factor": float("inf")}, 64),
+        ({"rope_type": "linear", "factor": -2}, 64),
+        ("linear", 64),
+    ],
+)
+def test_scaled_positions_can_be_measured(checkpoint: Path, tmp_path: Path, rotary: Any, tokens: int) -> None:
+    """As long a prompt as vLLM reads; it says itself what is wrong with others."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"max_position_embeddings": 64, "rope_parameters": None, "rope_scaling": rotary}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_checkpoint(folder, verify=False).max_length == tokens
+    usual = {"engine": "transformers", "batch_size": 1, "new_tokens": 1}
+    assert workload_of({"a": folder}, prompt_tokens=tokens - 1, **usual).prompt_tokens == tokens - 1
+    with pytest.raises(ConfigError, match=f"reads at most {tokens} tokens"):
+        workload_of({"a": folder}, prompt_tokens=tokens, **usual)
+
+
 def test_other_weights_beside_a_record_are_not_timed(tmp_path: Path) -> None:
     model = tiny_model()
     folder = save_checkpoint(model, None, tmp_path / "c", plan=None, provenance={})
