@@ -187,12 +187,13 @@ class Bench:
     def _measure(self, folder: Path) -> Json:
         """Perplexities of a written checkpoint, and the seconds they took."""
         from pyprune.checkpoint.load import load_model
+        from pyprune.checkpoint.tokenizer import no_tokenizer
         from pyprune.checkpoint.trained_on import assert_not_trained_on
         from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
 
         model, tokenizer = load_model(folder, dtype=self.setting.dtype, device="auto")
         if tokenizer is None:
-            raise CheckpointError(f"{folder} has no tokenizer files, which text needs; add tokenizer.json.")
+            raise no_tokenizer(folder)
         if not self.loaded:
             self.loaded = {n: evaluation_text(tokenizer, str(self.setting.data / file)) for n, file in TEXTS.items()}
         started = time.monotonic()

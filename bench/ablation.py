@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from bench._ablation_cases import Case, Setting, decides, make_cases
 from bench._ablation_table import make_table, without_effect
 from pyprune.config.run import PruneConfig
-from pyprune.errors import CheckpointError, ConfigError, PypruneError
+from pyprune.errors import ConfigError, PypruneError
 from pyprune.report import markdown_table
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import Json, RecordFile
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         texts={source: _text_digest(source) for source in options.ppl},
         protocol=options.protocol,
         max_tokens=options.max_tokens,
-        tasks=tuple(options.tasks),
+        tasks=_tasks(options),
         task_limit=options.task_limit,
         task_folder=options.task_folder,
     )
@@ -94,6 +94,16 @@ def run(options: argparse.Namespace) -> int:
     for name in without_effect(cases, found):
         warn(f"{name} made no difference to any cell; the other options may leave it unused.")
     return int(any(record["error"] for record in found))
+
+
+def _tasks(options: argparse.Namespace) -> tuple[str, ...]:
+    """The lm-eval tasks, those behind a tag in its place."""
+    from pyprune.quality.tasks import check_tasks, tasks_behind
+
+    if not options.tasks:
+        return ()
+    given = {"limit": options.task_limit, "include_path": options.task_folder}
+    return tuple(tasks_behind(options.tasks, check_tasks(options.tasks, **given)))
 
 
 def _text_digest(source: str) -> str:
@@ -142,6 +152,7 @@ class Bench:
     def _load(self) -> tuple[PreTrainedModel, Any]:
         if self.loaded is None:
             from pyprune.checkpoint.load import load_model
+            from pyprune.checkpoint.tokenizer import no_tokenizer
             from pyprune.quality.perplexity import evaluation_text
             from pyprune.runtime.device import accelerator_name
 
@@ -154,7 +165,7 @@ class Bench:
                 trust_remote_code=setting.trust_remote_code,
             )
             if tokenizer is None:
-                raise CheckpointError(f"{setting.model} has no tokenizer files, which text needs; add tokenizer.json.")
+                raise no_tokenizer(setting.model)
             self.texts = {source: evaluation_text(tokenizer, source) for source in setting.texts}
             self.environment = environment_record(accelerator_name(self.config.device))
             self.loaded = model, tokenizer

@@ -161,9 +161,30 @@ def build_config(
         start = merge(start, as_prune_options(recovers))
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
+    start = merge(start, _one_text(start, merge(data, chosen)))
     config = read_config(_with_amounts(merge(merge(start, data), chosen)))
     _refuse_idle(chosen, config)
     return config
+
+
+_OF_A_TEXT = ("source", "split", "field", "sequence_length")
+"""Options of ``data`` that say which text is read, and in windows of what length."""
+
+
+def _one_text(start: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """What is named of ``data`` for recovery too, where a preset has both read one text.
+
+    Args:
+        start: the preset's options.
+        named: by the user, of recovery's own text among them, which win.
+    """
+    usual, recovery, given = start.get("data"), start.get("recovery_data"), named.get("data")
+    if not (isinstance(usual, Mapping) and isinstance(recovery, Mapping) and isinstance(given, Mapping)):
+        return {}
+    if usual.get("source") != recovery.get("source"):
+        return {}
+    alike = [name for name in _OF_A_TEXT if usual.get(name) == recovery.get(name)]
+    return {"recovery_data": {name: given[name] for name in alike if name in given}}
 
 
 def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from pyprune.checkpoint.layers import stored_layers, why_loaded_whole
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.record import read_record, take_measured
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.tokenizer import no_tokenizer
 from pyprune.checkpoint.trained_on import marked_passages, training_marks, unguarded
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import check_sources
-from pyprune.data.stream import check_sequence_length
+from pyprune.data.stream import check_sequence_length, check_token_ids
+from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
@@ -358,9 +360,10 @@ def _reworked(
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as folder:
         model, tokenizer = load_model(pruned, dtype=config.dtype, device=device, **remote)
         if tokenizer is None:
-            raise ConfigError(f"{pruned} has no tokenizer files; add them (tokenizer.json) to use text.")
+            raise no_tokenizer(pruned)
         check_sequence_length(model.config, config.data.sequence_length)
         samples = sample_sequences(tokenizer, config.data)
+        check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
         marks = known.get("training_marks", "")
         warnings = [*_other_weights(known, dense, pruned), *trained_before(marks, samples), *unguarded([samples])]
         work = _Work(model, samples, plan, folder, warnings=warnings)

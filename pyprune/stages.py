@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pyprune.checkpoint.record import read_pruning_json, read_record
 from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.tokenizer import no_tokenizer
 from pyprune.checkpoint.trained_on import unguarded
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageAction
@@ -132,12 +133,12 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
     Nothing is read when a saved plan is only applied and not verified.
 
     Raises:
-        ConfigError: the model has no tokenizer.
+        CheckpointError: the model has no tokenizer.
         DataError: the text cannot be used, or the sequences are longer than the model allows.
     """
     wanted = wanted_text(config)
     if wanted and tokenizer is None:
-        raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
+        raise no_tokenizer(model.name_or_path or "The model")
     for data in wanted.values():
         check_sequence_length(model.config, data.sequence_length)
     drawn = split_disjoint(tokenizer, wanted) if wanted else {}

@@ -321,6 +321,25 @@ def test_other_text_of_the_cut_is_as_much_as_the_method_reads() -> None:
     assert after.recovery_data.samples == after.data.samples
 
 
+def test_text_that_a_preset_reads_twice_is_named_once() -> None:
+    given = {"data.source": "mixture", "data.samples": 9, "data.sequence_length": 64}
+    config = build_config(preset="dress-paper", options=given)
+    assert config.recovery_data is not None
+    assert (config.recovery_data.source, config.recovery_data.sequence_length) == ("mixture", 64)
+    assert config.recovery_data.samples == 250, "the paper's share of the text"
+    own = build_config(preset="dress-paper", options=given, settings=["recovery_data.source=ptb"])
+    assert own.recovery_data is not None
+    assert (own.recovery_data.source, own.recovery_data.sequence_length) == ("ptb", 64)
+
+
+def test_the_window_of_another_text_is_its_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("preset: elder\nrecovery: alpaca-lora\ndata: {sequence_length: 2048}\n")
+    config = build_config(recipe=recipe)
+    assert config.recovery_data is not None
+    assert (config.data.sequence_length, config.recovery_data.sequence_length) == (2048, 256)
+
+
 @pytest.mark.parametrize(
     ("preset", "setting", "words"),
     [

@@ -17,12 +17,14 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
+from pyprune.cli.base import ERROR_CODE
 from pyprune.families import family_for
 from pyprune.pipeline import prune
 from pyprune.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 from tests._support.text import write_model, write_text
+from tests._support.tokenizer import tiny_tokenizer
 
 
 @pytest.fixture
@@ -101,6 +103,20 @@ def test_a_checkpoint_that_is_cut_already_is_reconstructed(dense: Path, plan: Pa
     assert entry["report"]["parts"]
     model, _ = load_model(tmp_path / "solved")
     assert model.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_refused(
+    dense: Path, plan: Path, text: Path, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<|{i}|>" for i in range(200)])
+    tokenizer.save_pretrained(dense)
+    assert run(*arguments(dense, plan, text, tmp_path / "plain")).exit_code == 0
+    text.write_text(text.read_text().replace(" ", " <|199|> "))
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    done = run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "solved", *data)
+    assert done.exit_code == ERROR_CODE
+    assert "but the model's vocabulary has" in " ".join(done.stderr.split())
 
 
 def test_text_that_the_checkpoint_has_read_before_is_warned_of(

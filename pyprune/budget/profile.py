@@ -271,6 +271,8 @@ class Profile:
         places = {kind: [q.place for q in known if q.kind == kind] for kind in ("prefill", "generation")}
         workloads = " ".join(f"--{kind} {','.join(found) or 'none'}" for kind, found in places.items())
         device = [] if self.used_device == "auto" else ["--device", self.used_device]
+        if self.used_device == "cpu" and self.engine != "llamacpp" and accelerators():
+            device += ["--out", "FILE"]  # by its name it would take the place of the accelerator's
         how = ["--engine", engine or self.engine, "--dtype", dtype or self.dtype, *device]
         return " ".join(["pyprune profile MODEL", *how, workloads])
 

@@ -26,6 +26,10 @@ _TIE = 1e-9
 """What a share of the units counts for beside that of the scores, so that more removed units are always more."""
 
 
+RIDGES = (1e-2, 1.0)
+"""Of the reconstruction behind a change, where none are given."""
+
+
 @dataclass(frozen=True)
 class ValueOptions(Config):
     """How losses of single blocks are measured.
@@ -48,13 +52,18 @@ class ValueOptions(Config):
     ffn_anchors: tuple[float, ...] = option((0.75, 0.5, 0.25), above=0, below=1)
     head_anchors: int = option(4, at_least=1, at_most=256)
     reconstruct: bool = True
-    ridges: tuple[float, ...] = option((1e-2, 1.0), at_least=0, at_most=LARGEST_WEIGHT)
+    ridges: tuple[float, ...] = option(RIDGES, at_least=0, at_most=LARGEST_WEIGHT)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
         _require(bool(self.ridges), "ridges is empty; give one or more numbers from 0 up.", found)
+        _require(
+            self.reconstruct or self.ridges == RIDGES,
+            "ridges would do nothing: they are of the reconstruction, which reconstruct=false leaves out.",
+            found,
+        )
         return found
 
     def measuring(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pyprune.checkpoint.damage import actionable, is_panic
+from pyprune.checkpoint.record import has_record
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX
 from pyprune.runtime.files import read_json
@@ -48,6 +49,21 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False, **options: A
             _check_token_ids(folder / "tokenizer.json")
         with _without_panic_reports():
             return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+
+
+def no_tokenizer(source: str | Path) -> CheckpointError:
+    """The error where text is to be read and a model has no tokenizer.
+
+    Args:
+        source: folder or hub id of the model.
+    """
+    if has_record(source):  # which refuses files that it does not list
+        advice = "Add tokenizer.json to the model that it was made from, and make it again."
+    elif Path(source).is_dir():
+        advice = "Add its tokenizer.json."
+    else:
+        advice = "Use a folder that has its tokenizer.json."
+    return CheckpointError(f"{source} has no tokenizer files, which text needs. {advice}")
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:

@@ -115,7 +115,9 @@ def evaluate(
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
         if found.mean_accuracy is not None:
-            flat.append(("mean of all tasks", "acc", found.mean_accuracy))
+            left_out = found.without_accuracy
+            of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
+            flat.append((f"mean of {of}", "acc", found.mean_accuracy))
         tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat)))
     output(
         {"model": model, **found.to_dict()}, json_file, *tables

@@ -125,7 +125,7 @@ def fit(
     """
     from pyprune.budget.limits import Budget
     from pyprune.data.sources import check_sources
-    from pyprune.fitting.flow import check_cache, check_devices, check_export, check_outputs
+    from pyprune.fitting.flow import cache_of, check_cache, check_devices, check_export, check_outputs
     from pyprune.report import check_charts
     from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
@@ -134,7 +134,9 @@ def fit(
     given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
              "tensor_parallel": tensor_parallel}  # fmt: skip
     options = _options(given, set_ or ())
-    _refuse_untimed(set_ or (), budgets, timed=not no_timing)
+    _refuse_untimed(set_ or (), budgets, timed=not no_timing, sweep=sweep)
+    if not (profile or sweep or budgets[0].timed):
+        refuse_idle({"--allow-mismatch": allow_mismatch}, "here: no profile is read. Leave it out.")
     source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
     engine, weights = _target(engine, weights, named=profile is not None)
     # What cannot be written or read is refused before a profile is measured, which takes long.
@@ -163,10 +165,15 @@ def fit(
         "overwrite": overwrite,
         **source,
     }
+    # What widths run well is learnt from a profile: the same command with counted limits alone would take no profile.
+    again = f"--cache {shared['cache'] or cache_of(out)}"
+    if wanted is not None and profile is None:
+        again += f" --profile {wanted.name}"
     if sweep:
-        _sweep(model, budgets, out, shared, json_file)
+        _sweep(model, budgets, out, shared, json_file, again)
     else:
-        _fit(model, budgets[0], out, {**shared, "engine": engine, "resume": resume}, json_file, recover=not no_recover)
+        shared |= {"engine": engine, "resume": resume, "recover": not no_recover}
+        _fit(model, budgets[0], out, shared, json_file, again)
 
 
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:
@@ -185,8 +192,8 @@ def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     return options
 
 
-def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bool) -> None:
-    """Refuse options of the search by measured times where no candidate is timed."""
+def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bool, sweep: bool) -> None:
+    """Refuse options of the search by measured times where no candidate is timed, and turns where nothing is."""
     from pyprune.recipe import dotted_names, parse_setting
 
     limits = any(budget.timed for budget in budgets)
@@ -194,6 +201,9 @@ def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bo
     why = "with --no-timing predicted times are trusted" if limits else "no budget limits a time"
     if not (timed and limits):
         refuse_idle({name: name in given for name in OF_TIMING}, f"here: {why}. Leave it out.")
+    if sweep and not limits:  # nor is what was written timed
+        why = "here: a sweep writes no model, and no budget limits a time. Leave it out."
+        refuse_idle({"repeats": "repeats" in given}, why)
     if not timed:
         refuse_beside("--no-timing", {"repeats": "repeats" in given})
 
@@ -208,14 +218,21 @@ def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str 
         raise ConfigError(did_you_mean(engine, ENGINES, "inference engine"))
     if weights is None:
         return engine, None if named or engine == "auto" else default_dtype(engine)
-    layout = weight_format(weights).layout
-    runs = {"gguf": ("llamacpp",), "plain": ("vllm", "transformers")}.get(layout, ("vllm",))
+    runs = _engines_of(weights)
     if engine not in ("auto", *runs):
         raise ConfigError(
             f"--weights is {weights!r}, which --engine {engine} does not run; use --engine {' or '.join(runs)}, or "
             "another format."
         )
-    return runs[0] if layout == "gguf" else engine, weights
+    return runs[0] if weight_format(weights).layout == "gguf" else engine, weights
+
+
+def _engines_of(weights: str) -> tuple[str, ...]:
+    """Engines that run a format."""
+    from pyprune.budget.formats import weight_format
+
+    by_layout = {"gguf": ("llamacpp",), "plain": ("vllm", "transformers")}
+    return by_layout.get(weight_format(weights).layout, ("vllm",))
 
 
 def _profile(
@@ -244,6 +261,11 @@ def _profile(
                 f"{engine} is to run the model, by --engine or the format of --weights, and the profile {found.name} "
                 f"is of {found.engine}. Leave out one of them."
             )
+        if weights is not None and found.engine not in _engines_of(weights):
+            raise ConfigError(
+                f"--weights is {weights!r}, which {found.engine} does not run, and the profile {found.name} is of "
+                f"{found.engine}. Leave out one of them."
+            )
         if not allow:
             found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
         return found
@@ -259,31 +281,29 @@ def _profile(
     return profile_of(model, engine=engine, dtype=weights, quantities=quantities, allow=allow, before=before, **source)
 
 
-def _fit(
-    model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, *, recover: bool
-) -> None:
-    from pyprune.fitting.flow import cache_of, report_of
+def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, again: str) -> None:
     from pyprune.fitting.flow import fit as find
+    from pyprune.fitting.flow import report_of
     from pyprune.fitting.report import attempts_table, limits_table
     from pyprune.serving.table import conditions, speed_table
 
-    found = find(model, budget, out=out, recover=recover, **shared)
+    found = find(model, budget, out=out, **shared)
     tables: list[Any] = [attempts_table(found), limits_table(found)]
     if found.speed is not None:
         tables += [speed_table(found.speed), conditions(found.speed)]
     written = f"{out} and {found.exported}" if found.exported else str(out)
-    kept = shared["cache"] or cache_of(out)
     steps = (
         f"Wrote {written}, and what was measured to {report_of(out)}/report.html. "
         f"Next: pyprune eval {out} --ppl wikitext2",
         "Another budget for the same model costs its own candidates alone: the same command with another --budget and "
-        f"--out, and --cache {kept}",
+        f"--out, and {again}",
     )
     output(found.to_dict(), json_file, *tables, *steps)
 
 
-def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None) -> None:
-    from pyprune.fitting.flow import cache_of
+def _sweep(
+    model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None, again: str
+) -> None:
     from pyprune.fitting.flow import sweep as find
     from pyprune.fitting.report import sweep_table
 
@@ -293,9 +313,8 @@ def _sweep(model: str, budgets: list[Budget], out: Path, shared: dict[str, Any],
     each = "that something keeps" if data["nothing"] else "of the sweep"
     written = f"Wrote {out}: report.html, report.md and a plan for each budget {each}."
     output(data, json_file, sweep_table(points), written)
-    kept = shared["cache"] or cache_of(out)
     say(
         "To write one of them: the same command without --sweep, with its budget alone, another --out, and "
-        f"--cache {kept}, where its candidates are known.",
+        f"{again}, where its candidates are known.",
         "dim",
     )

@@ -87,7 +87,7 @@ def profile(
     Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
     """
     from pyprune.budget.measured import MeasuredCosts
-    from pyprune.budget.profile import check_stored, stored_as
+    from pyprune.budget.profile import accelerators, check_stored, stored_as
     from pyprune.budget.timing import ProfileOptions, take_profile
     from pyprune.runtime.figures import check_figures
 
@@ -104,6 +104,11 @@ def profile(
     )
     if out is not None:
         check_figures(out, model, option="--out", ours=lambda data: "probes" in data)  # an earlier profile
+    elif device == "cpu" and engine != "llamacpp" and (names := accelerators()):
+        raise ConfigError(
+            f"--device is cpu, and profiles are kept by name for the device that engines take by themselves, "
+            f"{names[0]} here; name a file with --out, and give it to fit and predict with --profile."
+        )
     else:
         check_stored()
     taken = take_profile(model, options)

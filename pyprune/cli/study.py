@@ -18,7 +18,7 @@ from pyprune.cli.base import (
     output,
     refuse_beside,
 )
-from pyprune.errors import CheckpointError, ConfigError, OutputError, shown
+from pyprune.errors import ConfigError, OutputError, shown
 from pyprune.methods.registry import score_presets
 from pyprune.runtime.progress import say
 
@@ -137,6 +137,7 @@ def robustness(
     if model is None:
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
     from pyprune.checkpoint.load import load_model
+    from pyprune.checkpoint.tokenizer import no_tokenizer
     from pyprune.config.data import DataConfig
     from pyprune.data.sources import check_sources
     from pyprune.study.perturbations import Adapter
@@ -165,7 +166,7 @@ def robustness(
         model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )
     if tokenizer is None:
-        raise CheckpointError(f"{model} has no tokenizer files, which text needs; add its tokenizer.json.")
+        raise no_tokenizer(model)
     result = check_robustness(loaded, tokenizer, config, out=out)
     report = result.report()
     output({"model": model, **result.to_dict()}, json_file, *report.tables, *report.notes)

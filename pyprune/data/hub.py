@@ -150,11 +150,12 @@ def read_named(name: str, split: str, field: str | None) -> Corpus:
     loaded = "train" if entry.held_out else split
     rows = _load_rows(name, entry.repository, entry.config, loaded, revision=entry.revision, data_files=files)
     records = _each(name, rows, _chosen(name, rows, entry, split))
-    if entry.instructions and field is None:
+    instructions = entry.instructions and field is None
+    if instructions:
         documents = tuple(instruction_documents(records))
     else:
         documents = tuple(text_documents(records, field or entry.field))
-    return Corpus(name, documents, entry.joiner, entry.max_windows, entry.instructions)
+    return Corpus(name, documents, entry.joiner, entry.max_windows, instructions)
 
 
 def _chosen(name: str, rows: Iterable[Record], entry: HubSource, split: str) -> np.ndarray[Any, Any] | None:

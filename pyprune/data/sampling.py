@@ -60,6 +60,8 @@ def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> Tok
     usable = [i for i, (start, _, end) in enumerate(stream.examples) if free[start:end].all()]
     if len(usable) < config.samples:
         total = len(stream.examples)
+        if total and not usable:
+            raise DataError(_all_used(stream.source))
         taken = "" if len(usable) == total else f", of which {len(usable)} are not used by another split"
         raise DataError(
             f"{stream.source!r} is too small: it has {total} distinct instruction records{taken}; "
@@ -135,9 +137,15 @@ def _cut(stream: TokenStream, config: DataConfig, spans: Sequence[Span]) -> Toke
     return TokenSamples.cut(stream, spans)
 
 
+def _all_used(source: str) -> str:
+    return f"All of {source!r} is used already: it is a test text, or another use draws all of it. Give another text."
+
+
 def _too_small(part: StreamPart, free: Mask, wanted: Sequence[Windows], *, within: bool) -> str:
     samples = " and ".join(f"{w.count} samples of {w.length} tokens" for w in wanted)
     total, left = part.end - part.start, int(free.sum())
+    if total and not left:
+        return _all_used(part.source)
     taken = "" if left == total else f", of which {left} are not used by another split"
     shared = max(w.shared for w in wanted)
     overlap = f"windows that share at most {shared} tokens" if shared else "non-overlapping windows"

@@ -32,7 +32,7 @@ from pyprune.budget.solve import check_feasible
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
-from pyprune.errors import BudgetError, ConfigError, OutputError, PypruneError
+from pyprune.errors import BudgetError, ConfigError, DataError, OutputError, PypruneError
 from pyprune.families import family_for
 from pyprune.fitting.report import fit_report, sweep_report
 from pyprune.fitting.search import Fitted, Fitting
@@ -41,7 +41,6 @@ from pyprune.pipeline import prune
 from pyprune.report import check_charts, write_report
 from pyprune.run_folder import arithmetic_of, kept_of_a_run, refuse_kept
 from pyprune.run_memory import Source, within_memory
-from pyprune.runtime.device import parked
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
@@ -50,6 +49,7 @@ from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
 from pyprune.serving.table import speed_facts
+from pyprune.stages import draw_samples
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -113,6 +113,8 @@ def fit(
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
         raise BudgetError(f"{enough} Give a tighter budget{instead}.")
+    if recover:
+        _check_text(fitting)
     fitting.continued = resume and kept is not None
     if resume and kept is None:
         say("There is no training to resume; what is known of the search is used in any case.")
@@ -140,6 +142,19 @@ def _check_training(source: Source, options: FitOptions, weights: str, out: Path
         raise ConfigError(
             f"{error}\nThese are options of pyprune recover: write the winner without training (--no-recover), then "
             f"pyprune recover {out} --teacher {source.model} --set OPTION=VALUE --out DIR, and pyprune export of that."
+        ) from None
+
+
+def _check_text(fitting: Fitting) -> None:
+    """Refuse text that is too little for the winner, whose training reads as much as its reconstruction besides."""
+    fitting.text  # noqa: B018  (the search's own, whose errors are not of the training)
+    try:
+        draw_samples(fitting.model, fitting.tokenizer, winner_config(fitting.options, "", recover=True))
+    except DataError as error:
+        samples = fitting.options.data.samples
+        raise DataError(
+            f"{error} The winner is reconstructed on {samples} sequences and trained on as many others: give fewer "
+            "(--samples) or more text, or write it without training (--no-recover)."
         ) from None
 
 
@@ -361,7 +376,7 @@ def write_winner(
     overwrite: bool = False,
     **reading: Any,
 ) -> Fitted:
-    """Cut the winner once more, reconstruct it, train it, write it and export it.
+    """Cut the winner once more, reconstruct it, train it, write it and export it; the search's model is released.
 
     Its record says what was asked and found; where memory is limited, by the weights that were written.
     """
@@ -369,8 +384,8 @@ def write_winner(
     plan = fitting.cache / f"winner-{digest(found.winner.plan.to_dict())[:12]}.json"
     write_text(plan, found.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
-    with parked(fitting.model, fitting.model.device):  # the run loads one of its own
-        result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
+    fitting.release()  # the run loads a model of its own
+    result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
     warn_of_other_exports(out, fitting.weights)
     exported = _export(out, fitting.weights, overwrite=overwrite)
     found = _weighed(fitting, found, stored_bytes(exported or out))

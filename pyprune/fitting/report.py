@@ -108,7 +108,7 @@ def _dense_of(points: Sequence[Fitted]) -> dict[Quantity, float]:
     """What the dense model takes: as one of the points measured it, else as predicted."""
     found: dict[Quantity, float] = {}
     for point in points:
-        found |= {q: amount for q, amount in point.dense.items() if q not in found or q in point.predicted_dense}
+        found |= {q: amount for q, amount in point.dense.items() if q not in found or q in point.winner.dense}
     return found
 
 

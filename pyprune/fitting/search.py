@@ -31,6 +31,7 @@ from pyprune.budget.solve import Solution, SolveOptions, check_feasible, plan_of
 from pyprune.budget.trials import measure_losses, score_units
 from pyprune.budget.values import search_of
 from pyprune.checkpoint.load import load_model, weights_version
+from pyprune.checkpoint.tokenizer import no_tokenizer
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length, position_limit
@@ -39,7 +40,7 @@ from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedMo
 from pyprune.families import family_for
 from pyprune.fitting.timed import time_plans, time_winner
 from pyprune.plan import PrunePlan
-from pyprune.runtime.device import parked
+from pyprune.runtime.device import empty_cache, parked
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
@@ -71,7 +72,7 @@ class Fitted:
         result: of the run that wrote it.
         speed: of what was written, beside the dense model; None = it was not run.
         not_run: why it was not, where it should have been.
-        predicted_dense: what the dense model was predicted to take, where it was timed too.
+        predicted_dense: what the dense model was predicted to take of ``dense``; the same where it was not timed.
     """
 
     budget: Budget
@@ -120,7 +121,7 @@ class Fitting:
 
     Attributes:
         model_id: folder or hub id.
-        model: dense, loaded; comes back as it was.
+        model: dense, loaded; comes back as it was, until :meth:`release`.
         tokenizer: of the model.
         options: of the search.
         weights: format that memory is counted in, and that engines run: a dtype, or a quantised or GGUF format.
@@ -175,7 +176,7 @@ class Fitting:
         version = weights_version(model_id, **reading)
         model, tokenizer = load_model(model_id, dtype=options.dtype, device=options.device, **reading)
         if tokenizer is None:
-            raise ConfigError("The model folder has no tokenizer files; add them (tokenizer.json) to use text.")
+            raise no_tokenizer(model_id)
         found = cls(str(model_id), model, tokenizer, options, weights, profile, cache, version)
         if profile is not None:
             profile.check(found.identity, allow=allow_mismatch)
@@ -186,6 +187,12 @@ class Fitting:
         if weight_format(weights).layout == "gguf":
             read_tokenizer(tokenizer, found.identity.dense.vocab_size)
         return found
+
+    def release(self) -> None:
+        """Give the memory of the weights back: what the search found can be told and written, nothing more searched."""
+        model: torch.nn.Module = self.model  # whose `to` Transformers types otherwise
+        model.to("meta")
+        empty_cache()
 
     def check_shared(self) -> None:
         """Refuse devices that cannot share a layer that stays as it is: every layer may.
@@ -455,17 +462,17 @@ class Fitting:
 
         Args:
             found: for a budget.
-            written: checkpoint folder or GGUF file.
+            written: checkpoint folder or GGUF file; the search's own model was released before it was.
             engine: what runs it where there is no profile.
             reading: how the dense model is read.
         """
         say("Timing what was written beside the dense model.")
+        empty_cache()  # of what was trained here: vLLM wants its share of a GPU
         try:
-            with parked(self.model, self.model.device):
-                speed = time_winner(
-                    self.model_id, self.model.config, written, self.weights, self.profile,
-                    engine=engine, repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
-                )  # fmt: skip
+            speed = time_winner(
+                self.model_id, self.model.config, written, self.weights, self.profile,
+                engine=engine, repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
+            )  # fmt: skip
         except (PypruneError, OSError) as error:
             warn(f"{written} was not timed. {error}")  # it is written and keeps its budget all the same
             return replace(found, not_run=str(error))

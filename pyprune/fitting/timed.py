@@ -193,7 +193,7 @@ def profile_of(
     weights = dtype or default_dtype(chosen)
     known = _stored(config, chosen, weights, allow=allow, instead="It is measured again.")
     if known is not None and _knows(known, quantities):
-        say(f"Using the profile {known.name}.")
+        say(f"Using the profile {known.name}, of {known.machine['device']}.")
         return known
     if before is not None:
         before(config, weights)
@@ -232,7 +232,7 @@ def stored_profile(
     except (OSError, RuntimeError):  # permissions; no home
         return None
     if found is not None:
-        say(f"Using the profile {found.name}.")
+        say(f"Using the profile {found.name}, of {found.machine['device']}.")
     return found
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.checkpoint.load import load_model
-from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.checkpoint.tokenizer import load_tokenizer, no_tokenizer
 from pyprune.checkpoint.trained_on import assert_not_trained_on
 from pyprune.data.sources import check_sources
-from pyprune.errors import CheckpointError, ConfigError
+from pyprune.errors import ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text, window_size
-from pyprune.quality.tasks import check_tasks, evaluate_tasks, mean_accuracy
+from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, tasks_behind
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.progress import say
 
@@ -26,11 +26,13 @@ class Evaluation:
         perplexity: one result for each text, in the order of the sources.
         tasks: task -> metric -> value.
         mean_accuracy: mean over the tasks that report an accuracy ("acc"), in [0, 1]; None if none does.
+        without_accuracy: the tasks that were asked for and report none: the mean leaves them out.
     """
 
     perplexity: tuple[PerplexityResult, ...] = ()
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
     mean_accuracy: float | None = None
+    without_accuracy: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -38,6 +40,7 @@ class Evaluation:
             "perplexity": [asdict(result) for result in self.perplexity],
             "tasks": self.tasks,
             "mean_accuracy": self.mean_accuracy,
+            "without_accuracy": list(self.without_accuracy),
         }
 
 
@@ -100,7 +103,7 @@ def evaluate(
         quantised=True,
     )
     if tokenizer is None:
-        raise CheckpointError(f"{model_id} has no tokenizer files, which text needs; add its tokenizer.json.")
+        raise no_tokenizer(model_id)
     warn_of_slow_dtype(dtype, model.device)
     measured = []
     for source in sources:
@@ -109,10 +112,12 @@ def evaluate(
         measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
         if len(sources) > 1 or names:  # what comes next may fail
             say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
-    scores = {}
-    if names:
-        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
-    return Evaluation(tuple(measured), scores, mean_accuracy(scores, names))
+    if not names:
+        return Evaluation(tuple(measured))
+    scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
+    each = tasks_behind(names, manager)
+    without = tuple(task for task in each if task not in accuracies(scores, each))
+    return Evaluation(tuple(measured), scores, mean_accuracy(scores, each), without)
 
 
 def check_test_text(model_id: str | Path, source: str, *, split: str | None = None, field: str | None = None) -> None:

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from pyprune.data.encoding import encode, joined
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
-from pyprune.data.stream import TokenStream, check_sequence_length, check_token_ids, corpus_stream
-from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean
+from pyprune.data.stream import TokenStream, check_token_ids, corpus_stream, position_limit
+from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean, shown
 from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
@@ -252,7 +252,11 @@ def _check_model(model: nn.Module, windows: Tensor, size: int) -> None:
     config = getattr(model, "config", None)
     if config is None:
         return
-    check_sequence_length(config, size)
+    limit = position_limit(config) or size
+    if limit < size:
+        shorter = [name for name, tokens in WINDOWS.items() if tokens <= limit]
+        advice = f"Use the protocol {' or '.join(shorter)}." if shorter else "No protocol has windows that short."
+        raise DataError(f"A window has {size} tokens, but the model allows at most {shown(limit)}. {advice}")
     check_token_ids(config, windows)
 
 

@@ -107,12 +107,24 @@ def _missing(error: ImportError) -> str:
     return "lm-eval" if error.name is None or error.name.startswith("lm_eval") else error.name
 
 
+def tasks_behind(tasks: Sequence[str], manager: Any) -> list[str]:
+    """The names under which results stand: instead of a tag, which has no figures of its own, the tasks that carry it.
+
+    Args:
+        tasks: names that :func:`check_tasks` knows.
+        manager: what it returned.
+    """
+    tags = set(manager.all_tags)
+    named = [sorted(manager.task_index[task].tags) if task in tags else [task] for task in tasks]
+    return list(dict.fromkeys(name for names in named for name in names))
+
+
 def accuracies(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> dict[str, float]:
     """Task -> accuracy in [0, 1], its "acc", for those of ``tasks`` that report one.
 
     Args:
         results: of :func:`evaluate_tasks`.
-        tasks: the names that were asked for: the results of a group hold its members too, which must not count again.
+        tasks: of :func:`tasks_behind`: the results of a group hold its members too, which must not count again.
     """
     return {task: results[task]["acc"] for task in tasks if "acc" in results.get(task, {})}
 

@@ -67,6 +67,12 @@ def device_memory(device: torch.device) -> int:
     return int((free + unused) * (1 - GPU_MARGIN))
 
 
+def empty_cache() -> None:
+    """Give the memory of GPUs back that this process's allocator keeps and does not use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Hold a model in the host's memory while something else needs its accelerator; nothing moves on a CPU.
@@ -79,7 +85,7 @@ def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
         yield
         return
     model.to("cpu")
-    torch.cuda.empty_cache()
+    empty_cache()
     try:
         yield
     finally:

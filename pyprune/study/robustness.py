@@ -14,12 +14,14 @@ float16 with bfloat16: the perplexity after pruning, and the overlap of the remo
   the open parameters).
 
 Finished work is appended to a file of JSON lines, from which the same call continues. A line is found again by what it
-depends on: weights, options, text. Not by the code: after a change of pyprune, use another file.
+depends on: weights, configuration, options, the text and its tokens. Not by the code: after a change of pyprune, use
+another file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -54,6 +56,9 @@ from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.study.perturbations import DENSE, VariantReport, set_variant_
 from pyprune.study.robustness_config import READ_OPTIONS, RobustnessConfig
 from pyprune.study.robustness_result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
+
+NOT_COMPUTED = ("_name_or_path", "dtype", "transformers_version")
+"""Of a configuration, what does not change what the weights compute."""
 
 
 def check_robustness(
@@ -223,9 +228,15 @@ class _Bench:
             self.use(variant)
         return self.reports[variant]
 
+    @cached_property
+    def model_digest(self) -> str:
+        """SHA-256 of the configuration, which says what the weights compute."""
+        options = json.loads(self.model.config.to_json_string(use_diff=False))
+        return digest({name: value for name, value in options.items() if name not in NOT_COMPUTED})
+
     def _weights_of(self, variant: str) -> Json:
         adapter = asdict(self.config.adapter) if variant == "lora" else None
-        return {"weights": self.weights_digest, "variant": variant, "adapter": adapter}
+        return {"weights": self.weights_digest, "model": self.model_digest, "variant": variant, "adapter": adapter}
 
     def scores(self, seed: int, method: str, variant: str, number: str) -> Json:
         """Plans of every ratio, from one scoring."""
@@ -287,7 +298,9 @@ class _Bench:
         """Of a variant, pruned by the plan of (scores, ratio) or whole, on one text."""
         record, ratio = pruned or (None, 0.0)
         plan = _plan(record, ratio) if record else None
-        measured = {"text": text.text_sha256, "protocol": self.config.protocol, "tokens": self.config.max_tokens}
+        ids = hashlib.sha256(text.token_ids.numpy().data).hexdigest()  # the tokenizer may have been changed
+        measured = {"text": ids, "windows": text.max_windows}
+        measured |= {"protocol": self.config.protocol, "tokens": self.config.max_tokens}
         key = _key("perplexity", self._weights_of(variant), {"plan": plan and plan.to_dict(), **measured})
         known = self.records.of("perplexity").get(key)
         if known is None:

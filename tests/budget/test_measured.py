@@ -129,6 +129,15 @@ def test_workloads_outside_are_refused_with_what_there_is(quantity: Quantity) ->
     assert set(given) - {"none"} == {q.place for q in (*profile.quantities, quantity)}, "and what is known must stay"
 
 
+def test_beside_an_accelerator_a_profile_of_the_cpu_is_measured_again_to_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyprune.budget.profile.accelerators", lambda: ["A Card"])
+    profile = fake_profile()
+    assert "--device cpu --out FILE --prefill" in profile.again()
+    assert "--device cpu --prefill" in replace(profile, engine="llamacpp").again()
+
+
 def test_what_is_counted_is_refused() -> None:
     with pytest.raises(BudgetError, match="memory@2048 is counted"):
         MeasuredCosts(fake_profile()).fixed(Quantity("memory", 2048), 512)

@@ -346,6 +346,13 @@ def test_a_profile_of_the_cpu_is_used_on_the_cpu(taken: Profile) -> None:
     assert replace(taken, machine={**taken.machine, "device": "a GPU"}).used_device == "auto"
 
 
+def test_a_profile_of_the_cpu_beside_an_accelerator_needs_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name it would take the place of the accelerator's, and engines would run on the CPU for it."""
+    monkeypatch.setattr("pyprune.budget.profile.accelerators", lambda: ["A Card"])
+    said = " ".join(refused("profile", "nosuch", "--device", "cpu").split())
+    assert "engines take by themselves, A Card here; name a file with --out" in said
+
+
 def test_a_profile_of_one_of_two_accelerators_is_used_on_that_one(
     taken: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

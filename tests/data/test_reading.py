@@ -11,7 +11,7 @@ import pytest
 
 from bench._demo_data import write_demo_data
 from pyprune.config.data import MIXTURES
-from pyprune.data.hub import HUB_SOURCES
+from pyprune.data.hub import HUB_SOURCES, read_named
 from pyprune.data.sources import check_source, packaged_text, read_corpus, read_documents
 from pyprune.errors import DataError, MissingDependencyError
 from tests._support.paths import SHARED_DATA
@@ -187,6 +187,17 @@ def test_alpaca_holds_out_the_records_that_llm_pruner_holds_out(monkeypatch: pyt
     del rows[2000:]
     with pytest.raises(DataError, match="has 2,000 records, but 2,000 of them are held out"):
         read_corpus("alpaca")
+
+
+def test_a_column_of_instructions_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents have no prompts, which training on instructions would mask."""
+    rows = [{"instruction": "Say hi.", "input": "", "output": f"hi {i}"} for i in range(2003)]
+    fake_datasets(monkeypatch, rows)
+    assert read_named("alpaca", "train", None).instructions
+    corpus = read_named("alpaca", "train", "output")
+    assert not corpus.instructions
+    assert len(corpus.documents) == 3
+    assert all(document.text.startswith("hi ") for document in corpus.documents)
 
 
 def test_rows_of_the_hub_that_are_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from pyprune.budget.quantities import Quantity, Widths
 from pyprune.budget.sizes import MULTIPLES, SizeRules
 from pyprune.budget.solve import Solution
 from pyprune.budget.timing import ProfileOptions
+from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.fit import _target
@@ -40,9 +41,10 @@ from pyprune.errors import BudgetError, CheckpointError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.fitting import flow, search, timed
 from pyprune.fitting.flow import exported_as, fit, report_of, shown_times, warn_of_other_exports
-from pyprune.fitting.report import heading, limits_table, pareto
+from pyprune.fitting.report import heading, limits_table, pareto, sweep_table
 from pyprune.fitting.search import CANDIDATE, Fitting, _State
 from pyprune.methods import training
+from pyprune.pipeline import prune
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.engines import EngineError
 from pyprune.serving.quantise import why_not_quantised
@@ -266,6 +268,52 @@ def test_times_of_another_format_than_the_profile_ran_are_refused(place: Path, t
     assert not (tmp_path / "out").exists()
 
 
+def test_a_profile_of_an_engine_that_does_not_run_the_format_is_refused(place: Path, tmp_path: Path) -> None:
+    profile = replace(profile_of_dense(), engine="llamacpp", dtype="q8_0").save(tmp_path / "profile.json")
+    given = [*arguments(place, tmp_path / "out", "memory=70%"), "--profile", profile, "--allow-mismatch"]
+    for weights in ("w8a8-int8", "bfloat16"):
+        assert f"--weights is '{weights}', which llamacpp does not run" in refused(*given, "--weights", weights)
+
+
+def test_text_that_is_too_little_for_the_training_of_the_winner_is_refused_before_the_search(
+    place: Path, tmp_path: Path
+) -> None:
+    """The reconstruction and the training read as much each, and are disjoint."""
+    short = tmp_path / "text.txt"
+    text = (place / "text.txt").read_text()
+    short.write_text(text[:1050])  # 36 + 8 + 12 sequences of 16 bytes for the search, 36 + 36 for the winner
+    given = arguments(place, tmp_path / "out", "parameters=70%")
+    given[given.index(place / "text.txt")] = short
+    given[given.index("--samples") + 1] = "36"
+    said = refused(*given, "--cache", tmp_path / "cache")
+    assert "The winner is reconstructed on 36 sequences and trained on as many others" in said
+    assert not (tmp_path / "cache").exists(), "nothing was scored"
+    result = run(*given, "--cache", tmp_path / "cache", "--no-recover")
+    assert result.exit_code == 0, result.output
+
+
+def test_the_model_of_the_search_takes_no_memory_while_the_winner_is_written(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[Any] = []
+    devices: list[str] = []
+
+    def loaded(*given: Any, **more: Any) -> Any:
+        model, tokenizer = load_model(*given, **more)
+        models.append(model)
+        return model, tokenizer
+
+    def written(*given: Any, **more: Any) -> Any:
+        devices.append(models[0].device.type)
+        return prune(*given, **more)
+
+    monkeypatch.setattr("pyprune.fitting.search.load_model", loaded)
+    monkeypatch.setattr("pyprune.fitting.flow.prune", written)
+    result = run(*arguments(place, tmp_path / "out", "parameters=70%", timing=True), "--no-recover")
+    assert result.exit_code == 0, result.output
+    assert devices == ["meta"]
+
+
 @pytest.mark.parametrize(("weights", "package"), [("q8_0", "gguf"), ("w8a8-int8", "compressed-tensors")])
 def test_a_format_that_cannot_be_written_is_refused_before_the_search(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, package: str
@@ -320,6 +368,7 @@ def test_an_engine_is_known_and_is_the_profiles(place: Path, tmp_path: Path) -> 
     ("settings", "says"),
     [
         (["choices.ffn_multiple=16"], "choices.ffn_multiple would do nothing"),
+        (["values.reconstruct=false", "values.ridges=[0.5]"], "ridges would do nothing"),
         (["keep_multiples=true", "tensor_parallel=2"], "tensor_parallel is 2 and keep_multiples is on"),
         (["tensor_parallel=3"], "tensor_parallel is 3, and layers may stay as they are"),
     ],
@@ -335,6 +384,8 @@ def test_options_of_widths_that_would_do_nothing_are_refused(
     ("budget", "more", "says"),
     [
         ("parameters=70%", ["--set", "rounds=2"], "rounds does nothing here: no budget limits a time"),
+        ("parameters=70%", ["--sweep", "--set", "repeats=9"], "repeats does nothing here: a sweep writes no model"),
+        ("parameters=70%", ["--allow-mismatch"], "--allow-mismatch does nothing here: no profile is read"),
         ("memory=70%", ["--set", "slack=0", "--set", "spare=1"], "slack, spare do nothing here: no budget limits a"),
         ("prefill@64=90%", ["--no-timing", "--set", "rounds=2"], "rounds does nothing here: with --no-timing"),
     ],
@@ -942,7 +993,8 @@ def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
     assert "No times are told." in said
     times, said = predicted("here", machine=this_machine(), versions=installed(profile.engine))
     assert "prefill@64" in times
-    assert f"Using the profile {profile.name}." in said
+    assert f"Using the profile {profile.name}, of {this_machine()['device']}." in said
+    assert f"--cache {tmp_path / 'cache'} --profile {profile.name}, where its candidates are known" in said
     # The run that resumes the training of a single model must not depend on what was stored meanwhile.
     single = run(*arguments(place, tmp_path / "single", "parameters=60%"), *given[1:], "--no-recover")
     assert single.exit_code == 0, single.output
@@ -993,13 +1045,17 @@ def test_candidates_that_were_not_run_are_predicted_at_the_pace_of_today(place: 
     found = fitting.fit(Budget.parse("parameters=60%"), also=[parameters])
     winner = found.winner
     predicted = replace(winner, solution=replace(winner.solution, predicted={prompt: 0.8, parameters: 7}))
-    run = replace(predicted, measured={prompt: 0.85})
+    run = replace(predicted, measured={prompt: 0.85}, dense={prompt: 1.1})
     whole = {prompt: 1.1, parameters: 10}
     found = replace(found, winner=run, dense=whole, predicted_dense={prompt: 1.0})
     assert found.amounts_of(predicted) == pytest.approx({prompt: 0.88, parameters: 7})
     assert found.amounts_of(run) == {prompt: 0.85, parameters: 7}
-    untimed = replace(found, winner=predicted, dense={**whole, prompt: 1.0}, predicted_dense={})
-    assert pareto([found, untimed]) == [found], "0.88 seconds beside 0.85"
+    untimed = replace(found, winner=predicted, dense={**whole, prompt: 1.0}, predicted_dense={prompt: 1.0})
+    for points in ([found, untimed], [untimed, found]):
+        assert pareto(points) == [found], "0.88 seconds beside 0.85"
+        told = sorted(tuple(row[-2:]) for row in sweep_table(points).rows)
+        assert [milliseconds for milliseconds, _ in told] == pytest.approx([850, 880, 1100])
+        assert [parameters for _, parameters in told] == [7, 7, 10]
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,12 @@ def test_nothing_to_measure_is_refused(dense: Path) -> None:
 
 def test_a_model_without_a_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="no tokenizer files"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer files, which text needs. Add its tokenizer.json."):
         evaluate(tmp_path / "bare", ppl=text)
+    cut = run("prune", tmp_path / "bare", "--method", "magnitude", "--ratio", "0.2", "--out", tmp_path / "cut")
+    assert cut.exit_code == 0, cut.output
+    with pytest.raises(CheckpointError, match="the model that it was made from"):
+        evaluate(tmp_path / "cut", ppl=text)
 
 
 def test_eval_prints_the_mean_accuracy_over_the_tasks(
@@ -153,6 +157,28 @@ def test_eval_prints_the_mean_accuracy_over_the_tasks(
     assert printed.exit_code == 0, printed.output
     assert re.search(r"mean of all tasks\W+acc\W+0\.5", printed.stdout)
     assert json.loads((tmp_path / "found.json").read_text())["mean_accuracy"] == 0.5
+
+
+def test_a_tag_counts_as_its_tasks_and_what_has_no_accuracy_is_named(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    choice_task(tmp_path)
+    choice_task(tmp_path, "wrong_sums", label=1)
+    folder = choice_task(tmp_path, "other_sums")
+    for name in ("wrong_sums", "other_sums"):
+        with (folder / f"{name}.yaml").open("a") as file:
+            file.write("tag: sums\n")
+    silent = folder / "other_sums.yaml"
+    monkeypatch.setattr(measure, "check_tasks", partial(check_tasks, include_path=folder))
+    found = evaluate(dense, tasks=["tiny_sums", "sums"], device="cpu")
+    assert set(found.tasks) == {"tiny_sums", "wrong_sums", "other_sums"}
+    assert found.mean_accuracy == pytest.approx(2 / 3)
+    assert found.without_accuracy == ()
+    silent.write_text(silent.read_text().replace("metric: acc\n", "metric: acc_mutual_info\n"))
+    printed = run("eval", dense, "--tasks", "tiny_sums,sums", "--device", "cpu")
+    assert printed.exit_code == 0, printed.output
+    assert re.search(r"mean of the tasks with acc \(without: other_sums\)\W+acc\W+0\.5", printed.stdout)
 
 
 def test_text_alone_has_no_mean_accuracy(dense: Path, text: str) -> None:

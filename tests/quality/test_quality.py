@@ -143,8 +143,10 @@ def test_text_window_and_vocabulary_errors() -> None:
     model = tiny_llama(max_position_embeddings=64)
     with pytest.raises(DataError, match="100 tokens, less than one window of 128"):
         perplexity(model, torch.zeros(100, dtype=torch.int64), protocol="ppl-128")
-    with pytest.raises(DataError, match="128 tokens, but the model allows at most 64"):
+    with pytest.raises(DataError, match=r"128 tokens, but the model allows at most 64. No protocol has windows that"):
         perplexity(model, torch.zeros(200, dtype=torch.int64), protocol="ppl-128")
+    with pytest.raises(DataError, match=r"2048 tokens, but the model allows at most 256. Use the protocol ppl-128."):
+        perplexity(tiny_llama(max_position_embeddings=256), torch.zeros(3000, dtype=torch.int64))
     with pytest.raises(DataError, match="token id 400, but the model's vocabulary has 259"):
         perplexity(model, torch.full((32,), 400), window=16)
     with pytest.raises(ConfigError, match="Did you mean 'ppl-128'"):
@@ -170,7 +172,7 @@ def test_test_text_can_be_reserved(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("".join(rng.choices("abcdefgh ", k=400)))
     text = evaluation_text(TOKENIZER, str(path))
-    with pytest.raises(DataError, match="of which 0 are not used"):
+    with pytest.raises(DataError, match="is used already: it is a test text"):
         sample_sequences(TOKENIZER, DataConfig(source=str(path), samples=1, sequence_length=16), exclude=text.spans)
 
 

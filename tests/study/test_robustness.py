@@ -23,7 +23,7 @@ from pyprune.errors import CheckpointError, ConfigError, DataError
 from pyprune.methods.score import smoothgrad
 from pyprune.methods.score._descent import Noise
 from pyprune.plan import PrunePlan
-from pyprune.quality.perplexity import evaluate_perplexity
+from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
 from pyprune.study.perturbations import VARIANTS, Adapter, set_variant_
 from pyprune.study.robustness import check_robustness, jaccard, removed_units
 from pyprune.study.robustness_config import METHODS, RobustnessConfig
@@ -132,8 +132,30 @@ def test_every_row_is_a_direct_masked_measurement(axes: Any, texts: tuple[Path, 
 
 
 def test_calibration_does_not_read_the_test_text(texts: tuple[Path, Path]) -> None:
-    with pytest.raises(DataError, match="too small"):
+    with pytest.raises(DataError, match=r"is used already: it is a test text.*Give another text."):
         run(replace(config(texts), texts=(str(texts[0]),)))
+
+
+def test_another_configuration_or_tokenizer_is_measured_again(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    options = config(texts, methods=("magnitude",), variants=("bfloat16",))
+    out = tmp_path / "rows.jsonl"
+    first = run(options, out)
+    model = tiny_model("llama")
+    model.config.rms_norm_eps = 0.5
+    for module_ in model.modules():
+        if hasattr(module_, "variance_epsilon"):
+            module_.variance_epsilon = 0.5
+    other = run(options, out, model)
+    assert {row.reference for row in other.rows}.isdisjoint(row.reference for row in first.rows)
+    lines = len(out.read_text().splitlines())
+    shifted = evaluation_text(tiny_tokenizer(), str(texts[1]))
+    shifted = replace(shifted, token_ids=shifted.token_ids.roll(1))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "evaluation_text", lambda *_, **__: shifted)
+        again = run(options, out)
+    assert {row.reference for row in again.rows}.isdisjoint(row.reference for row in first.rows)
+    assert len(out.read_text().splitlines()) > lines
+    assert numbers(run(options, out)) == numbers(first)
 
 
 def test_overlaps_by_hand() -> None:
