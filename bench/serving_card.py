@@ -218,7 +218,7 @@ class Bench:
         if key in self.records.of("startup"):
             return
         plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
-        folders = dict(zip(STARTED_NAMES, self._started(), strict=True))
+        folders = self._started()
         first = {name: self._start(folder, mode) for name, folder in folders.items()}
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for _ in track(range(starts), f"starting servers, {mode}"):
@@ -227,9 +227,10 @@ class Bench:
         found = {"first_seconds": first, "seconds": seconds, "plugin": plugin, "asked": STARTUP_ASKED}
         self.records.add({"kind": "startup", "key": key, "mode": mode, **found, **self._facts([DENSE])})
 
-    def _started(self) -> tuple[Path, Path, Path, Path]:
+    def _started(self) -> dict[str, Path]:
         """The folders of :data:`STARTED_NAMES`."""
-        return self._model(DENSE)[0], self._pruned(), self._model(UNIFORM)[0], self._model(UNEQUAL)[0]
+        uniform, unequal = (self._model(name)[0] for name in (UNIFORM, UNEQUAL))
+        return {"stock": self._model(DENSE)[0], "pruned": self._pruned(), "uniform": uniform, "unequal": unequal}
 
     def _pruned(self) -> Path:
         """The dense model in the pruned architecture."""

@@ -81,19 +81,20 @@ def scaled_positions(config: Mapping[str, Any]) -> int:
 
     With the other kinds of scaling max_position_embeddings is the length after it.
     """
-    positions, rotary = int(config.get("max_position_embeddings") or 0), rotary_scaling(config)
-    factor = rotary.get("factor")
-    if rotary.get("rope_type", rotary.get("type")) not in ("linear", "dynamic"):
+    positions, (kind, factor) = int(config.get("max_position_embeddings") or 0), rotary_scaling(config)
+    if kind not in ("linear", "dynamic"):
         return positions
     if isinstance(factor, (int, float)) and 1 <= factor <= MAX_INDEX:
         return int(positions * factor)
     return positions  # vLLM says what is wrong with another factor
 
 
-def rotary_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How config.json scales rotary positions; empty where it does not, or in a form that vLLM refuses."""
+def rotary_scaling(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(kind, factor) by which config.json scales rotary positions; None where it does not say, or vLLM refuses it."""
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rotary if isinstance(rotary, Mapping) else {}
+    if not isinstance(rotary, Mapping):
+        return None, None
+    return rotary.get("rope_type", rotary.get("type")), rotary.get("factor")
 
 
 @dataclass(frozen=True)

@@ -572,7 +572,7 @@ def _usual_context(config: Mapping[str, Any]) -> int:
 
     With longrope that is the length before the scaling, though more may be asked for.
     """
-    kind = rotary_scaling(config).get("rope_type", rotary_scaling(config).get("type"))
+    kind, _ = rotary_scaling(config)
     if kind in ("longrope", "su"):
         return int(config.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
     return scaled_positions(config)

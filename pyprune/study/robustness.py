@@ -234,6 +234,11 @@ class _Bench:
         options = json.loads(self.model.config.to_json_string(use_diff=False))
         return digest({name: value for name, value in options.items() if name not in NOT_COMPUTED})
 
+    @cached_property
+    def ids_digests(self) -> dict[str, str]:
+        """Text -> SHA-256 of its token ids: the tokenizer may have been changed."""
+        return {text.source: hashlib.sha256(text.token_ids.numpy().data).hexdigest() for text in self.texts}
+
     def _weights_of(self, variant: str) -> Json:
         adapter = asdict(self.config.adapter) if variant == "lora" else None
         return {"weights": self.weights_digest, "model": self.model_digest, "variant": variant, "adapter": adapter}
@@ -298,8 +303,7 @@ class _Bench:
         """Of a variant, pruned by the plan of (scores, ratio) or whole, on one text."""
         record, ratio = pruned or (None, 0.0)
         plan = _plan(record, ratio) if record else None
-        ids = hashlib.sha256(text.token_ids.numpy().data).hexdigest()  # the tokenizer may have been changed
-        measured = {"text": ids, "windows": text.max_windows}
+        measured = {"text": self.ids_digests[text.source], "windows": text.max_windows}
         measured |= {"protocol": self.config.protocol, "tokens": self.config.max_tokens}
         key = _key("perplexity", self._weights_of(variant), {"plan": plan and plan.to_dict(), **measured})
         known = self.records.of("perplexity").get(key)

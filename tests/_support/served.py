@@ -25,6 +25,7 @@ from bench._answers import (
     random_prompts,
     served_and_expected,
 )
+from bench._families_made import RECOVERY
 from bench._tiny import VOCAB, damp_
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
@@ -48,17 +49,6 @@ REAL_VLLM = [
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}
-
-
-RECOVERY = {
-    "rank": 4,
-    "alpha": 8,
-    "train.steps": 6,
-    "train.batch_size": 4,
-    "train.micro_batch_size": 4,
-    "train.learning_rate": 0.01,
-}
-"""Options of `pyprune recover` by which a tiny model answers otherwise."""
 
 
 @dataclass(frozen=True)
