@@ -27,6 +27,7 @@ from bench._answers import (
     random_prompts,
     served_and_expected,
 )
+from bench._rounded import round_inputs_, with_weights_of
 from bench._soak_client import Outcome, Request, send_all
 from bench._tiny import VOCAB, last_of
 from bench.soak import at_rest, metric
@@ -42,6 +43,9 @@ POSITIONS, CHUNK = 131_072, 512
 LENGTHS, LONG = (2, 9, 40, 150), 3_000
 """Tokens of the prompts; one of the short ones is longer than a block."""
 STREAMED, SEVERAL, CANCELLED_AFTER, DRAFTED = 12, 2, 2, 32
+INT8, ROUNDING = "w8a8-int8", 0.4
+"""How weights are rounded, and the largest root mean square distance from Transformers with weights and inputs rounded
+in the same way, as a share of what rounding the inputs changes: inputs near the middle of two steps fall on either."""
 ADAPTED = "adapted"
 """Name on the server of the model with its adapters."""
 APART = 0.1
@@ -61,15 +65,17 @@ class Asked:
         server: that is asked.
         model: of the same checkpoint, in float32.
         folder: of the checkpoint.
-        recovered: folder of the checkpoint that the adapters were merged into, where there are some.
+        other: folder of a checkpoint that answers are compared with as well, as in bench/_families_made.py.
         difference: the largest between log probabilities so far; None = none were compared.
+        rounding: how far answers in int8 are from what they should be, as a share of what rounding the inputs changes.
     """
 
     server: Server
     model: Any
     folder: Path = Path()
-    recovered: Path | None = None
+    other: Path | None = None
     difference: float | None = None
+    rounding: float | None = None
 
     def post(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
         """The server's answer.
@@ -146,7 +152,7 @@ def check_log_probabilities(asked: Asked) -> None:
 
 def check_adapters(asked: Asked) -> None:
     """Adapters on the checkpoint answer as the one that they were merged into, which is another model."""
-    merged, _ = load_model(asked.recovered or asked.folder)
+    merged, _ = load_model(asked.other or asked.folder)
     _refuse_alike(asked.model, merged, "the recovery changed nothing")
     asked.of(merged, ADAPTED, LENGTHS)
 
@@ -171,6 +177,24 @@ def check_changed_weights(asked: Asked) -> None:
     _refuse_alike(asked.model, changed, "the changed weights change nothing")
     asked.post({"method": "reload_weights"}, "/collective_rpc")
     asked.of(changed, asked.server.model, LENGTHS)
+
+
+def check_int8(asked: Asked) -> None:
+    """Log probabilities of a model in int8 are those of Transformers with its weights and with inputs rounded alike."""
+    plain = asked.other or asked.folder
+    exact, rounded = (with_weights_of(load_model(plain)[0], asked.model) for _ in range(2))
+    round_inputs_(rounded, INT8)
+    parts = []
+    for prompt in random_prompts((*LENGTHS, LONG), VOCAB):
+        answer = answer_in(asked.post(completion_request(asked.server.model, prompt)), prompt)
+        tokens = [*prompt, *answer["tokens"]]
+        served, expected = served_and_expected(log_probabilities(rounded, tokens), prompt, answer)
+        unrounded = served_and_expected(log_probabilities(exact, tokens), prompt, answer)[1]
+        parts.append(torch.stack([served - expected, unrounded - expected]))
+    off, changed = torch.cat(parts, dim=1).square().mean(1).sqrt().tolist()
+    asked.rounding = off / changed
+    if not asked.rounding <= ROUNDING:
+        raise WrongAnswer(f"int8: answers are off by {asked.rounding:.2f} of what rounding the inputs changes")
 
 
 def _compare_all(asked: Asked, name: str, lengths: Sequence[int]) -> None:
@@ -284,6 +308,7 @@ CHECKS: dict[str, Check] = {
     "adapters": check_adapters,
     "draft": check_draft,
     "changed weights": check_changed_weights,
+    "int8": check_int8,
 }
 """What a server can be asked."""
 COMPARED = ("compiled", "log probabilities")

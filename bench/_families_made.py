@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from bench._answers import CHAT_TEMPLATE
-from bench._families_checks import ADAPTED, POSITIONS
+from bench._families_checks import ADAPTED, INT8, POSITIONS
 from bench._tiny import byte_tokenizer, shareable, tiny_served_model, weaken_
 from pyprune.cut.compact import compact_
 from pyprune.errors import PypruneError
@@ -43,13 +43,14 @@ class Made:
         folder: of the checkpoint.
         words: more of `pyprune serve`.
         environment: more variables of the server.
-        recovered: folder of the checkpoint that the adapters were merged into.
+        other: folder of a checkpoint that answers are compared with: the one that the adapters were merged into, or
+            the one before its weights were rounded.
     """
 
     folder: Path
     words: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    recovered: Path | None = None
+    other: Path | None = None
 
 
 def architecture(name: str) -> str:
@@ -86,7 +87,7 @@ def with_adapters(name: str, work: Path) -> Made:
         settings = [f"recover.{key}={value}" for key, value in RECOVERY.items()]
         recover_checkpoint(folder, build_recovery(options={**data, "keep_adapter": True}, settings=settings), out=out)
     words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTED}={out / ADAPTER}")
-    return Made(folder, words, recovered=out)
+    return Made(folder, words, other=out)
 
 
 def with_draft(name: str, work: Path) -> Made:
@@ -115,6 +116,21 @@ def to_change(name: str, work: Path) -> Made:
     own = work / "changed"
     own.mkdir(exist_ok=True)
     return Made(as_cut(name, own).folder, environment={"VLLM_SERVER_DEV_MODE": "1"})
+
+
+def in_int8(name: str, work: Path) -> Made:
+    """The model with linear layers in int8, with weights and inputs rounded; arguments as of :func:`as_cut`.
+
+    104 hidden channels, also of the stock model, keep vLLM from the AMX product of a CPU, which takes no float32.
+    """
+    plain, rounded = work / "plain", work / "int8"
+    if not rounded.exists():
+        model = _dense(name)
+        plan = family_for(model).plan(model.config)
+        narrow = plan.drop_layers([1]).keep_hidden(range(104)) if name == STOCK else shareable(plan)
+        _write(name, model, narrow, plain)
+        export(plain, rounded, quantise=INT8)
+    return Made(rounded, other=plain)
 
 
 def _dense(name: str) -> PreTrainedModel:

@@ -14,11 +14,13 @@ less, which needs no plugin. A server is started in each mode, none with --enfor
 * adapters: the LoRA adapters of a short recovery beside the model, unmerged; compared with the merged model. On a CPU
   vLLM turns compilation off for them;
 * draft: the model proposes tokens to its own dense model, which must accept more than half of them;
-* changed weights: the server reads the weights again after the file was changed.
+* changed weights: the server reads the weights again after the file was changed;
+* int8: linear layers with weights and inputs in int8, compared with Transformers that rounds them alike. Inputs near
+  the middle of two steps fall on either, so the distance is measured against what rounding the inputs changes at all.
 
-Except with a draft, the log probabilities of prompt tokens and of the most likely new tokens are compared with
-Transformers' in float32, over short prompts and, where nothing is changed, one of 3,000 tokens, which vLLM reads in
-chunks of 512; at most 1e-5 is asked. Greedy tokens must be Transformers' most likely ones in every mode.
+Except with a draft and in int8, the log probabilities of prompt tokens and of the most likely new tokens are compared
+with Transformers' in float32, over short prompts and, where nothing is changed, one of 3,000 tokens, which vLLM reads
+in chunks of 512; at most 1e-5 is asked. Greedy tokens must be Transformers' most likely ones in every other mode.
 
 A row is appended to --jsonl as soon as it is there, with the largest difference, or with the reason why something does
 not hold; those that hold are not run again. The table goes to stdout, progress to stderr. Exit codes: 0 everything that
@@ -55,6 +57,7 @@ from bench._families_made import (
     Made,
     architecture,
     as_cut,
+    in_int8,
     to_change,
     with_adapters,
     with_draft,
@@ -98,6 +101,7 @@ MODES = {
     "adapters": Mode(checks=("log probabilities", "adapters"), made=with_adapters),
     "draft": Mode(checks=("compiled", "draft"), made=with_draft),
     "changed weights": Mode(checks=("compiled", "changed weights"), made=to_change),
+    "int8": Mode(checks=("compiled", "int8"), made=in_int8),
 }
 
 
@@ -138,7 +142,7 @@ class Bench:
     def _ask(self, name: str, mode: str, work: Path) -> bool:
         """One row; whether it holds."""
         say(f"{name}: {mode}")
-        found: Json = {"difference": None, "load_seconds": None, "error": ""}
+        found: Json = {"difference": None, "rounding": None, "load_seconds": None, "error": ""}
         try:
             ask(MODES[mode].made(name, work), MODES[mode], found)
         except PypruneError as error:
@@ -165,7 +169,7 @@ def ask(made: Made, mode: Mode, found: Json) -> None:
     Args:
         made: what is served.
         mode: how it is served.
-        found: gets "load_seconds", and "difference" as far as answers were compared.
+        found: gets "load_seconds", and "difference" or "rounding" as far as answers were compared.
 
     Raises:
         EngineError: the server did not start, or ended.
@@ -174,15 +178,15 @@ def ask(made: Made, mode: Mode, found: Json) -> None:
     from pyprune.checkpoint.load import load_model
     from pyprune.serving.load.server import Server
 
-    model, _ = load_model(made.folder)
+    model, _ = load_model(made.folder, quantised=True)
     with Server(_command(made, mode), str(made.folder), environment=_environment(made, mode)) as server:
         found["load_seconds"] = round(server.load_seconds, 1)
-        asked = Asked(server, model, made.folder, made.recovered)
+        asked = Asked(server, model, made.folder, made.other)
         try:
             for name in mode.checks:
                 CHECKS[name](asked)
         finally:
-            found["difference"] = asked.difference
+            found |= {"difference": asked.difference, "rounding": asked.rounding}
 
 
 def _command(made: Made, mode: Mode) -> list[str]:
@@ -211,7 +215,8 @@ def table(records: RecordFile) -> str:
         (*where, *(found.get(mode, "not tried") for mode in MODES)) for where, found in sorted(rows.items())
     ]
     note = (
-        "The figure: largest difference from Transformers' log probabilities in float32, over prompts and new tokens."
+        "The figure: largest difference from Transformers' log probabilities in float32, over prompts and new tokens; "
+        "in int8 their root mean square distance, as a share of what rounding the inputs changes."
     )
     columns = ("machine", "vLLM", "family", *MODES)
     return noted_table(Table("Families on real servers", columns, tuple(cells), note))
@@ -221,6 +226,8 @@ def outcome(record: Json) -> str:
     """A cell: "yes" with the largest difference where there is one, or the reason why not."""
     if not record["passed"]:
         return str(record["error"])
+    if record.get("rounding") is not None:
+        return f"yes, {record['rounding']:.2f}"
     return "yes" if record["difference"] is None else f"yes, {record['difference']:.1e}"
 
 

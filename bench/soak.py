@@ -11,7 +11,8 @@ cancelled in the middle of their stream. Then:
 * tokens: a sample of the finished requests goes through Transformers in the same dtype, prompt and answer in one pass.
   A token that is not the most likely one of its position is wrong, unless the two logits are nearer than 1e-3: those
   are counted apart. bfloat16 rounds more coarsely than that, so that exact tokens are asked of float32.
-* memory: of all processes of the server, the median of the first tenth of the samples against that of the last tenth.
+* memory: of all processes of the server, the median of the first tenth of the samples against that of the last tenth;
+  and what each of them holds more at the end than before the load: memory of its own, pages of files, shared memory.
 * /metrics: nothing runs, nothing waits, and the key-value cache is empty; /health answers.
 * with --kill-worker: load again, and SIGKILL to the engine's process, or with --kill-worker=worker to the one that
   computes: how long until the server has exited, with which status, and whether a process is left.
@@ -45,7 +46,7 @@ from bench._soak_client import Outcome, Request, draw_requests, send_all
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
-from pyprune.serving.engines import group_processes, group_resident_bytes
+from pyprune.serving.engines import group_memory, group_processes, group_resident_bytes
 from pyprune.serving.load.server import Server
 
 RECORDS = Path(__file__).parent / "results" / "soak.jsonl"
@@ -76,9 +77,9 @@ class Soak:
         """Serve, load, check, and kill if asked; return the record."""
         o = self.options
         with Server(self._command(), str(self.folder)) as server:
-            began = time.monotonic()
+            before, began = group_memory(server.pid), time.monotonic()
             asyncio.run(self._load(server))
-            seconds = time.monotonic() - began
+            seconds, after = time.monotonic() - began, group_memory(server.pid)
             rest = at_rest(server)
             # One that has ended by itself is in the record; there is nothing left to kill.
             kill = o.kill_worker if rest["healthy"] else None
@@ -97,7 +98,7 @@ class Soak:
             "counts": {status: counts[status] for status in ("finished", "cancelled", "failed")},
             "errors": Counter(outcome.error for outcome in self.outcomes if outcome.error).most_common(3),
             "compared": self._compare(),
-            "memory": memory_of(self.memory),
+            "memory": memory_of(self.memory) | {"before": before, "after": after},
             "rest": rest,
             "killed": killed,
             "environment": environment,
@@ -334,6 +335,22 @@ def _kill_verdicts(killed: Json | None) -> list[tuple[str, bool | None]]:
     ]
 
 
+def grown(before: Json, after: Json) -> str:
+    """What each process of a server holds more after a load, where that is a megabyte or more.
+
+    Args:
+        before: as of :func:`~pyprune.serving.engines.group_memory`.
+        after: the same at the end.
+    """
+    more = [
+        (held - before.get(name, {}).get(kind, 0), f"{kind} memory of {name}")
+        for name, kinds in after.items()
+        for kind, held in kinds.items()
+    ]
+    said = [f"{size / 1e6:+,.0f} MB {what}" for size, what in sorted(more, reverse=True) if abs(size) >= 1e6]
+    return ", ".join(said) or "nothing"
+
+
 def summary(record: Json) -> str:
     """A record as lines of text."""
     o, counts = record["options"], record["counts"]
@@ -345,6 +362,9 @@ def summary(record: Json) -> str:
         f"{record['tokens'] / record['seconds']:.0f} tokens/s over {record['seconds']:.0f} s."
     )
     lines = [f"* {said}: {words[holds]}." for said, holds in verdicts(record)]
+    memory = record["memory"]
+    if "before" in memory:
+        lines.append(f"  Memory at the end against before the load: {grown(memory['before'], memory['after'])}.")
     errors = [f"  {times} times: {error}" for error, times in record["errors"]]
     return "\n".join([head, "", *lines, *errors])
 

@@ -15,18 +15,21 @@ from transformers import PreTrainedModel
 from bench import _families_checks, families
 from bench._answers import TOP, log_probabilities
 from bench._families_checks import (
+    INT8,
     Asked,
     WrongAnswer,
     check_adapters,
     check_changed_weights,
     check_compiled,
     check_draft,
+    check_int8,
     check_log_probabilities,
     check_schema,
     check_several,
     check_tool,
 )
-from bench._families_made import STOCK, Made, architecture, as_cut, to_change, with_adapters, with_draft
+from bench._families_made import STOCK, Made, architecture, as_cut, in_int8, to_change, with_adapters, with_draft
+from bench._rounded import round_inputs_, with_weights_of
 from bench._tiny import tiny_served_model
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
@@ -248,13 +251,13 @@ class Named(InTransformers):
 @pytest.mark.parametrize("name", ["opt", STOCK])
 def test_adapters_must_answer_as_the_merged_model(name: str, tmp_path: Path) -> None:
     made = with_adapters(name, tmp_path)
-    plain, merged = load_model(made.folder)[0], load_model(made.recovered)[0]
-    assert {"--enable-lora", f"adapted={made.recovered / 'adapter'}"} <= set(made.words)
-    asked = Asked(Named(tiny=plain, adapted=merged), plain, made.folder, made.recovered)
+    plain, merged = load_model(made.folder)[0], load_model(made.other)[0]
+    assert {"--enable-lora", f"adapted={made.other / 'adapter'}"} <= set(made.words)
+    asked = Asked(Named(tiny=plain, adapted=merged), plain, made.folder, made.other)
     check_adapters(asked)
     assert asked.difference == 0, "compared, with itself"
     with pytest.raises(WrongAnswer, match=r"less likely than|log probabilities differ by"):
-        check_adapters(Asked(Named(tiny=plain, adapted=plain), plain, made.folder, made.recovered))
+        check_adapters(Asked(Named(tiny=plain, adapted=plain), plain, made.folder, made.other))
     with pytest.raises(WrongAnswer, match="the recovery changed nothing"):
         check_adapters(Asked(Named(tiny=plain, adapted=plain), plain, made.folder, made.folder))
 
@@ -290,6 +293,29 @@ def test_changed_weights_must_be_those_that_answer(name: str, tmp_path: Path) ->
     asked = Asked(server, before, as_cut(name, tmp_path / "again").folder)
     check_changed_weights(asked)
     assert asked.difference == 0, "compared, with itself"
+
+
+@pytest.mark.usefixtures("shorter")
+@pytest.mark.parametrize("name", ["opt", STOCK])
+def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path) -> None:
+    made = in_int8(name, tmp_path)
+    assert json.loads((made.folder / "config.json").read_text())["architectures"] == [architecture(name)]
+    quantised = load_model(made.folder, quantised=True)[0]
+    plain, weights_only, rounded = (load_model(made.other)[0] for _ in range(3))
+    round_inputs_(with_weights_of(rounded, quantised), INT8)
+    asked = Asked(Named(tiny=rounded), quantised, made.folder, made.other)
+    check_int8(asked)
+    assert asked.rounding < 1e-3, "compared, with itself"
+    for other in (plain, with_weights_of(weights_only, quantised)):
+        asked = Asked(Named(tiny=other), quantised, made.folder, made.other)
+        with pytest.raises(WrongAnswer, match=r"int8: answers are off by .* of what rounding the inputs changes"):
+            check_int8(asked)
+        assert asked.rounding > 0.9
+
+
+def test_a_row_in_int8_shows_its_own_figure() -> None:
+    row = {"passed": True, "difference": None, "rounding": 0.213, "error": ""}
+    assert families.outcome(row) == "yes, 0.21"
 
 
 class TestServed:

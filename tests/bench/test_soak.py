@@ -77,6 +77,22 @@ def test_memory_that_grows_is_seen() -> None:
     assert said in soak.summary(record(memory=warmed))
 
 
+def test_what_grew_is_named() -> None:
+    before = {"pyprune": {"anonymous": 5 * 10**6, "file": 10**6}, "VLLM::Worker": {"anonymous": 10**9, "file": 10**6}}
+    after = {
+        "pyprune": {"anonymous": 2 * 10**6, "file": 10**6},
+        "VLLM::Worker": {"anonymous": 1_250 * 10**6, "file": 1_500_000},
+        "helper": {"anonymous": 7 * 10**6, "file": 0},
+    }
+    said = (
+        "+250 MB anonymous memory of VLLM::Worker, +7 MB anonymous memory of helper, -3 MB anonymous memory of pyprune"
+    )
+    assert soak.grown(before, after) == said
+    assert soak.grown(before, before) == "nothing"
+    whole = {"first": 1e9, "last": 1.01e9, "growth": 0.01, "before": before, "after": after}
+    assert f"against before the load: {said}.\n" in soak.summary(record(memory=whole)) + "\n"
+
+
 def record(**values: Any) -> dict[str, Any]:
     options = {"requests": 30, "concurrency": 4, "dtype": "float32", "eager": True, "prompt_tokens": "4 to 20",
                "new_tokens": "2 to 8"}  # fmt: skip
@@ -129,7 +145,7 @@ def test_a_server_that_ended_by_itself_is_in_the_record(monkeypatch: pytest.Monk
     def died(*_: Any) -> Any:
         return {"healthy": False, "gauges": {}}
 
-    monkeypatch.setattr(soak, "Server", lambda *_: nullcontext())
+    monkeypatch.setattr(soak, "Server", lambda *_: nullcontext(SimpleNamespace(pid=-1)))
     monkeypatch.setattr(soak, "at_rest", died)
     for name, value in (("_command", list), ("_load", nothing), ("_compare", dict)):
         monkeypatch.setattr(run, name, value, raising=False)
@@ -227,6 +243,8 @@ class TestServed:
         assert row["compared"]["wrong"] == 0
         assert set(row["rest"]["gauges"].values()) == {0.0}
         assert row["memory"]["first"] > 100e6, "a server with torch in it"
+        for when in ("before", "after"):
+            assert row["memory"][when]["VLLM::EngineCore"]["anonymous"] > 10e6
         assert row["killed"]["status"] == 1, "what restarts it on failure has to see one"
         assert row["killed"]["seconds"] <= 30
         assert row["killed"]["requests"]["failed"] >= 1, "it was killed during load"

@@ -22,10 +22,12 @@ from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import (
+    MEMORY_KINDS,
     Engine,
     EngineError,
     choose_engine,
     group_cpu_seconds,
+    group_memory,
     group_processes,
     group_resident_bytes,
 )
@@ -312,6 +314,9 @@ def test_a_process_of_any_name_stops_no_measurement(tmp_path: Path) -> None:
         try:
             assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"aaaaaaaaaaaaaa\xc3\n"
             assert group_resident_bytes(process.pid) > 0
+            [(_, kinds)] = group_memory(process.pid).items()
+            assert set(kinds) == set(MEMORY_KINDS)
+            assert sum(kinds.values()) == group_resident_bytes(process.pid)
             assert list(group_processes(process.pid)) == [process.pid]
             assert group_cpu_seconds(os.getpgid(0)) > 0
         finally:
