@@ -25,7 +25,8 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime import processes
 from pyprune.runtime.device import bfloat16_as, bfloat16_is_faster, resolve_device
 from pyprune.runtime.disk import disk_errors
-from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text
+from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text, written_at
+from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
@@ -139,8 +140,9 @@ def run_folder(
 ) -> Iterator[RunFolder]:
     """Hold the work folder of ``out`` for one run.
 
-    It is removed when the run is complete, and when a new run was stopped with nothing to continue from. After a
-    ConfigError that is also where there is a plan alone: other options need another one.
+    It is removed when the run is complete, also where an interruption comes after its output was written, and when a
+    new run was stopped with nothing to continue from. After a ConfigError that is also where there is a plan alone:
+    other options need another one.
 
     Args:
         out: the run's output.
@@ -168,15 +170,20 @@ def run_folder(
         else:
             work.begin(facts, out, faster, overwrite=overwrite)
         processes.barrier()
+        before = written_at(out)
         try:
             yield work
             processes.barrier()
+            work.clear()
         except BaseException as error:
+            if written_at(out) not in (None, before):
+                with interrupts_deferred():
+                    work.clear()
+                raise
             reached = _holds_training(path) if isinstance(error, ConfigError) else _kept_in(path)
             if isinstance(error, PypruneError | KeyboardInterrupt) and not (reached or resume):
                 work.clear()
             raise
-        work.clear()
 
 
 @contextmanager

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 """What is read from config.json as a number; "null" stands for the architecture's own value."""
+SIZES_OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")
+"""What is read as a number in ``per_layer_config``."""
 KEYS = re.compile(r"blk\.\d+\.attn_(?:k|qkv)\.weight")
 """Tensors of a GGUF file whose rows are the keys of a token (with ``qkv``, an upper bound)."""
 BESIDE_WEIGHTS = re.compile(r".*\.(?:weight|input|output|k|v)_(?:global_scale|scale|zero_point|g_idx|shape)")
@@ -31,7 +33,9 @@ WORDS = ".qweight"
 BITS_OF_A_WORD = 32
 FORMAT_KEY = "pyprune.quantise"
 """Where a GGUF file of pyprune's says which format its matrices were asked for in."""
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.bpe")
+CODE = "*.py"
+"""Downloaded only where a model may run code of its own."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,13 @@ class Hub:
         revision: branch, tag or commit; None = the newest.
         cache: folder that keeps it; None = the hub's own cache.
         token: of an account that may read it; True = the one that is logged in, None = that one where there is one.
+        code: whether its Python code is downloaded too.
     """
 
     revision: str | None = None
     cache: str | None = None
     token: str | bool | None = None
+    code: bool = False
 
 
 def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = "", hub: Hub = Hub()) -> Checkpoint:
@@ -174,11 +180,15 @@ def _shape(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
     Raises:
         CheckpointError: what is stored beside the packed weight is missing, or cannot be of it.
     """
+    import torch
+
     if name.endswith(WORDS):
         return _shape_in_words(tensors, name, bits)
     stored, beside = tensors.shape(name), name.removesuffix("_packed") + "_shape"
     if not name.endswith(PACKED):
         return stored
+    if beside not in tensors.names() and tensors.dtype(name) == torch.uint8 and len(stored) == 2:
+        return stored[0], 2 * stored[1]  # NVFP4 and MXFP4: two values in a byte, and nothing beside that says so
     found = tuple(tensors.read(beside).flatten().tolist()) if beside in tensors.names() else ()
     whole = all(type(size) is int for size in found) and len(found) == len(stored) == 2
     if not (whole and found[0] == stored[0] and 1 <= found[1] <= BITS_OF_A_WORD * stored[1]):
@@ -300,8 +310,9 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
             pruning.json does not list and a loader would read; the message names it.
     """
     from pyprune.checkpoint.record import has_record, read_pruning_json
-    from pyprune.checkpoint.verify import INDEX, current_server, verify_files
+    from pyprune.checkpoint.verify import INDEX, current_server, is_wanted, verify_files
 
+    is_wanted()  # a value that says neither is refused whatever the folder
     if has_record(source):
         name = current_server() if server is None else server
         verify_files(Path(source), read_pruning_json(source), server=name)
@@ -329,11 +340,19 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
 
     try:
         place: dict[str, Any] = {"revision": hub.revision, "cache_dir": hub.cache, "token": hub.token}
-        return Path(snapshot_download(str(source), allow_patterns=list(DOWNLOADED), **place))
+        patterns = [*DOWNLOADED, *([CODE] if hub.code else [])]
+        return Path(snapshot_download(str(source), allow_patterns=patterns, **place))
     except Exception as error:
         raise CheckpointError(
             f"{shown(str(source))} is not a local folder, and the hub did not give it: {one_line(str(error))}"
         ) from error
+
+
+def _is_own_value(name: str, value: Any) -> bool:
+    """Whether a layer may have this in ``per_layer_config``; names that pyprune does not read may hold anything."""
+    if name == "skip":
+        return isinstance(value, list) and all(isinstance(block, str) for block in value)
+    return name not in SIZES_OF_A_LAYER or (type(value) is int and value >= 0)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -346,6 +365,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     per_layer = config.get("per_layer_config") or {}
     if not isinstance(per_layer, dict) or not all(isinstance(own, dict) for own in per_layer.values()):
         raise CheckpointError(f"{path} is damaged: its per_layer_config is not a mapping from layers to their values.")
+    for layer, own in per_layer.items():
+        if wrong_names := [name for name, value in own.items() if not _is_own_value(name, value)]:
+            found = f"{wrong_names[0]} of layer {shown(layer)} is {shown(own[wrong_names[0]])}"
+            raise CheckpointError(f"{path} is damaged: in its per_layer_config, {found}.")
     if "vocab_size" not in config:
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
     for name in COUNTS:

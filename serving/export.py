@@ -42,6 +42,7 @@ from pyprune.serving.releases import (
 from pyprune.serving.widths import (
     KV_BLOCK_TOKENS,
     PARTITION,
+    LayerSizes,
     ffn_field,
     head_channels,
     layer_widths,
@@ -52,6 +53,7 @@ from pyprune.serving.widths import (
     token_bytes_of,
     why_not_grouped,
     why_not_split,
+    why_not_staged,
 )
 
 if TYPE_CHECKING:
@@ -270,7 +272,8 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
     found: list[str] = []
     hidden, head_dim = config.get("hidden_size") or 0, head_channels(config)
-    if head_dim not in VLLM_CPU_HEAD_DIMS:
+    is_said = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
+    if is_said and head_dim not in VLLM_CPU_HEAD_DIMS:
         allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
         found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
     architecture = str((config.get("architectures") or ["unknown"])[0])
@@ -349,7 +352,9 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
         warn(warning)
     from_hub = not os.path.isdir(folder) and given_options(extra_args).served_model_name is None
     named = ["--served-model-name", str(folder)] if from_hub else []
-    return [sys.executable, "-m", "pyprune.serving.launch", "serve", str(checkpoint.folder), *extra_args, *named]
+    # As it was given: vLLM calls the model by these words, such as pruned/ or ./pruned.
+    source = str(checkpoint.folder if from_hub or not os.path.isdir(folder) else folder)
+    return [sys.executable, "-m", "pyprune.serving.launch", "serve", source, *extra_args, *named]
 
 
 def servable(
@@ -392,6 +397,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     widths, ranks = layer_widths(checkpoint.config), given.tensor_parallel_size
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
+    reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
@@ -400,10 +406,20 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     return reason or why_not_grouped(widths, head_channels(checkpoint.config), group, ranks)
 
 
+def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:
+    """See :func:`pyprune.serving.widths.why_not_staged`; of a division that vLLM refuses, it says why itself."""
+    partition = os.environ.get(PARTITION, "")
+    stages = stages_of(len(widths), ranks, partition)
+    asked = [part.strip() for part in partition.split(",")]
+    if not widths or (partition and asked != [str(end - start) for start, end in stages]):
+        return ""
+    return why_not_staged(widths, stages)
+
+
 def hub_of(extra_args: Sequence[str]) -> Hub:
     """What these options of ``vllm serve`` say is downloaded of a hub id."""
     given = given_options(extra_args)
-    return Hub(given.revision, given.download_dir, given.hf_token)
+    return Hub(given.revision, given.download_dir, given.hf_token, given.trust_remote_code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -437,8 +453,8 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype")
     parser.add_argument("--optimization-level", "-O")
     parser.add_argument("--speculative-config", "-sc")
-    parser.add_argument("--spec-model", "--speculative-config.model")
-    for switch in ("enforce-eager", "enable-lora"):
+    parser.add_argument("--spec-model", "--speculative-config.model", "-sc.model")
+    for switch in ("enforce-eager", "enable-lora", "trust-remote-code"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
@@ -588,4 +604,7 @@ def _context(given: str | None, usual: int) -> int:
     if given is None:
         return usual
     number = _TOKENS.fullmatch(given.strip())
-    return int(float(number[1]) * _SUFFIXES[number[2]]) if number else 0
+    if number is None:
+        return 0
+    tokens = float(number[1]) if "." in number[1] else int(number[1])
+    return int(tokens * _SUFFIXES[number[2]])

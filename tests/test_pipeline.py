@@ -26,8 +26,9 @@ from pyprune.families import family_for
 from pyprune.methods.registry import read_config
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
 from pyprune.recipe import merge
-from pyprune.run_folder import interrupted_run
+from pyprune.run_folder import interrupted_run, run_folder
 from pyprune.runtime import device
+from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
 from pyprune.stages import wanted_text
 from pyprune.train.loop import _Run
@@ -334,6 +335,24 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
         patch.setattr("pyprune.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_interruption_after_the_output_leaves_no_work_folder(written: bool, tmp_path: Path) -> None:
+    """There is nothing to resume; before the output, what was reached is kept."""
+    out = tmp_path / "out"
+
+    def run() -> None:
+        with run_folder(out, {}, PruneConfig(method="elder"), resume=False, overwrite=False) as work:
+            (work.path / "decision.json").write_text("{}")
+            if written:
+                with atomic_folder(out) as part:
+                    (part / "config.json").write_text("{}")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert (out.exists(), (tmp_path / ".out.work").exists()) == (written, not written)
 
 
 def test_a_run_with_other_weights_is_not_resumed(

@@ -227,7 +227,8 @@ def _facts(folder: Path, record: PruningRecord, server: str) -> str:
 
 
 def _are_settled(folder: Path, record: PruningRecord) -> bool:
-    times = [max(found.st_mtime, found.st_ctime) for found in map(os.stat, (folder / name for name in record.files))]
+    """Whether no file was changed a moment ago; st_mtime may be of a machine whose clock is ahead."""
+    times = [os.stat(folder / name).st_ctime for name in record.files]
     return time.time() - max(times, default=0.0) > SETTLED_S
 
 

@@ -64,12 +64,11 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
-    """What tells the folder or file at ``out`` from an earlier one, which is replaced whole; None where none is."""
-    try:
-        found = os.stat(options["out"])
-    except (KeyError, TypeError, OSError, ValueError):  # no such option, none given, nothing there, no path at all
-        return None
-    return found.st_dev, found.st_ino
+    """What tells the output from an earlier one; None where none is there, or the command has none."""
+    from pyprune.runtime.files import written_at
+
+    out = options.get("out")
+    return None if out is None else written_at(out)
 
 
 def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool, new: bool) -> int:

@@ -288,6 +288,15 @@ def _owned_names(folder: Path) -> set[str]:
     return owned
 
 
+def written_at(out: str | Path) -> tuple[int, int] | None:
+    """What tells the folder or file at ``out`` from an earlier one, which is replaced whole; None where none is."""
+    try:
+        found = os.stat(out)
+    except (TypeError, OSError, ValueError):  # nothing there, or no path at all
+        return None
+    return found.st_dev, found.st_ino
+
+
 def work_folder(out: str | Path) -> Path:
     """The hidden folder next to ``out`` in which it is made."""
     path = Path(out).absolute()

@@ -299,6 +299,7 @@ class _Pool:
         if not self._run.resident:
             while self._servers:
                 self._servers.popitem()[1].close()
+        say(f"Starting the server of {name}.")
         checkpoint, verified_by = self._run.models[name], new_server()
         command = self._run.server_command(name, verified_by)
         read_once(checkpoint)

@@ -121,6 +121,9 @@ def test_warnings_name_what_a_server_refuses() -> None:
     assert serving_warnings(good) == ()
     assert "head_dim is 8" in serving_warnings({**good, "head_dim": 8})[0]
     assert "head_dim is 16" in serving_warnings({**good, "head_dim": None, "num_attention_heads": 4})[0]
+    for silent in ({"num_attention_heads": None}, {"num_attention_heads": 3, "kv_lora_rank": 8}):
+        unsaid = serving_warnings({**good, "head_dim": None, **silent})
+        assert not any("head_dim" in warning for warning in unsaid), "another architecture's heads"
     assert "PrunedNewForCausalLM" in serving_warnings({**good, "architectures": ["PrunedNewForCausalLM"]})[0]
     assert serving_warnings({**good, "architectures": ["PrunedOlmo2ForCausalLM"]}) == ()
     assert "hidden_size is 70" in serving_warnings({**good, "hidden_size": 70})[0]
@@ -240,7 +243,6 @@ def test_the_cache_holds_the_longest_sequence(
         ("", 4),  # layers of 2, 2 and of no, 1 KV heads: the first rank has 4 of the 5
         ("3,1", 4),
         ("1,3", 3),
-        ("4,0", 5),
         ("1,1", 4),  # vLLM refuses it
         ("a,b", 4),
     ],
@@ -302,6 +304,7 @@ def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.Monke
     whole = json.dumps({"model": draft, "num_speculative_tokens": 2})
     (tmp_path / "file.yaml").write_text(f"speculative-config: {whole}\n")
     counted = [["--speculative-config", whole], ["-sc", whole], [f"--speculative-config.model={draft}"]]
+    counted += [[f"-sc.model={draft}"]]
     counted += [["--spec-model", draft], ["--config", str(tmp_path / "file.yaml")]]
     for words in counted:
         serve(tmp_path / "out", words)
@@ -309,7 +312,7 @@ def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.Monke
     uncounted = ('{"method": "ngram"}', '{"model": "owner/on-a-hub"}', '{"model": 3}', "[]", "{")
     for text in uncounted:
         serve(tmp_path / "out", ["-sc", text])
-    assert [each["VLLM_CPU_KVCACHE_SPACE"] for each in seen] == [*["7"] * 5, "5", *["5"] * 5]
+    assert [each["VLLM_CPU_KVCACHE_SPACE"] for each in seen] == [*["7"] * 6, "5", *["5"] * 5]
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -345,3 +345,20 @@ def test_sizes_per_layer_of_another_shape_are_damage(checkpoint: Path, tmp_path:
     (other / "config.json").write_text(json.dumps(config | {"per_layer_config": value}))
     with pytest.raises(CheckpointError, match="its per_layer_config is not a mapping from layers"):
         read_checkpoint(other)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"num_attention_heads": None}, "num_attention_heads of layer '0' is None"),
+        ({"intermediate_size": "12"}, "intermediate_size of layer '0' is '12'"),
+        ({"skip": None}, "skip of layer '0' is None"),
+        ({"skip": "mlp"}, "skip of layer '0' is 'mlp'"),
+    ],
+)
+def test_a_wrong_size_of_a_layer_is_damage(checkpoint: Path, tmp_path: Path, own: Any, said: str) -> None:
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"per_layer_config": {"0": own}}))
+    with pytest.raises(CheckpointError, match=f"in its per_layer_config, {said}"):
+        read_checkpoint(other)

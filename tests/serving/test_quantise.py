@@ -23,6 +23,7 @@ from pyprune.families import count_parameters
 from pyprune.plan import PrunePlan
 from pyprune.quality.measure import evaluate
 from pyprune.serving import quantise
+from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.export import export
 from pyprune.serving.quantise import SCHEMES, choose_quantisation
 from tests._support.cli import refused, run
@@ -113,6 +114,20 @@ def test_a_packed_weight_with_another_shape_is_damaged(tmp_path: Path) -> None:
         assert f"{name}, which says its own, is" in refused("inspect", foreign).replace("\n", " ")
     save_file({k: v for k, v in tensors.items() if k != name}, foreign / "model.safetensors", {"format": "pt"})
     assert "is missing" in refused("inspect", foreign).replace("\n", " ")
+
+
+def test_weights_in_nvfp4_count_as_what_they_stand_for(tmp_path: Path) -> None:
+    """Two values in a byte; no shape is stored beside them, as pack-quantized does."""
+    write_pair(tmp_path, "llama-head-dim", in_32s, "w4a16")
+    foreign = tmp_path / "quantised"
+    wanted = json.loads((foreign / "pruning.json").read_text())["provenance"]["parameters"]
+    (foreign / "pruning.json").unlink()
+    tensors = {k: v for k, v in load_file(foreign / "model.safetensors").items() if not k.endswith("weight_shape")}
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        rows, words = tensors[name].shape
+        tensors[name] = torch.zeros(rows, 4 * words, dtype=torch.uint8)
+    save_file(tensors, foreign / "model.safetensors", {"format": "pt"})
+    assert read_checkpoint(foreign).parameters == wanted
 
 
 def _write_in_words(folder: Path, method: str, bits: int, *, groups_of_inputs: bool = False) -> int:

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError
+from pyprune.families import family_for
 from pyprune.serving.export import export, serve_command
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -141,6 +144,57 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     assert serve_command(folder, ["-pp", "2", *switch, "-cc.mode=3"]), "vLLM goes by the mode"
     monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0")
     assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"
+
+
+def test_the_folder_is_called_as_it_was_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These words are the model's name in vLLM's API, as with plain `vllm serve`."""
+    monkeypatch.chdir(folder.parent)
+    for given in (f"{folder.name}/", f"./{folder.name}", str(folder)):
+        assert serve_command(given)[-1] == given
+
+
+def test_python_code_of_a_hub_id_is_downloaded_where_it_may_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(_: str, *, allow_patterns: list[str], **__: object) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    serve_command("owner/name")
+    serve_command("owner/name", ["--trust-remote-code"])
+    assert ["*.py" in patterns for patterns in asked] == [False, True]
+    assert all("*.tiktoken" in patterns for patterns in asked)
+
+
+def test_a_rank_without_attention_is_refused_before_the_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    model, _ = load_model(folder)
+    plan = family_for(model).plan(model.config)
+    first = range(model.config.num_hidden_layers // 2)
+    for layer in first:
+        plan = plan.with_layer(layer, query_heads=[], kv_heads=[])
+    compact_(model, plan)
+    export(model, tmp_path / "late", plan=plan)
+    assert "vLLM cannot plan the key-value cache" in " ".join(refused("serve", tmp_path / "late", "-pp", "2").split())
+    assert serve_command(tmp_path / "late")
+    layers = model.config.num_hidden_layers
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", f"{len(first) + 1},{layers - len(first) - 1}")
+    assert serve_command(tmp_path / "late", ["-pp", "2"])
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1,1,1,1,1,1")
+    assert serve_command(tmp_path / "late", ["-pp", "2"]), "vLLM says what is wrong with the division"
+
+
+def test_a_wrong_word_for_verification_is_refused_for_every_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    tiny_model("llama").save_pretrained(tmp_path / "without-record")
+    monkeypatch.setenv("PYPRUNE_VERIFY", "false")
+    for each in (folder, tmp_path / "without-record"):
+        assert "PYPRUNE_VERIFY is 'false'" in refused("serve", each)
 
 
 def downloads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
