@@ -107,7 +107,9 @@ class Asked:
 
     def compare(self, served: Tensor, expected: Tensor) -> None:
         """Note how far log probabilities are apart."""
-        self.difference = max(self.difference or 0.0, float((served - expected).abs().max()))
+        apart = (served - expected).abs().max()
+        # torch's maximum is not a number where one of both is none, unlike max().
+        self.difference = float(torch.maximum(apart, torch.tensor(self.difference or 0.0)))
 
     def refuse_difference(self, what: str = "") -> None:
         """Refuse log probabilities that are further apart than rounding puts them.

@@ -79,7 +79,8 @@ def _difference(folder: str, answers: list[dict[str, Any]]) -> float:
         with torch.no_grad():
             expected = model(tokens[None]).logits[0].log_softmax(-1)
         own = expected[range(len(tokens) - 1), tokens[1:]]
-        worst = max(worst, float((own - torch.tensor(answer["logprobs"])).abs().max()))
+        apart = (own - torch.tensor(answer["logprobs"])).abs().max()
+        worst = float(torch.maximum(apart, torch.tensor(worst)))  # not a number where one of both is none
     return worst
 
 

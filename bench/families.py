@@ -45,10 +45,13 @@ from bench._families_checks import (
     CHUNK,
     COMPARED,
     DRAFTED,
+    EQUAL,
+    INT8,
     LENGTHS,
     LONG,
     OF_ONE_RANK,
     POSITIONS,
+    ROUNDING,
     Asked,
 )
 from bench._families_made import (
@@ -140,6 +143,8 @@ class Bench:
         asked = [MODES[mode].words, MODES[mode].checks, LENGTHS, LONG, CHUNK]
         if MODES[mode].made is not as_cut:
             asked += [RECOVERY, PROPOSED, DRAFTED, APART]
+        if MODES[mode].made is in_int8:
+            asked += [INT8, ROUNDING, EQUAL]
         return digest([machine_of(self.environment), versions, name, mode, asked])[:16]
 
     def _ask(self, name: str, mode: str, work: Path) -> bool:
@@ -148,9 +153,10 @@ class Bench:
         found: Json = {**dict.fromkeys(FIGURES), "load_seconds": None, "error": ""}
         try:
             ask(MODES[mode].made(name, work), MODES[mode], found)
-        except PypruneError as error:
-            say(f"{name}: {mode}: {error}")
-            found["error"] = last_line(str(error))
+        except (PypruneError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            kind = "" if isinstance(error, PypruneError) else f"{type(error).__name__}: "  # an answer of another form
+            say(f"{name}: {mode}: {kind}{error}")
+            found["error"] = last_line(f"{kind}{error}")
         self.records.add(
             {
                 "kind": KIND,

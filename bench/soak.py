@@ -77,6 +77,7 @@ class Soak:
         """Serve, load, check, and kill if asked; return the record."""
         o = self.options
         with Server(self._command(), str(self.folder)) as server:
+            self._check_asked(server)
             before, began = group_memory(server.pid), time.monotonic()
             asyncio.run(self._load(server))
             seconds, after = time.monotonic() - began, group_memory(server.pid)
@@ -103,6 +104,14 @@ class Soak:
             "killed": killed,
             "environment": environment,
         }
+
+    def _check_asked(self, server: Server) -> None:
+        """Refuse now what could not be asked of the server after hours of load."""
+        if self.options.kill_worker:
+            process_called(server, KILLED[self.options.kill_worker])
+        text = server.get("/metrics") or ""
+        for name in GAUGES:
+            metric(text, name)
 
     def _command(self) -> list[str]:
         o = self.options

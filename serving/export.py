@@ -540,7 +540,7 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
     if sized or KV_CACHE_SPACE in os.environ:
         return {}
     config = checkpoint.config
-    context = _context(given.max_model_len, _usual_context(config))
+    context = context_tokens(given.max_model_len, _usualcontext_tokens(config))
     blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
     stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
     tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
@@ -583,7 +583,7 @@ def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _usual_context(config: Mapping[str, Any]) -> int:
+def _usualcontext_tokens(config: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
 
     With longrope that is the length before the scaling, though more may be asked for.
@@ -594,7 +594,7 @@ def _usual_context(config: Mapping[str, Any]) -> int:
     return scaled_positions(config)
 
 
-def _context(given: str | None, usual: int) -> int:
+def context_tokens(given: str | None, usual: int) -> int:
     """Tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
 
     Args:

@@ -32,13 +32,23 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def _append(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        torn = _is_torn(path)
         with path.open("a", encoding="utf-8") as out:
-            out.write(text)
+            out.write("\n" * torn + text)
             out.flush()
             if path.is_file():  # a pipe or a terminal has no disk
                 os.fsync(out.fileno())
     except OSError as error:
         raise OutputError(f"Cannot append to {path}: {reason(error, path)}. Name a writable file.") from error
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file ends within a line, which a killed process left incomplete: what comes is not to continue it."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def digest(data: Any) -> str:
@@ -70,7 +80,6 @@ class RecordFile:
         self._option = option
         self._kinds: dict[str, dict[str, Json]] = {}
         text = self._text()
-        self._torn = bool(text) and not text.endswith("\n")
         for number, line in enumerate(text.splitlines(), start=1):
             record = self._parsed(line, number)
             if record is not None and not (retry_failed and record.get("error")):
@@ -115,9 +124,6 @@ class RecordFile:
             OutputError: the file cannot be written.
         """
         if self.path is not None:
-            if self._torn:
-                _append(self.path, "\n")
-                self._torn = False
             append_jsonl(self.path, [record])
         self._remember(record)
         return record

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.serving.export import dashed_words, words_of_file
@@ -34,6 +35,11 @@ OWNED = {
 """Options of ``vllm serve`` that a measurement sets itself -> the option that says how; "" = it is not to be chosen."""
 NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
 """Those that it does not always give."""
+UNREACHED = ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--uds")
+"""Options of ``vllm serve`` with which the client of a measurement does not reach the server."""
+SECRETS = ("--hf-token", "--api-key")
+"""Options of ``vllm serve`` whose values are told to nobody."""
+HIDDEN = "***"
 NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 COMPILING = ("--optimization-level", "--compilation-config")
 """Options of ``vllm serve`` that say whether and how a model is compiled, by their long names; -O and -cc are short."""
@@ -54,7 +60,7 @@ class Load:
     prompt_tokens: int | None = None
 
     def __str__(self) -> str:
-        how = f"{self.concurrency} at once" if self.rate is None else f"{self.rate:g} requests/s"
+        how = f"{self.concurrency} at once" if self.rate is None else f"{self.rate:.15g} requests/s"
         return how if self.prompt_tokens is None else f"{how}, prompts of {self.prompt_tokens}"
 
     @property
@@ -145,6 +151,16 @@ class LoadOptions:
         return (*(("--enforce-eager",) if self.eager else ()), *self.vllm_args)
 
     @property
+    def told_args(self) -> tuple[str, ...]:
+        """``vllm_args`` as they may be shown and kept: without tokens and keys."""
+        before = ("", *self.vllm_args)
+        return tuple(_told(word, after) for word, after in zip(self.vllm_args, before, strict=False))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data, with :attr:`told_args`."""
+        return {**asdict(self), "loads": [str(load) for load in self.loads], "vllm_args": list(self.told_args)}
+
+    @property
     def kv_bytes(self) -> int:
         """Key-value cache of each server in bytes."""
         return int(self.kv_gib * 2**30)
@@ -152,6 +168,20 @@ class LoadOptions:
     def requests_of(self, load: Load) -> int:
         """Requests of one turn of ``load``."""
         return self.requests or load.default_requests
+
+
+def _told(word: str, after: str) -> str:
+    """A word of a command line as it may be shown, and the one before it."""
+    name, equals, _ = word.partition("=")
+    if equals and _is_secret(name):
+        return f"{name}={HIDDEN}"
+    return HIDDEN if _is_secret(after) and not word.startswith("-") else word
+
+
+def _is_secret(name: str) -> bool:
+    """Whether this is the name of one of :data:`SECRETS`, also with underscores or cut short."""
+    [dashed] = dashed_words([name])
+    return len(dashed) > len("--") and any(secret.startswith(dashed) for secret in SECRETS)
 
 
 def owned_problems(vllm_args: Sequence[str]) -> list[str]:
@@ -162,7 +192,10 @@ def owned_problems(vllm_args: Sequence[str]) -> list[str]:
     given = dashed_words(vllm_args)
     return [
         problem
-        for words, owned in ((given, [*OWNED]), (words_of_file(vllm_args), NOT_REPLACED))
+        for words, owned in (
+            (given, [*OWNED, *UNREACHED]),
+            (words_of_file(vllm_args), [*NOT_REPLACED, *UNREACHED]),
+        )
         for word in words
         if (problem := _owned_problem(word.partition("=")[0], owned))
     ]
@@ -174,6 +207,8 @@ def _owned_problem(name: str, owned: Sequence[str]) -> str:
     found = next((known for known in owned if len(asked) > len("--") and known.startswith(asked)), None)
     if found is None or name == NO_PREFIX_CACHING:
         return ""
+    if found in UNREACHED:
+        return f"vllm_args holds {name}, with which the measurement's client does not reach the server; leave it out."
     instead = f"use {OWNED[found]} of `pyprune bench`" if OWNED[found] else "leave it out"
     return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
 

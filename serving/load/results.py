@@ -182,7 +182,7 @@ class LoadReport:
             "engine": "vllm serve",
             "resident": self.resident,
             "note": self.note,
-            "options": {**asdict(self.options), "loads": [str(load) for load in self.options.loads]},
+            "options": self.options.to_dict(),
             "environment": self.environment,
             "energy counters": list(self.counters),
             "models": {name: self._model(name) for name in self.models},

@@ -23,7 +23,7 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
 from pyprune.serving.engines import EngineError, vllm_installed
-from pyprune.serving.export import given_options, hub_of, servable, serve_command
+from pyprune.serving.export import context_tokens, given_options, hub_of, servable, serve_command
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
@@ -100,6 +100,9 @@ def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> No
         for name, model in models.items()
         if model.max_length is not None and model.max_length < needed
     ]
+    given = context_tokens(given_options(options.vllm_args).max_model_len, 0)
+    if 0 < given < needed:
+        found.append(f"--max-model-len in vllm_args is {given}, the load needs {needed}; raise it, or leave it out.")
     if found:
         raise ConfigError(found)
 
@@ -202,7 +205,7 @@ class _Run:
             **asdict(turn),
             "tokens_per_second": turn.tokens_per_second,
             "checkpoint": asdict(self.served(turn.model)),
-            "options": {**asdict(self.options), "loads": [str(load) for load in self.options.loads]},
+            "options": self.options.to_dict(),
             "resident": self.resident,
             "environment": self.environment,
         }

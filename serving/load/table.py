@@ -130,7 +130,7 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         limits = ", ".join(f"{TIMES[name]} at most {limit:g} ms" for name, limit in o.slo.items())
         found["service level"] = f"{limits}, in every single request that counts as good"
     if o.vllm_args:
-        found["further options of vllm serve"] = shlex.join(o.vllm_args)
+        found["further options of vllm serve"] = shlex.join(o.told_args)
     if variables := named_variables(env):
         found["environment of the servers"] = variables
     return found

@@ -117,6 +117,23 @@ def test_what_holds_is_not_asked_again_and_what_does_not_is(
     assert "| phi | yes, 2.0e-06 | not tried | not tried | not tried |" in capsys.readouterr().out
 
 
+def test_an_answer_of_another_form_is_a_row_with_its_reason(answers: dict[str, Any], tmp_path: Path) -> None:
+    answers["draft"] = KeyError("token_ids")
+    given = ["--jsonl", str(tmp_path / "rows.jsonl"), "--families", "opt"]
+    assert families.main(given) == 1
+    rows = RecordFile(tmp_path / "rows.jsonl").of("families").values()
+    assert [row["error"] for row in rows if not row["passed"]] == ["KeyError: 'token_ids'"]
+    assert answers["asked"] == list(families.MODES), "the modes after it are tried"
+
+
+def test_what_is_no_number_is_no_small_difference(model: PreTrainedModel) -> None:
+    asked = Asked(InTransformers(model), model)
+    for values in ([0.0, 0.0], [0.0, float("nan")], [0.0, 0.0]):
+        asked.compare(torch.tensor(values), torch.zeros(2))
+    with pytest.raises(WrongAnswer, match="differ by nan"):
+        asked.refuse_difference()
+
+
 class InTransformers:
     """Answers as a server of this model would."""
 

@@ -147,7 +147,7 @@ def test_a_server_that_ended_by_itself_is_in_the_record(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(soak, "Server", lambda *_: nullcontext(SimpleNamespace(pid=-1)))
     monkeypatch.setattr(soak, "at_rest", died)
-    for name, value in (("_command", list), ("_load", nothing), ("_compare", dict)):
+    for name, value in (("_command", list), ("_check_asked", lambda _: None), ("_load", nothing), ("_compare", dict)):
         monkeypatch.setattr(run, name, value, raising=False)
     monkeypatch.setattr(run, "_kill", lambda *_: pytest.fail("nothing is there to be killed"), raising=False)
     found = run.run()
@@ -202,6 +202,18 @@ def test_what_cannot_be_told_apart_is_not_killed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(soak, "group_processes", lambda _: {8: "VLLM::EngineCore"})
     with pytest.raises(soak.ConfigError, match="0 processes of the server are called VLLM::Worker"):
         soak.process_called(server, soak.KILLED["worker"])
+
+
+def test_what_cannot_be_asked_is_refused_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = object.__new__(soak.Soak)
+    run.options = Namespace(kill_worker="worker")
+    monkeypatch.setattr(soak, "group_processes", lambda _: {8: "VLLM::EngineCore"})
+    server: Any = SimpleNamespace(pid=1, get=lambda _: "vllm:other 1.0\n")
+    with pytest.raises(soak.ConfigError, match="0 processes of the server are called VLLM::Worker"):
+        run._check_asked(server)
+    run.options = Namespace(kill_worker=None)
+    with pytest.raises(soak.ConfigError, match="/metrics has no vllm:num_requests_running"):
+        run._check_asked(server)
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:

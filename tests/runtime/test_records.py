@@ -66,6 +66,15 @@ def test_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_row_does_not_continue_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2')
+    append_jsonl(path, [{"a": 3}])
+    assert path.read_text() == '{"a": 1}\n{"a": 2\n{"a": 3}\n'
+    append_jsonl(path, [{"a": 4}])
+    assert path.read_text().endswith('{"a": 3}\n{"a": 4}\n')
+
+
 @pytest.mark.parametrize("length", [1, 2, 10, -1])
 def test_a_torn_line_loses_its_record_only(length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.jsonl"

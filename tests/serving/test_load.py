@@ -130,6 +130,9 @@ def test_loads_and_service_levels_are_read() -> None:
             "holds --kv-cache-memory, which the measurement sets itself; use --kv-gib",
         ),
         (["--vllm-args", "--enable-prefix-caching"], "sets itself; leave it out"),
+        (["--vllm-args", "--api-key k"], "holds --api-key, with which the measurement's client does not reach"),
+        (["--vllm-args", "--uds /tmp/s"], "holds --uds, with which the measurement's client does not reach"),
+        (["--vllm-args", "--max-model-len 256"], "--max-model-len in vllm_args is 256, the load needs 640"),
         (
             ["--eager", "--vllm-args", "--no-enforce-eager"],
             "holds --no-enforce-eager, which the measurement sets itself",
@@ -493,6 +496,31 @@ def test_of_a_file_only_what_is_not_replaced_is_refused(tmp_path: Path) -> None:
     assert [problem.split()[2] for problem in owned_problems(given)] == ["--served-model-name,", "--enforce-eager,"]
 
 
+def test_tokens_and_keys_are_told_to_nobody() -> None:
+    given = (
+        "--hf-token",
+        "a",
+        "--max-num-seqs",
+        "8",
+        "--hf_token=b",
+        "--hf-token",
+        "--hf-overrides",
+        "{}",
+        "--api-k",
+        "c",
+    )
+    told = ("--hf-token", "***", "--max-num-seqs", "8", "--hf_token=***", "--hf-token", "--hf-overrides", "{}")
+    options = LoadOptions(vllm_args=given)
+    assert options.told_args == (*told, "--api-k", "***")
+    assert options.to_dict()["vllm_args"] == list(options.told_args)
+
+
+def test_rates_that_are_near_each_other_are_two_loads() -> None:
+    one, other = parse_loads(None, "0.1234567,0.1234568")
+    assert str(one) != str(other)
+    assert str(Load(rate=0.1)) == "0.1 requests/s"
+
+
 def test_every_rank_has_a_process_and_a_cache(fake: FakeServers, folders: dict[str, Path]) -> None:
     options = replace(SMALL, vllm_args=("-tp", "2", "--pipeline-parallel-size=2"))
     assert parallel_ranks(options) == 4
@@ -790,7 +818,7 @@ def test_the_command_says_and_keeps_everything(
     result = run(
         "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--eager", "--concurrency", "1,4",
         "--prompt-tokens", "24", "--new-tokens", "4", "--requests", "10", "--slo", "ttft:500ms", "--repeats", "2",
-        "--max-repeats", "3", "--dtype", "float32", "--vllm-args", "--max-num-seqs 8", "--json", out,
+        "--max-repeats", "3", "--dtype", "float32", "--vllm-args", "--max-num-seqs 8 --hf_token s3cret", "--json", out,
         "--jsonl", samples, "--annotate",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -804,6 +832,9 @@ def test_the_command_says_and_keeps_everything(
         "distrust these figures", "Believe the log", "energy: not told",
     ):  # fmt: skip
         assert part in text, part
+    record = (folders["pruned"] / "pruning.json").read_text()
+    assert not any("s3cret" in kept for kept in (text, out.read_text(), samples.read_text(), record)), "a token"
+    assert all("s3cret" in command for command in fake.started)
     data = json.loads(out.read_text())
     assert data["summary"]["pruned"]["4 at once"]["ttft_ms"]["p99"] > 0
     assert data["summary"]["dense"]["1 at once"]["ratio"] == 1
