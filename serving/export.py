@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import yaml
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
+from pyprune.families import all_families
 from pyprune.runtime.files import parse_json, read_bounded, read_json
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import (
@@ -36,6 +37,7 @@ from pyprune.serving.releases import (
     is_cpu_build,
     is_tried_cpu_build,
     vllm_version,
+    why_not_draft_in_pipeline,
     why_not_uncompiled_pipeline,
     why_not_unequal_heads,
 )
@@ -241,8 +243,6 @@ def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
     """
     if plan is None:
         return ()
-    from pyprune.families import all_families
-
     family = all_families()[plan.model_type]
     found = [(stock.model_type, stock.why_not(config, plan)) for stock in family.stock_targets]
     return tuple(f"{name}: {reason}" for name, reason in found) if all(reason for _, reason in found) else ()
@@ -398,6 +398,8 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
+    if _is_model_of_text(_draft_config(given)):
+        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
@@ -540,7 +542,7 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
     if sized or KV_CACHE_SPACE in os.environ:
         return {}
     config = checkpoint.config
-    context = context_tokens(given.max_model_len, _usualcontext_tokens(config))
+    context = context_tokens(given.max_model_len, _usual_context(config))
     blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
     stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
     tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
@@ -583,7 +585,12 @@ def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _usualcontext_tokens(config: Mapping[str, Any]) -> int:
+def _is_model_of_text(config: Mapping[str, Any]) -> bool:
+    """Whether a draft's config.json is of a model of its own, of a family here: heads such as EAGLE's are others."""
+    return str(config.get("model_type")).removeprefix("pruned_") in all_families()
+
+
+def _usual_context(config: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
 
     With longrope that is the length before the scaling, though more may be asked for.

@@ -65,6 +65,23 @@ def why_not_uncompiled_pipeline(ranks: int, version: str) -> str:
     )
 
 
+def why_not_draft_in_pipeline(ranks: int) -> str:
+    """Why vLLM cannot run a draft model beside one that is divided among ranks; empty where it is not.
+
+    vLLM 0.32 builds the draft on the last rank alone, whose place in the pipeline then decides which of the draft's
+    layers are made: the server ends while it starts.
+
+    Args:
+        ranks: of pipeline parallelism.
+    """
+    if ranks < 2:
+        return ""
+    return (
+        f"pipeline_parallel_size is {ranks}, and vLLM cannot build a draft model in a pipeline. Use "
+        "--tensor-parallel-size instead, or leave the draft out."
+    )
+
+
 def _release(version: str) -> tuple[int, int] | None:
     """Major and minor number; None for a version that tells no release, such as that of sources without their tags."""
     number = re.match(r"(?!0\.1\.dev)(\d+)\.(\d+)", version)

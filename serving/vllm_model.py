@@ -26,7 +26,12 @@ from pyprune.families import Family, all_families, resolve
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
-from pyprune.serving.releases import vllm_version, why_not_uncompiled_pipeline, why_not_unequal_heads
+from pyprune.serving.releases import (
+    vllm_version,
+    why_not_draft_in_pipeline,
+    why_not_uncompiled_pipeline,
+    why_not_unequal_heads,
+)
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
 from pyprune.serving.widths import (
     head_channels,
@@ -71,7 +76,9 @@ def check_served(vllm_config: VllmConfig) -> None:
     if not reason and _is_draft(vllm_config):
         kinds = config.get("layer_types") or ()
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        reason = why_not_drafting(widths, kinds, hybrid=hybrid)
+        whole = vllm_config.speculative_config.target_parallel_config  # the draft's own says one rank
+        ranks = getattr(whole, "pipeline_parallel_size", 1)
+        reason = why_not_draft_in_pipeline(ranks) or why_not_drafting(widths, kinds, hybrid=hybrid)
     if reason:
         raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
 

@@ -88,7 +88,7 @@ def follow(words: list[str]) -> list[list[str]]:
 
 def test_pyprune_runs_its_commands_and_hands_the_rest_on(to_vllm: list[list[str]]) -> None:
     assert len(to_vllm) > 10
-    assert ["pruned", "--port", "9000", "--max-model-len", "2048", "--served-model-name", "chat"] in to_vllm
+    assert ["pruned/", "--port", "9000", "--max-model-len", "2048", "--served-model-name", "chat"] in to_vllm
 
 
 @pytest.mark.serving

@@ -106,6 +106,11 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
         "layer 0 has 2 query and 2 KV heads",
     ),
     "float16": ("gemma3-per-layer", {"dtype": "float16"}, "vLLM does not run gemma3_text in float16. Numerical"),
+    "draft-stages": (
+        "llama-per-layer",
+        {"draft": True, "stages": 2},
+        "pipeline_parallel_size is 2, and vLLM cannot build a draft model in a pipeline",
+    ),
     "draft": ("mistral-per-layer", {"draft": True}, "layer 0 has 2 query and 2 KV heads, layer 1 has 4 and 2."),
 }
 """What cannot be served like this: the folder, the ranks, and what the message says."""

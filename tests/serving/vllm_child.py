@@ -81,13 +81,16 @@ def _built(
     config = AutoConfig.from_pretrained(model)
     facts: dict[str, Any] = {"dtype": getattr(torch, dtype), "model_weights": streamed}
     model_config = SimpleNamespace(model=model, hf_config=config, **facts)
+    parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages)
     whole = SimpleNamespace(
         model_config=model_config,
-        parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages),
+        parallel_config=parallel,
         compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE),
         use_v2_model_runner=False,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        speculative_config=SimpleNamespace(uses_draft_model=lambda: draft, draft_model_config=model_config),
+        speculative_config=SimpleNamespace(
+            uses_draft_model=lambda: draft, draft_model_config=model_config, target_parallel_config=parallel
+        ),
     )
     try:
         with mock.patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": partition} if partition else {}):
