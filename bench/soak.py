@@ -109,9 +109,7 @@ class Soak:
         """Refuse now what could not be asked of the server after hours of load."""
         if self.options.kill_worker:
             process_called(server, KILLED[self.options.kill_worker])
-        text = server.get("/metrics") or ""
-        for name in GAUGES:
-            metric(text, name)
+        gauges_in(server.get("/metrics") or "")
 
     def _command(self) -> list[str]:
         o = self.options
@@ -263,12 +261,17 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+def gauges_in(text: str) -> dict[str, float]:
+    """The values of :data:`GAUGES`; arguments and errors as of :func:`metric`."""
+    return {name: metric(text, name) for name in GAUGES}
+
+
 def at_rest(server: Server) -> Json:
     """What the server says of itself once nothing is asked of it; it gets a minute to clear up."""
     end = time.monotonic() + REST_S
     while True:
         text = server.get("/metrics")
-        gauges = {name: metric(text, name) for name in GAUGES} if text else {}
+        gauges = gauges_in(text) if text else {}
         if (gauges and not any(gauges.values())) or time.monotonic() > end:
             break
         time.sleep(0.5)

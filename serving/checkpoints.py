@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX
+from pyprune.serving.widths import size_fields
 
 if TYPE_CHECKING:
     from pyprune.checkpoint.shards import TensorFiles
 
 COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 """What is read from config.json as a number; "null" stands for the architecture's own value."""
-SIZES_OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim")
-"""What is read as a number in ``per_layer_config``."""
 KEYS = re.compile(r"blk\.\d+\.attn_(?:k|qkv)\.weight")
 """Tensors of a GGUF file whose rows are the keys of a token (with ``qkv``, an upper bound)."""
 BESIDE_WEIGHTS = re.compile(r".*\.(?:weight|input|output|k|v)_(?:global_scale|scale|zero_point|g_idx|shape)")
@@ -348,11 +347,11 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
         ) from error
 
 
-def _is_own_value(name: str, value: Any) -> bool:
+def _is_own_value(name: str, value: Any, sizes: Collection[str]) -> bool:
     """Whether a layer may have this in ``per_layer_config``; names that pyprune does not read may hold anything."""
     if name == "skip":
         return isinstance(value, list) and all(isinstance(block, str) for block in value)
-    return name not in SIZES_OF_A_LAYER or (type(value) is int and value >= 0)
+    return name not in sizes or (type(value) is int and value >= 0)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -365,9 +364,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     per_layer = config.get("per_layer_config") or {}
     if not isinstance(per_layer, dict) or not all(isinstance(own, dict) for own in per_layer.values()):
         raise CheckpointError(f"{path} is damaged: its per_layer_config is not a mapping from layers to their values.")
-    for layer, own in per_layer.items():
-        if wrong_names := [name for name, value in own.items() if not _is_own_value(name, value)]:
-            found = f"{wrong_names[0]} of layer {shown(layer)} is {shown(own[wrong_names[0]])}"
+    sizes = size_fields()
+    for layer, name, value in ((layer, *item) for layer, own in per_layer.items() for item in own.items()):
+        if not _is_own_value(name, value, sizes):
+            found = f"{name} of layer {shown(layer)} is {shown(value)}"
             raise CheckpointError(f"{path} is damaged: in its per_layer_config, {found}.")
     if "vocab_size" not in config:
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")

@@ -350,11 +350,11 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
         warn(f"The files of {folder} were not verified.")
     for warning in serving_warnings(checkpoint.config):
         warn(warning)
-    from_hub = not os.path.isdir(folder) and given_options(extra_args).served_model_name is None
-    named = ["--served-model-name", str(folder)] if from_hub else []
-    # As it was given: vLLM calls the model by these words, such as pruned/ or ./pruned.
-    source = str(checkpoint.folder if from_hub or not os.path.isdir(folder) else folder)
-    return [sys.executable, "-m", "pyprune.serving.launch", "serve", source, *extra_args, *named]
+    words = [sys.executable, "-m", "pyprune.serving.launch", "serve"]
+    if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned
+        return [*words, str(folder), *extra_args]
+    unnamed = given_options(extra_args).served_model_name is None
+    return [*words, str(checkpoint.folder), *extra_args, *(["--served-model-name", str(folder)] if unnamed else [])]
 
 
 def servable(

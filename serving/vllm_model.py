@@ -77,8 +77,8 @@ def check_served(vllm_config: VllmConfig) -> None:
         kinds = config.get("layer_types") or ()
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         whole = vllm_config.speculative_config.target_parallel_config  # the draft's own says one rank
-        ranks = getattr(whole, "pipeline_parallel_size", 1)
-        reason = why_not_draft_in_pipeline(ranks) or why_not_drafting(widths, kinds, hybrid=hybrid)
+        reason = why_not_draft_in_pipeline(getattr(whole, "pipeline_parallel_size", 1))
+        reason = reason or why_not_drafting(widths, kinds, hybrid=hybrid)
     if reason:
         raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
 

@@ -13,6 +13,8 @@ LayerSizes = tuple[int, int, int]
 """Query heads, KV heads and FFN channels of a layer; 0 where the sub-block is skipped."""
 COLUMNS = ("query heads", "KV heads", "FFN channels")
 """What :data:`LayerSizes` counts, in words."""
+HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
+"""The fields of config.json that hold the head counts, of the model or of a layer."""
 KV_BLOCK_TOKENS = 128
 """Of a block of vLLM's key-value cache on a CPU; a sequence occupies whole blocks."""
 
@@ -30,7 +32,7 @@ def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
         One entry for each layer; nothing where the file does not name the sizes that every decoder has.
     """
     field = ffn_field(config)
-    names = ("num_attention_heads", "num_key_value_heads", field)
+    names = (*HEAD_FIELDS, field)
     heads = config.get("num_attention_heads")
     usual = {names[0]: heads, names[1]: config.get("num_key_value_heads") or heads, names[2]: config.get(field)}
     layers = config.get("num_hidden_layers")
@@ -52,6 +54,11 @@ def ffn_field(config: Mapping[str, Any]) -> str:
     """The field of config.json that holds the FFN width."""
     family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
     return family.intermediate_field if family else "intermediate_size"
+
+
+def size_fields() -> set[str]:
+    """The fields of ``per_layer_config`` that hold sizes, of all families."""
+    return {*HEAD_FIELDS, *(family.intermediate_field for family in all_families().values())}
 
 
 def off_multiples(widths: Iterable[int], multiple: int, dense: int | None = None) -> dict[int, list[int]]:

@@ -180,8 +180,12 @@ def _told(word: str, after: str) -> str:
 
 def _is_secret(name: str) -> bool:
     """Whether this is the name of one of :data:`SECRETS`, also with underscores or cut short."""
-    [dashed] = dashed_words([name])
-    return len(dashed) > len("--") and any(secret.startswith(dashed) for secret in SECRETS)
+    return _whole_name(dashed_words([name])[0], SECRETS) is not None
+
+
+def _whole_name(name: str, options: Sequence[str]) -> str | None:
+    """The first of these options whose name this is, also cut short; None where it is of none."""
+    return next((known for known in options if len(name) > len("--") and known.startswith(name)), None)
 
 
 def owned_problems(vllm_args: Sequence[str]) -> list[str]:
@@ -203,8 +207,7 @@ def owned_problems(vllm_args: Sequence[str]) -> list[str]:
 
 def _owned_problem(name: str, owned: Sequence[str]) -> str:
     """That an option is one of these, cut short or negated, in a sentence; empty where it is not."""
-    asked = name.replace("--no-", "--", 1)
-    found = next((known for known in owned if len(asked) > len("--") and known.startswith(asked)), None)
+    found = _whole_name(name.replace("--no-", "--", 1), owned)
     if found is None or name == NO_PREFIX_CACHING:
         return ""
     if found in UNREACHED:
@@ -230,8 +233,7 @@ def compile_options(vllm_args: Sequence[str]) -> list[str]:
 def _compiles(word: str) -> bool:
     """Whether a word is one of :data:`COMPILING`, short or cut short, also with a field behind a point."""
     name = re.split(r"[=.]", word, maxsplit=1)[0]
-    is_long = len(name) > len("--") and any(option.startswith(name) for option in COMPILING)
-    return name == "-cc" or name.startswith("-O") or is_long
+    return name == "-cc" or name.startswith("-O") or _whole_name(name, COMPILING) is not None
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:
