@@ -141,7 +141,7 @@ class Asked:
 
     def counted(self, name: str) -> float:
         """The value of one of the server's metrics."""
-        return metric(self.server.get("/metrics") or "", name)
+        return metric(self.server.metrics(), name)
 
 
 def check_compiled(asked: Asked) -> None:

@@ -262,10 +262,12 @@ def load_table(record: Json, rates: Mapping[str, Any]) -> str:
             cells = _cells(ideal_of(record, name, load, rates), own["ratio"])
             rows.append((*row, f"{own['ratio']:.3f}x{_brackets(interval)}", *cells))
     turns = Counter((turn["model"], turn["load"]) for turn in record["turns"])
-    how = (
+    notes = record["notes"] if "notes" in record else [record["note"] or ""]
+    how = " ".join([
         f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones; turns of each model and load: "
-        f"{_range(list(turns.values()))}. {record['note'] or ''}"
-    ).strip()
+        f"{_range(list(turns.values()))}.",
+        *(note for note in notes if note),
+    ])  # fmt: skip
     columns = ("load", "model", "output tokens/s", "ratio", *IDEAL_COLUMNS)
     return f"{how}\n\n{markdown_table(Table('', columns, tuple(rows)))}"
 

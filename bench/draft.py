@@ -202,10 +202,12 @@ class Bench:
                     seconds[draft].append(time.perf_counter() - began)
                     counts[draft].update(_counted(server, draft))
                     counts[draft].subtract(before)
+        idle = [_named(draft) for draft in drafts if not counts[draft]["proposed"]]
         for draft in drafts:
-            if not counts[draft]["proposed"]:
-                raise EngineError(f"The server with the draft {draft.folder} proposed nothing.")
-            self._record(draft, seconds, answers, counts[draft])
+            if counts[draft]["proposed"]:
+                self._record(draft, seconds, answers, counts[draft])
+        if idle:
+            raise EngineError(f"Servers that proposed nothing: {'; '.join(idle)}.")
 
     @contextmanager
     def _servers(self, drafts: Sequence[Draft | str]) -> Iterator[ServerOf]:
@@ -226,7 +228,7 @@ class Bench:
             yield server
 
     def _server(self, draft: Draft | str) -> Server:
-        from pyprune.serving.export import serve_command
+        from pyprune.serving.command import serve_command
         from pyprune.serving.load.server import Server
 
         o = self.options
@@ -287,7 +289,7 @@ def _counted(server: Server, draft: Draft | str) -> dict[str, int]:
     """What a server with a draft has proposed and accepted so far; nothing for the dense model alone."""
     if isinstance(draft, str):
         return {}
-    text = server.get("/metrics") or ""
+    text = server.metrics()
     return {name: int(metric(text, counter)) for name, counter in COUNTERS.items()}
 
 

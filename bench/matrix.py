@@ -32,7 +32,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from pyprune.errors import PypruneError
+from pyprune.errors import ConfigError, PypruneError
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
@@ -304,9 +304,9 @@ def _guarded(outcome: Outcome, work: Any) -> None:
         outcome.cells[step] = str(error)[:300]
 
 
-def _keep(outcomes: Iterable[Outcome], path: Path) -> None:
+def _keep(outcomes: Iterable[Outcome], records: RecordFile) -> None:
     """Append a record of each release."""
-    records, environment = RecordFile(path), environment_record()
+    environment = environment_record()
     for outcome in outcomes:
         record = {"kind": "release", **asdict(outcome), "passed": outcome.passed, "environment": environment}
         records.add({"key": digest(record)[:16], **record})
@@ -322,9 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     try:
+        if options.work is not None and not options.work.is_dir():
+            raise ConfigError(f"--work {options.work} is no folder; make it, or name another.")
+        records = RecordFile(options.jsonl)  # an hour later it would be too late to say what is wrong with it
         with interruptible():
             outcomes = run(options)
-            _keep(outcomes, options.jsonl)
+            _keep(outcomes, records)
     except PypruneError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

@@ -27,6 +27,7 @@ stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -54,12 +55,15 @@ from pyprune.serving.measure import fills_gpu
 
 if TYPE_CHECKING:
     from pyprune.budget.probes import Model
+    from pyprune.serving.load.options import LoadOptions
 
 RECORDS = Path(__file__).parent / "results" / "serving_card.jsonl"
 PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
 DTYPE = "bfloat16"
 LOAD_KV_GIB = 1.5
-"""Holds 64 sequences of the dense model, so that no request waits for room."""
+"""Cache of each server under load, unless the dense model needs more for what is sent at once: no request waits."""
+CPU_SEQUENCES = 128
+"""That vLLM 0.32 answers at a time on a CPU where --max-num-seqs does not say it."""
 STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
 
 PLUGIN = """
@@ -105,6 +109,8 @@ class Bench:
         dense = family_for(self.config).plan(self.config)
         self.plans = {DENSE: dense, **card_plans(dense)}
         self.environment = serving_environment()
+        if "load" in options.part:
+            self._load_options(options.mode[0]).validate()  # what is wrong is said before hours of engines
 
     def run(self) -> None:
         """Measure what has no record yet."""
@@ -184,11 +190,27 @@ class Bench:
 
     def _load(self, mode: str) -> None:
         """Serve all models and measure them under load, if that has no record."""
-        from pyprune.serving.load.options import Load, LoadOptions
         from pyprune.serving.load.run import measure_serving
+        from pyprune.serving.load.table import load_notes
 
-        o = self.options
-        options = LoadOptions(
+        options = self._load_options(mode)
+        key = self._key("load", mode, asdict(options))
+        if key in self.records.of("load"):
+            return
+        found = measure_serving({name: self._model(name)[0] for name in self.plans}, options)
+        report = found.to_dict()
+        for model in report["models"].values():
+            model["path"] = Path(model["path"]).name  # the folder is temporary
+        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "note", "resident")}
+        facts = {"mode": mode, "concurrency": self.options.concurrency, **self._facts(list(self.plans))}
+        self.records.add({"kind": "load", "key": key, **kept, "notes": load_notes(found), **facts})
+
+    def _load_options(self, mode: str) -> LoadOptions:
+        """What servers are measured under."""
+        from pyprune.serving.load.options import Load, LoadOptions
+
+        o, most = self.options, max(self.options.concurrency)
+        return LoadOptions(
             prompt_tokens=o.load_prompt,
             new_tokens=o.load_new_tokens,
             loads=tuple(Load(concurrency=number) for number in o.concurrency),
@@ -198,18 +220,21 @@ class Bench:
             max_repeats=o.load_max_repeats,
             dtype=DTYPE,
             eager=mode == "eager",
-            kv_gib=LOAD_KV_GIB,
+            kv_gib=self._load_gib(),
             seed=o.seed,
+            vllm_args=("--max-num-seqs", str(most)) if most > CPU_SEQUENCES else (),
         )
-        key = self._key("load", mode, asdict(options))
-        if key in self.records.of("load"):
-            return
-        report = measure_serving({name: self._model(name)[0] for name in self.plans}, options).to_dict()
-        for model in report["models"].values():
-            model["path"] = Path(model["path"]).name  # the folder is temporary
-        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "note", "resident")}
-        facts = {"mode": mode, "concurrency": o.concurrency, **self._facts(list(self.plans))}
-        self.records.add({"kind": "load", "key": key, **kept, **facts})
+
+    def _load_gib(self) -> float:
+        """GiB of cache for all sequences of the dense model that are in flight, :data:`LOAD_KV_GIB` at least."""
+        from pyprune.serving.load.options import LENGTH_SLACK
+        from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes
+
+        o = self.options
+        each = -(-(o.load_prompt + o.load_new_tokens + LENGTH_SLACK) // KV_BLOCK_TOKENS)
+        blocks = 1 + max(o.concurrency) * each  # vLLM keeps one to itself
+        needed = blocks * KV_BLOCK_TOKENS * token_bytes(self.config.to_dict(), DTYPE) / 2**30
+        return max(LOAD_KV_GIB, math.ceil(2 * needed) / 2)
 
     def _startup(self, mode: str) -> None:
         """Start servers of stock models and of as large ones that the plugin serves in turn."""
@@ -243,7 +268,7 @@ class Bench:
 
     def _start(self, folder: Path, mode: str) -> float:
         """Seconds until a server of a folder was healthy."""
-        from pyprune.serving.export import serve_command
+        from pyprune.serving.command import serve_command
         from pyprune.serving.load.server import Server
 
         length = min(STARTUP_LENGTH, self.config.max_position_embeddings)

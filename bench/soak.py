@@ -17,8 +17,8 @@ cancelled in the middle of their stream. Then:
 * with --kill-worker: load again, and SIGKILL to the engine's process, or with --kill-worker=worker to the one that
   computes: how long until the server has exited, with which status, and whether a process is left.
 
-One record of a run is appended to --jsonl. The summary goes to stdout, progress to stderr. Exit codes: 0 everything
-that is asked holds, 1 something does not, 2 a wrong option or input, or a server that did not start, 130 stopped with
+One record of a run is appended to --jsonl. The summary goes to stdout, progress to stderr. Exit codes: 0 nothing
+that is asked fails, 1 something does, 2 a wrong option or input, or a server that did not start, 130 stopped with
 Ctrl-C or SIGTERM; a run that is stopped leaves no record.
 """
 
@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -109,7 +110,7 @@ class Soak:
         """Refuse now what could not be asked of the server after hours of load."""
         if self.options.kill_worker:
             process_called(server, KILLED[self.options.kill_worker])
-        gauges_in(server.get("/metrics") or "")
+        gauges_in(server.metrics())
 
     def _command(self) -> list[str]:
         o = self.options
@@ -163,7 +164,8 @@ class Soak:
         load = asyncio.create_task(send_all(server.url, server.model, requests, self.options.concurrency, ended))
         await begun.wait()  # one has been answered, the others are in work
         say(f"SIGKILL to process {process}, the {what}.")
-        os.kill(process, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has just ended by itself: what the server does is asked all the same
+            os.kill(process, signal.SIGKILL)
         killed = time.monotonic()
         status = await asyncio.to_thread(server.exit_status, EXIT_PATIENCE_S)
         seconds = time.monotonic() - killed

@@ -70,6 +70,10 @@ depending on where blocks happen to lie: 4,000 to 25,000 page faults for a promp
 bfloat16 on a CPU), 2 to 7 with these, which took 1.29 s and 1.20 s in turns and made processes of one model differ."""
 
 
+PYTHON = (sys.executable, "-P")
+"""What starts a module of this package. With -m alone, Python would import from the current folder first, which may be
+a downloaded model's."""
+
 MEMORY_KINDS = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
 """Kind of resident memory -> its field of ``status`` in /proc."""
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -124,7 +128,7 @@ class Engine:
         started = time.perf_counter()
         self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pyprune.serving.worker"],
+            [*PYTHON, "-m", "pyprune.serving.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

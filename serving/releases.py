@@ -61,7 +61,7 @@ def why_not_uncompiled_pipeline(ranks: int, version: str) -> str:
     return (
         f"pipeline_parallel_size is {ranks} and the model is not compiled, which ends vLLM {version} on a CPU at the "
         "first request. Leave out what switches compilation off (--enforce-eager, -O0, --enable-lora), or use "
-        "--tensor-parallel-size instead."
+        f"--tensor-parallel-size instead; where triton has a backend for CPUs, {RUNNER}=1 takes another runner."
     )
 
 

@@ -46,7 +46,7 @@ LOADED_FILES = (
     "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
     # tokenizers and chat templates
     "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
-    "*.model", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    "*.model", "*.model.v*", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
     # code
     "*.py", "*.pyc", "*.so",
 )  # fmt: skip

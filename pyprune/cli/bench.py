@@ -230,7 +230,7 @@ def bench(
     annotated = named(pruned) if annotate else {}
     for folder in annotated.values():
         check_annotatable(folder)
-    check(models)  # what cannot be timed is an error now, not after the perplexities
+    read = check(models)  # what cannot be timed is an error now, not after the perplexities
     perplexity = None
     with ExitStack() as written:
         files: dict[str, str] = {}
@@ -238,8 +238,8 @@ def bench(
             check_source(ppl)
             files = _as_gguf_files(written, engine, quantise, models)
             perplexity = {
-                name: _perplexity(path, files.get(name), ppl, protocol, split=split, field=field)
-                for name, path in models.items()
+                name: _perplexity(read[name], files.get(name), ppl, protocol, split=split, field=field)
+                for name in models
             }
         found = measure(models, files, perplexity)
     output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
@@ -277,8 +277,8 @@ class _Found:
     facts: Callable[[str], dict[str, Any]]
 
 
-Check = Callable[[Mapping[str, str]], object]
-"""(models) -> nothing, or an error: they cannot be measured so."""
+Check = Callable[[Mapping[str, str]], Mapping[str, str]]
+"""(models) -> what of each is read for its perplexity, by their names, or an error: they cannot be measured so."""
 Measure = Callable[[Mapping[str, str], Mapping[str, str], Mapping[str, float] | None], _Found]
 """(models, GGUF files of some of them, perplexities) -> what was measured."""
 
@@ -316,13 +316,14 @@ def _engine(
         raise ConfigError("--prompt-tokens names several lengths, which belong to servers; give one, or add --serving.")
     options["prompt_tokens"] = prompt
 
-    def check(models: Mapping[str, str]) -> None:
+    def check(models: Mapping[str, str]) -> Mapping[str, str]:
         if options["quantise"] is not None and all(map(is_gguf, models.values())):
             raise ConfigError(
                 f"--quantise {options['quantise']} is the format in which folders are written, and every model here is "
                 "a GGUF file already. Leave it out."
             )
         workload_of(models, **options)
+        return models
 
     def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
         report = measure(models, **options, jsonl=jsonl, gguf_files=files)
@@ -379,7 +380,10 @@ def _servers(
             },
         )
 
-    return partial(check_servers, options=options), found
+    def check(models: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: str(folder) for name, folder in check_servers(models, options).items()}
+
+    return check, found
 
 
 def _refuse_with_serving(alone: Mapping[str, Any]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError, engine_environment, engine_error
+from pyprune.serving.engines import COMMAND_TIMEOUT_S, PYTHON, EngineError, engine_environment, engine_error
 from pyprune.serving.load.options import SLO_METRICS, Load, LoadOptions
 from pyprune.serving.load.results import Request, Turn
 
@@ -58,7 +57,7 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
     words += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
     if options.slo:
         words += ["--goodput", *(f"{SLO_METRICS[name]}:{limit:g}" for name, limit in options.slo.items())]
-    return [sys.executable, "-m", "pyprune.serving.launch", "bench", "serve", *words]
+    return [*PYTHON, "-m", "pyprune.serving.launch", "bench", "serve", *words]
 
 
 def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_T
         patience: seconds after which it is ended.
 
     Raises:
-        EngineError: it failed, wrote nothing that can be read, or took too long; with the end of its log.
+        EngineError: it ended with an error, wrote nothing that can be read, or took too long; with the end of its log.
     """
     with tempfile.NamedTemporaryFile(prefix="pyprune-client-", suffix=".log") as log:
         path = Path(log.name)
@@ -91,26 +90,28 @@ def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_T
             found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise engine_error(f"`vllm bench serve` wrote no result that can be read ({error})", path) from error
-        failed = found.get("failed")
-        if failed:
-            why = next((str(text) for text in found.get("errors", ()) if text), "no reason was given")
-            raise engine_error(f"{failed} of {found.get('num_prompts')} requests failed: {why.strip()[-500:]}", path)
         return dict(found)
 
 
-def refuse_short_answers(found: Mapping[str, Any], new_tokens: int) -> None:
-    """Raise :class:`EngineError` where an answer broke off: vLLM's client counts one that had begun as a success.
+def why_not_counted(found: Mapping[str, Any], new_tokens: int) -> str:
+    """Why a turn does not count, a sentence without its full stop; empty where it does.
+
+    Requests failed, or answers broke off: vLLM's client counts one that had begun as a success.
 
     Args:
         found: what the client wrote.
         new_tokens: of every answer.
     """
+    if failed := found.get("failed"):
+        why = next((str(text) for text in found.get("errors", ()) if text), "no reason was given")
+        return f"{failed} of {found.get('num_prompts')} requests failed: {why.strip()[-500:].rstrip('.')}"
     short = sum(tokens != new_tokens for tokens in found.get("output_lens", ()))
-    if short:
-        raise EngineError(
-            f"{short} of {len(found['output_lens'])} answers have another length than the {new_tokens} tokens that "
-            "were asked for: they broke off, and the turn does not count. The server's log says why; measure again."
-        )
+    if not short:
+        return ""
+    return (
+        f"{short} of {len(found['output_lens'])} answers have another length than the {new_tokens} tokens that were "
+        "asked for: they broke off, and the turn does not count; measure again"
+    )
 
 
 def patience_with(load: Load, options: LoadOptions) -> float:
@@ -131,11 +132,17 @@ def measured_span(found: Mapping[str, Any]) -> tuple[float, float] | None:
 
     Args:
         found: what the client wrote; None where it tells no times, as older releases do.
+
+    Raises:
+        EngineError: the times are of another form: another release of vLLM.
     """
     starts = found.get("start_times")
     if not starts:
         return None
-    return min(starts), max(start + latency for start, latency in zip(starts, found["latencies"], strict=True))
+    try:
+        return min(starts), max(start + latency for start, latency in zip(starts, found["latencies"], strict=True))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _untested(error) from error
 
 
 def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
@@ -161,7 +168,11 @@ def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
             **facts,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It "
-            "comes from a release of vLLM that was not tested; 0.32 was."
-        ) from error
+        raise _untested(error) from error
+
+
+def _untested(error: Exception) -> EngineError:
+    return EngineError(
+        f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It comes from a "
+        "release of vLLM that was not tested; 0.32 was."
+    )

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pyprune.errors import ConfigError, did_you_mean, shown
-from pyprune.serving.export import dashed_words, words_of_file
 from pyprune.serving.precision import most_repeats, precision_problems
 from pyprune.serving.speed import invalid_options
+from pyprune.serving.vllm_options import dashed_words, words_of_file
 
 SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
 """What a service level can limit for each request -> its name in vLLM: the time to the first token, the mean time of
@@ -124,6 +124,8 @@ class LoadOptions:
         most = max((load.concurrency or 0 for load in self.loads), default=0)
         if self.requests is not None and 1 <= self.requests < most:
             found.append(f"requests is {self.requests}; {most} at once need at least as many.")
+        if "tpot" in self.slo and self.new_tokens == 1:
+            found.append("slo limits tpot, the time of the tokens after the first; new_tokens is 1, so there are none.")
         if not self.loads:
             found.append("No load was given; name at least one concurrency or request rate.")
         found += owned_problems(self.vllm_args)

@@ -22,16 +22,16 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
+from pyprune.serving.command import servable, serve_command
 from pyprune.serving.engines import EngineError, vllm_installed
-from pyprune.serving.export import context_tokens, given_options, hub_of, servable, serve_command
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
     measured_span,
     patience_with,
     read_turn,
-    refuse_short_answers,
     run_client,
+    why_not_counted,
 )
 from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
@@ -40,6 +40,7 @@ from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
+from pyprune.serving.vllm_options import context_tokens, given_options, hub_of
 from pyprune.serving.widths import token_bytes
 
 CLIENT_BYTES = 2 * 2**30
@@ -76,8 +77,11 @@ def measure_serving(
     return run.report()
 
 
-def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> None:
+def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> dict[str, Path]:
     """Refuse what :func:`measure_serving` cannot serve or measure: sizes are read, and nothing else is done.
+
+    Returns:
+        Name -> folder of what would be served; that of a hub id is what the options say is downloaded.
 
     Raises:
         ConfigError, CheckpointError, MissingDependencyError: as there.
@@ -89,6 +93,7 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> Non
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
     read = {name: servable(source, options.asked_of_vllm, verify=False) for name, source in models.items()}
     _check_lengths(read, options)
+    return {name: checkpoint.folder for name, checkpoint in read.items()}
 
 
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
@@ -192,7 +197,8 @@ class _Run:
                 server.check()  # a server that has ended says more than the client
                 raise
         server.check()
-        refuse_short_answers(found, self.options.new_tokens)
+        if reason := why_not_counted(found, self.options.new_tokens):
+            raise server.error(f"{server.model}: {reason}")
         return found
 
     def _record(self, turn: Turn) -> None:
@@ -329,14 +335,17 @@ def parallel_ranks(options: LoadOptions) -> int:
 
 
 def accelerator_name() -> str | None:
-    """Name of the GPU that vLLM will use, None for the CPU; asks no library that would take some of its memory."""
+    """Name of the GPU that vLLM will use, None for the CPU; asks no library that would take some of its memory.
+
+    Of a machine with several kinds it names all of them: which one CUDA_VISIBLE_DEVICES means, only CUDA could say.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return None
-    for path in sorted(NVIDIA.glob("*/information")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "Model":
-                return value.strip()
-    return "GPU"
+    lines = (
+        line.partition(":")
+        for path in NVIDIA.glob("*/information")
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    )
+    return " or ".join(sorted({value.strip() for key, _, value in lines if key.strip() == "Model"})) or "GPU"

@@ -17,6 +17,7 @@ from typing import Self
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.serving.engines import (
     LOAD_TIMEOUT_S,
+    EngineError,
     end_group,
     engine_error,
     group_cpu_seconds,
@@ -96,7 +97,11 @@ class Server:
     def check(self) -> None:
         """Raise :class:`EngineError` if the server has ended."""
         if self._process.poll() is not None:
-            raise engine_error(f"The server of {self.model} ended with status {self._process.returncode}", self._path)
+            raise self.error(f"The server of {self.model} ended with status {self._process.returncode}")
+
+    def error(self, what: str) -> EngineError:
+        """The error for what happened at the server, a sentence without its full stop, with the end of its log."""
+        return engine_error(what, self._path)
 
     def cpu_seconds(self) -> float:
         """CPU time that the server's processes have used (0 without /proc)."""
@@ -109,6 +114,18 @@ class Server:
     def get(self, path: str) -> str | None:
         """The answer to a request; None while there is none."""
         return self._asked("GET", path, timeout=10)
+
+    def metrics(self) -> str:
+        """What /metrics says.
+
+        Raises:
+            EngineError: it says nothing.
+        """
+        text = self.get("/metrics")
+        if text is None:
+            self.check()
+            raise self.error(f"The server of {self.model} gave no /metrics")
+        return text
 
     def post(self, path: str, body: object, timeout: float = 120) -> str | None:
         """The answer to a request with a body, which is sent as JSON; None without one."""
@@ -157,7 +174,7 @@ class Server:
         while self.get("/health") is None:
             self.check()
             if time.perf_counter() - started > patience:
-                raise engine_error(f"The server of {self.model} was not healthy in {patience:.0f} s", self._path)
+                raise self.error(f"The server of {self.model} was not healthy in {patience:.0f} s")
             time.sleep(POLL_S)
 
 

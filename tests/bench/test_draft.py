@@ -43,8 +43,7 @@ class Answers:
         wrong = self.drafts and self.asked % PROMPTS == 0
         return json.dumps({"choices": [{"token_ids": [int(wrong)] * body["max_tokens"]}]})
 
-    def get(self, path: str) -> str:
-        assert path == "/metrics"
+    def metrics(self) -> str:
         if not self.drafts:
             return "# nothing"
         counts = {"proposed": 10 * self.asked, "accepted": 4 * self.asked}
@@ -93,6 +92,28 @@ def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
     assert not Answers.started
     assert run(tmp_path, "--layers", "2", "--turns", "3") == 0
     assert len(Answers.started) == 3
+
+
+def test_a_draft_that_proposes_nothing_costs_no_other_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Idle(Answers):
+        def metrics(self) -> str:
+            is_idle = any('"num_speculative_tokens": 1' in word for word in self.command)
+            return "\n".join(f"{name} 0.0" for name in draft.COUNTERS.values()) if is_idle else super().metrics()
+
+        def __init__(self, command: list[str], model: str) -> None:
+            super().__init__(command, model)
+            self.command = command
+
+    write_model(tiny_model("llama"), tmp_path / "dense")
+    monkeypatch.setattr("pyprune.serving.load.server.Server", Idle)
+    monkeypatch.setattr(Answers, "started", [])
+    assert run(tmp_path, "--layers", "2") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "proposed nothing: the dense model with a draft of 2 layers, 1 tokens at a time." in said
+    (row,) = RecordFile(tmp_path / "rows.jsonl").of("draft").values()
+    assert row["proposed_at_a_time"] == 3
 
 
 def test_on_a_gpu_one_server_is_up_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,8 +260,7 @@ class Named(InTransformers):
         self.model_in_memory = self.models[body["model"]]
         return super().post(path, body, timeout)
 
-    def get(self, path: str) -> str:
-        assert path == "/metrics"
+    def metrics(self) -> str:
         return "".join(f"vllm:spec_decode_num_{name}_tokens_total {count}\n" for name, count in self.counts.items())
 
 

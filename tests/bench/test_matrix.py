@@ -126,6 +126,20 @@ def test_the_status_says_whether_what_installs_works(
     assert any(record["passed"] for record in kept) == (status == 0)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("--work", "is no folder; make it, or name another"), ("--jsonl", "line 1 was not written by this bench")],
+)
+def test_what_would_end_it_later_is_said_first(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(matrix, "run", lambda options: pytest.fail("it was begun"))
+    (tmp_path / "text").write_text("no record\n")
+    place = {"--jsonl": str(tmp_path / "matrix.jsonl"), given: str(tmp_path / "text")}
+    assert matrix.main([word for pair in place.items() for word in pair]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.serving
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")

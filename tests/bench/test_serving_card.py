@@ -315,7 +315,9 @@ def load_record(**values: Any) -> Json:
 
 def test_the_table_of_servers() -> None:
     """The same work as of generation: 4,480 and 480 FLOPs, of which half of the layers' is left."""
-    printed = card(records_of(load_record(note="Distrust these figures.")))
+    printed = card(records_of(load_record(notes=["Wider than asked.", "Distrust these figures."])))
+    assert "turns of each model and load: 3. Wider than asked. Distrust these figures." in printed
+    printed = card(records_of(load_record(note="Distrust these figures.")))  # as records had it at first
     assert "Prompts of 2 tokens, 3 new ones; turns of each model and load: 3. Distrust these figures." in printed
     row, times = [line for line in printed.splitlines() if line.startswith("| 2 at once | 1 layers |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -389,6 +391,7 @@ def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monke
         return SimpleNamespace(to_dict=lambda: {"summary": found, "models": paths, **rest})
 
     monkeypatch.setattr("pyprune.serving.load.run.measure_serving", measure)
+    monkeypatch.setattr("pyprune.serving.load.table.load_notes", lambda report: ["The others wait."])
     monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
     given = ["--model", str(dense), "--part", "load", "--mode", "compiled", "--concurrency", "2", "--load-prompt", "8"]
     given += ["--load-new-tokens", "4", "--load-precision", "0.02", "--load-max-repeats", "9", "--load-requests", "5"]
@@ -402,6 +405,39 @@ def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monke
     assert [str(load) for load in options.loads] == ["2 at once"]
     (row,) = RecordFile(tmp_path / "rows.jsonl").of("load").values()
     assert str(tmp_path) not in json.dumps(row["models"])
+    assert row["notes"] == ["The others wait."]
+    assert (options.kv_gib, options.vllm_args) == (serving_card.LOAD_KV_GIB, ())
+
+
+def test_the_cache_holds_every_sequence_under_load(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def measure(models: dict[str, Path], options: Any) -> Any:
+        found.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyprune.serving.load.run.measure_serving", measure)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "load", "--mode", "eager", "--concurrency", "10,1000"]
+    given += ["--load-prompt", "2000", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main(given) == 130
+    (options,) = found
+    token = 5 * 3 * 32 * 2 * 2  # layers, KV heads, channels of each, keys and values, bytes
+    needed = 1000 * (2000 + 128) * token / 2**30
+    assert needed < options.kv_gib < 1.2 * needed + 0.5
+    assert options.kv_gib > serving_card.LOAD_KV_GIB
+    assert options.vllm_args == ("--max-num-seqs", "1000"), "vLLM's own default is fewer"
+
+
+def test_a_wrong_option_of_the_load_is_said_before_the_engines(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turns, "Engine", lambda *_, **__: pytest.fail("an engine was started"))
+    given = ["--model", str(dense), "--load-precision", "2", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main(given) == 2
+    assert "precision is 2; it must be at least 0 and below 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--resident", "1"], ["--repeats", "0"], ["--generation", "64"], ["--part", "all"]])

@@ -208,7 +208,7 @@ def test_what_cannot_be_asked_is_refused_before_the_load(monkeypatch: pytest.Mon
     run = object.__new__(soak.Soak)
     run.options = Namespace(kill_worker="worker")
     monkeypatch.setattr(soak, "group_processes", lambda _: {8: "VLLM::EngineCore"})
-    server: Any = SimpleNamespace(pid=1, get=lambda _: "vllm:other 1.0\n")
+    server: Any = SimpleNamespace(pid=1, metrics=lambda: "vllm:other 1.0\n")
     with pytest.raises(soak.ConfigError, match="0 processes of the server are called VLLM::Worker"):
         run._check_asked(server)
     run.options = Namespace(kill_worker=None)

@@ -97,6 +97,7 @@ STRAY: dict[str, tuple[Step, ...]] = {
     "more tokens": (write_json("pruned/added_tokens.json", {"word": 5}),),
     "special tokens": (write_json("pruned/special_tokens_map.json", {"bos_token": "</s>"}),),
     "a vocabulary": (write("pruned/tokenizer.model"),),
+    "a vocabulary of another version": (write("pruned/tokenizer.model.v3"),),
     "a chat template": (write("pruned/chat_template.jinja", "{{ 1 / 0 }}"),),
     "code": (write("pruned/modeling_llama.py", "open('owned', 'w')"),),
     "code for generation": (write("pruned/custom_generate/generate.py", "open('owned', 'w')"),),

@@ -7,9 +7,11 @@ import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pyprune.serving.engines import EngineError
 from pyprune.serving.load import energy
 from pyprune.serving.load.client import measured_span
 from pyprune.serving.load.energy import Counter, EnergyMeter, find_counters
@@ -138,3 +140,9 @@ def test_gpus_that_are_visible_are_counted(
 def test_the_span_is_from_the_first_request_to_the_last_answer() -> None:
     assert measured_span({"start_times": [11.0, 10.0, 12.0], "latencies": [5.0, 1.0, 3.0]}) == (10.0, 16.0)
     assert measured_span({"latencies": [5.0]}) is None
+
+
+@pytest.mark.parametrize("told", [{}, {"latencies": [5.0]}, {"latencies": ["soon", None]}])
+def test_times_of_another_release_are_said(told: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="wrote a result without what is needed"):
+        measured_span({"start_times": [11.0, 10.0], **told})

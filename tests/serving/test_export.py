@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
-from pyprune.serving.export import export, given_options, hub_of, serve, serve_command, serving_warnings
+from pyprune.serving.command import serve, serve_command
+from pyprune.serving.export import export
 from pyprune.serving.launch import VariantFinder
+from pyprune.serving.limits import serving_warnings
 from pyprune.serving.plugin import look_for_platform
+from pyprune.serving.vllm_options import given_options, hub_of
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.served import edit_the_config
 from tests._support.tokenizer import tiny_tokenizer
@@ -141,11 +145,11 @@ def test_int8_on_layers_of_transformers_is_warned_of_and_refused(
     model, plan = _compacted(name, uniform=True)
     warnings = export(model, tmp_path / "stock", plan=plan, quantise="w8a8-int8").warnings
     assert [w for w in warnings if stock in w and w.endswith("Export with --target pruned.")] != []
-    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
-    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
     with pytest.raises(CheckpointError, match=f"cannot be served: vLLM runs {stock} through Transformers"):
         serve_command(tmp_path / "stock")
-    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
     assert serve_command(tmp_path / "stock"), "a GPU has another int8 product"
     plain = export(model, tmp_path / "plain", plan=plan).warnings
     own = export(model, tmp_path / "own", plan=plan, quantise="w8a8-int8", target="pruned").warnings
@@ -164,7 +168,7 @@ def test_eight_bit_weights_alone_are_warned_of(tmp_path: Path) -> None:
 @pytest.fixture
 def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM is installed."""
-    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -177,12 +181,20 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     serve(tmp_path / "out", ["--port", "9000"])
     [(program, command, environment)] = seen
     assert program == sys.executable
-    assert command[1:] == ["-m", "pyprune.serving.launch", "serve", str(tmp_path / "out"), "--port", "9000"]
+    assert command[1:] == ["-P", "-m", "pyprune.serving.launch", "serve", str(tmp_path / "out"), "--port", "9000"]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
-    serve(tmp_path / "out")
-    assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    for given, size in (("7", "7"), ("", "2")):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
+        serve(tmp_path / "out")
+        assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == size
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    """It may be that of a downloaded model."""
+    (tmp_path / "ctypes.py").write_text("raise SystemExit('the code of a model ran')")
+    done = subprocess.run([*engines.PYTHON, "-c", "import ctypes"], cwd=tmp_path, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -228,7 +240,7 @@ def test_the_cache_holds_the_longest_sequence(
     model = tiny_model("llama", head_dim=64, num_attention_heads=8, num_hidden_layers=4, max_position_embeddings=2**21)
     export(model, tmp_path / "out")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    monkeypatch.setattr("pyprune.serving.export.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
     seen: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
     serve(tmp_path / "out", words)
@@ -310,10 +322,29 @@ def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.Monke
         serve(tmp_path / "out", words)
     with pytest.raises(CheckpointError, match="vLLM cannot build a draft model in a pipeline"):
         serve(tmp_path / "out", ["-pp", "2", *counted[0]])
+    with pytest.raises(CheckpointError, match="vLLM cannot build a draft model in a pipeline"):
+        serve(tmp_path / "out", ["-pp", "2", "--spec-model", draft, "--spec-method", "draft_model"])
     uncounted = ('{"method": "ngram"}', '{"model": "owner/on-a-hub"}', '{"model": 3}', "[]", "{")
     for text in uncounted:
         serve(tmp_path / "out", ["-sc", text])
     assert [each["VLLM_CPU_KVCACHE_SPACE"] for each in seen] == [*["7"] * 6, *["5"] * 5]
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_heads_that_draft_are_no_models_in_a_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their config.json is of the model whose heads they are."""
+    for name in ("out", "draft", "EAGLE3-draft"):
+        export(tiny_model("llama"), tmp_path / name)
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    plain, named = (str(tmp_path / name) for name in ("draft", "EAGLE3-draft"))
+    told = [["--spec-model", named], ["--spec-model", plain, "--spec-method", "eagle"]]
+    told += [["-sc", json.dumps({"model": plain, "method": "eagle3"})], ["-sc.model", plain, "-sc.method=eagle"]]
+    for words in told:
+        serve(tmp_path / "out", ["-pp", "2", *words])
+    assert len(started) == len(told)
+    with pytest.raises(CheckpointError, match="vLLM cannot build a draft model in a pipeline"):
+        serve(tmp_path / "out", ["-pp", "2", "-sc", json.dumps({"model": named, "method": "draft_model"})])
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -348,6 +379,9 @@ def test_a_file_of_options_is_read_where_vllm_reads_it(tmp_path: Path) -> None:
     assert given_options(["--config", path, "-tp", "2"]).tensor_parallel_size == 2
     assert given_options([f"--config={path}"]).tensor_parallel_size == 1, "vLLM passes it over"
     assert given_options(["--config"]).tensor_parallel_size == 1
+    (tmp_path / "file.yaml").write_text("revision: 2024-06-01\nmax-model-len: []\nserved-model-name: null\n")
+    given = given_options(["--config", path])
+    assert (given.revision, given.max_model_len, given.served_model_name) == ("2024-06-01", None, None), "a date"
 
 
 @pytest.mark.usefixtures("with_vllm")

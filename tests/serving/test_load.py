@@ -28,7 +28,7 @@ from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts
-from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client
+from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client, why_not_counted
 from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import (
     DEFAULT_LOADS,
@@ -42,7 +42,7 @@ from pyprune.serving.load.options import (
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import load_conditions, load_text
+from pyprune.serving.load.table import _held, load_conditions, load_text
 from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.tradeoff import load_tradeoff
 from pyprune.serving.widths import token_bytes
@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_run, "find_counters", list)  # as on a machine that tells no energy
-    for module in ("engines", "export", "load.run"):
+    for module in ("engines", "command", "load.run"):
         monkeypatch.setattr(f"pyprune.serving.{module}.vllm_installed", lambda: True)
 
 
@@ -105,6 +105,7 @@ def test_loads_and_service_levels_are_read() -> None:
         (["--slo", "ttft:500"], "--slo holds 'ttft:500'; a limit is a time above 0 with its unit"),
         (["--slo", "itl:5ms"], "Unknown metric of --slo 'itl'"),
         (["--slo", "ttft:1s,ttft:2s"], "--slo limits ttft twice"),
+        (["--slo", "tpot:9ms", "--new-tokens", "1"], "slo limits tpot, the time of the tokens after the first"),
         (["--kv-gib", "0"], "kv_gib is 0; it must be above 0"),
         (["--requests", "0"], "requests is 0"),
         (["--requests", "8"], "requests is 8; 16 at once need at least as many"),
@@ -199,7 +200,7 @@ def test_capacity_counts_the_kv_heads_of_every_layer(folders: dict[str, Path]) -
 def test_the_client_is_vllm_s_own_with_every_condition(tmp_path: Path) -> None:
     options = LoadOptions(prompt_tokens=24, new_tokens=5, slo={"ttft": 500.0, "e2e": 2000.0}, seed=7)
     command = bench_command("http://127.0.0.1:9", "/m", Load(4), options, 2, tmp_path)
-    assert command[:5] == [sys.executable, "-m", "pyprune.serving.launch", "bench", "serve"]
+    assert command[:6] == [sys.executable, "-P", "-m", "pyprune.serving.launch", "bench", "serve"]
     pairs = dict(pairwise(command))
     wanted = {
         "--model": "/m", "--random-input-len": "24", "--random-output-len": "5", "--num-prompts": "8",
@@ -240,7 +241,6 @@ def test_what_the_client_wrote_is_read(tmp_path: Path) -> None:
     [
         ("{}", 3, "ended with status 3"),
         ("{", 0, "wrote no result that can be read"),
-        ('{"failed": 2, "num_prompts": 5, "errors": ["", "Bad Request"]}', 0, "2 of 5 requests failed: Bad Request"),
     ],
 )
 def test_a_client_that_fails_shows_the_end_of_its_log(tmp_path: Path, content: str, status: int, said: str) -> None:
@@ -357,6 +357,9 @@ class FakeServers:
 
             def check(self) -> None: ...
 
+            def error(self, what: str) -> EngineError:
+                return EngineError(f"{what}: the server's log")
+
             def cpu_seconds(self) -> float:
                 return 0.0
 
@@ -413,9 +416,19 @@ def fake(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> FakeServe
 def test_answers_that_broke_off_do_not_count(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:
     """The client of vLLM calls them successes: their first token had come."""
     fake.answers = (4, 4, 4, 4, 2)
-    with pytest.raises(EngineError, match=r"2 of 10 answers have another length than the 4 tokens"):
+    with pytest.raises(EngineError, match=r"2 of 10 answers have another length than the 4 tokens.*the server's log"):
         measured(folders, jsonl=tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_requests_that_failed_are_told_with_the_end_of_the_server_s_log() -> None:
+    found = {"failed": 2, "num_prompts": 5, "errors": ["", "Bad Request."], "output_lens": [4, 0, 4, 4, 0]}
+    assert why_not_counted(found, 4) == "2 of 5 requests failed: Bad Request"
+    assert why_not_counted({"failed": 0, "output_lens": [4, 4]}, 4) == ""
+    with Server([sys.executable, "-c", FAKE_SERVER, LOG, METRICS], "model") as server:
+        message = str(server.error("Something failed"))
+        assert message.startswith("Something failed. Its last log lines:")
+        assert LOG.splitlines()[-1] in message
 
 
 def test_the_files_were_verified_before_the_time_of_a_start_counts(
@@ -551,7 +564,7 @@ def test_servers_are_up_side_by_side_and_measured_in_a_drawn_order(fake: FakeSer
     measured(folders)
     assert fake.measured == first, "the same seed draws the same order"
     for command in fake.started:
-        assert command[3] == "serve"
+        assert command[4] == "serve"
         options = dict(pairwise(command))
         assert options["--kv-cache-memory-bytes"] == str(2**30)
         assert options["--max-model-len"] == "44"
@@ -714,6 +727,41 @@ def test_requests_that_wait_for_the_cache_are_said(fake: FakeServers, folders: d
     assert "wait in the server" not in load_text(measured(folders, replace(SMALL, repeats=1)))
 
 
+@pytest.mark.parametrize(
+    ("models", "name"),
+    [(["H100", "H100"], "NVIDIA H100"), (["L4", "H100"], "NVIDIA H100 or NVIDIA L4"), ([], "GPU")],
+)
+def test_a_machine_is_called_by_all_kinds_of_its_gpus(
+    models: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, model in enumerate(models):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "information").write_text(f"Model: \t NVIDIA {model}\nIRQ: 5\n")
+    monkeypatch.setattr(load_run, "NVIDIA", tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert load_run.accelerator_name() == name
+
+
+def test_requests_that_wait_for_a_place_are_said(fake: FakeServers, folders: dict[str, Path]) -> None:
+    once = replace(SMALL, repeats=1)
+    said = "4 at once: --max-num-seqs lets a server take {} of these requests at a time, the others wait."
+    assert said.format(3) in load_text(measured(folders, replace(once, vllm_args=("--max-num-seqs", "3"))))
+    shared = replace(once, vllm_args=("--max_num_seqs=1", "-dp", "2"))
+    assert said.format(2) in load_text(measured(folders, shared))
+    assert "at a time" not in load_text(measured(folders, replace(once, vllm_args=("--max-num-seqs", "4"))))
+
+
+def test_where_the_log_is_believed_it_says_how_many_wait() -> None:
+    """A cache of sliding windows holds more than its layers would without them, and shorter sequences no fewer."""
+    windowed = Capacity(token_bytes=1024, block_tokens=128, memory=2**20, context=1024, reported=6.0)
+    assert windowed.confirmed is False
+    assert (windowed.sequences, _held(windowed, 1024), _held(windowed, 128)) == (1.0, 6.0, 8.0)
+    fewer = replace(windowed, reported=0.5)  # a draft has a part of the cache
+    assert (_held(fewer, 1024), _held(fewer, 512)) == (0.5, 1.0)
+    whole = replace(windowed, reported=1.0)
+    assert (_held(whole, 1024), _held(whole, 512)) == (1.0, 2.0)
+
+
 def test_a_turn_may_take_as_long_as_its_requests_take_to_be_sent(fake: FakeServers, folders: dict[str, Path]) -> None:
     measured(folders, replace(SMALL, repeats=1, loads=(Load(rate=0.5),), requests=2000))
     measured(folders, replace(SMALL, repeats=1))
@@ -845,6 +893,30 @@ def test_the_command_says_and_keeps_everything(
     assert all("--enforce-eager" in command for command in fake.started)
     kept = read_pruning_json(folders["pruned"]).provenance["speed"]
     assert kept["output tokens/s, 4 at once, over the dense model's"] == pytest.approx(1.25 / 1.1, abs=1e-3)
+
+
+def test_the_perplexity_is_of_the_revision_that_is_served(
+    fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    measured_on: list[str] = []
+
+    def read(source: str | Path, *, hub: Hub, **more: Any) -> Any:
+        asked.append(hub.revision)
+        return read_checkpoint(folders["pruned"] if source == "someone/model" else source, **more)
+
+    monkeypatch.setattr("pyprune.serving.command.read_checkpoint", read)
+    monkeypatch.setattr(load_run, "read_checkpoint", read)
+    monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda path, *_, **__: measured_on.append(path) or 7.0)
+    (tmp_path / "text.txt").write_text("words")
+    result = run(
+        "bench", "someone/model", "--against", folders["dense"], "--serving", "--concurrency", "1", "--prompt-tokens",
+        "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--ppl", tmp_path / "text.txt",
+        "--vllm-args", "--revision v2",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert measured_on == [str(folders["dense"]), str(folders["pruned"])]
+    assert "v2" in asked
 
 
 def test_quality_against_the_speed_of_servers(

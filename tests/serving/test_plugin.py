@@ -19,7 +19,8 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.families import family_for
 from pyprune.modeling import PRUNED_MODELS
-from pyprune.serving.export import export, serve_command
+from pyprune.serving.command import serve_command
+from pyprune.serving.export import export
 from pyprune.serving.plugin import architectures, look_for_platform, register
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
@@ -67,7 +68,8 @@ def test_the_families_say_what_is_served() -> None:
 def without_llama(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if LLaMA were of a package that brings no layer for vLLM."""
     known = {name: target for name, target in architectures().items() if name != "PrunedLlamaForCausalLM"}
-    monkeypatch.setattr("pyprune.serving.export.architectures", lambda: known)
+    for module in ("command", "limits"):
+        monkeypatch.setattr(f"pyprune.serving.{module}.architectures", lambda: known)
 
 
 @pytest.mark.usefixtures("without_llama")
@@ -87,7 +89,7 @@ def test_equal_sizes_are_exported_to_the_class_that_vllm_has_itself(tmp_path: Pa
 def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.serving.export.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
     model = tiny_model("llama")
     plan = axis_plans(family_for(model).plan(model.config))["unequal"]
     compact_(model, plan)

@@ -1,0 +1,75 @@
+"""What vLLM does not serve of a checkpoint, or runs slowly, read from config.json as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyprune.serving.plugin import architectures
+from pyprune.serving.widths import ffn_field, head_channels, layer_widths, named_layers, off_multiples
+
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's CPU attention accepts."""
+
+ON_TRANSFORMERS = ("PhiForCausalLM", "Starcoder2ForCausalLM", "Olmo2ForCausalLM")
+"""Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers. The plugin has layers
+for the pruned architectures of these families."""
+
+WIDTH_MULTIPLE = 8
+"""Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
+
+
+def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
+    found: list[str] = []
+    hidden, head_dim = config.get("hidden_size") or 0, head_channels(config)
+    is_said = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
+    if is_said and head_dim not in VLLM_CPU_HEAD_DIMS:
+        allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+        found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
+    architecture = str((config.get("architectures") or ["unknown"])[0])
+    if architecture.startswith("Pruned") and architecture not in architectures():
+        found.append(
+            f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
+        )
+    found += _rounding_warnings(config, architecture)
+    slow = "matrix products run slower than they could."
+    if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
+        found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+    ffn = [width for _, _, width in layer_widths(config)]
+    for width, layers in off_multiples(ffn, WIDTH_MULTIPLE).items():
+        where = f"{ffn_field(config)} of {named_layers(layers)}"
+        found.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+    return tuple(found)
+
+
+def _rounding_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
+    """What vLLM on a CPU does not run of the formats of quantised weights."""
+    found = [reason] if (reason := why_not_int8(config, architecture)) else []
+    rounding = config.get("quantization_config")
+    if isinstance(rounding, Mapping) and rounding.get("format") == "pack-quantized" and _bits(rounding) == 8:
+        found.append(
+            "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
+            "them; there, export with --quantise w8a8-int8 or w4a16."
+        )
+    return found
+
+
+def _bits(rounding: Mapping[str, Any]) -> int | None:
+    """Of the weights, as compressed-tensors describes them; None where it does not say."""
+    groups = rounding.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    return weights.get("num_bits") if isinstance(weights, Mapping) else None
+
+
+def why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
+    """Why vLLM on a CPU ends at the first request to an int8 model; empty where it does not."""
+    rounding = config.get("quantization_config")
+    layout = rounding.get("format") if isinstance(rounding, Mapping) else None
+    if architecture not in ON_TRANSFORMERS or layout != "int-quantized":
+        return ""
+    return (
+        f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "
+        '("mat1 must be a 2D tensor"). Export with --target pruned.'
+    )

@@ -1,0 +1,126 @@
+"""What of the options of ``vllm serve`` decides here, read as vLLM reads them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from pyprune.runtime.files import read_bounded
+from pyprune.serving.checkpoints import Hub
+
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+
+
+def given_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """What of ``vllm serve``'s options decides here; all others are vLLM's to read.
+
+    A name may be cut short, as in vLLM, which refuses what could be several of its options.
+
+    Args:
+        arguments: of the command line; the file of ``--config`` is read as well.
+
+    Returns:
+        The options by their long names, and "uncompiled": whether one of those is given that switch compilation off (on
+        a CPU adapters do), and none that says more of it than a level.
+    """
+    parser = _Parser(add_help=False, exit_on_error=False)
+    parser.add_argument("--revision")
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--download-dir")
+    parser.add_argument("--hf-token", nargs="?", const=True)
+    parser.add_argument("--kv-cache-memory-bytes")
+    parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
+    parser.add_argument("--max-model-len")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--kv-cache-dtype")
+    parser.add_argument("--dtype")
+    parser.add_argument("--optimization-level", "-O")
+    parser.add_argument("--speculative-config", "-sc")
+    parser.add_argument("--spec-method", "--speculative-config.method", "-sc.method")
+    parser.add_argument("--spec-model", "--speculative-config.model", "-sc.model")
+    for switch in ("enforce-eager", "enable-lora", "trust-remote-code"):
+        parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
+    for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
+        parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
+    # As in vLLM: what the file holds stands before the options, which replace it.
+    words = [*words_of_file(arguments), *dashed_words(arguments)]
+    try:
+        given = parser.parse_known_args(words)[0]
+    except argparse.ArgumentError:
+        given = parser.parse_args([])  # vLLM says what is wrong with it
+    is_off = given.enforce_eager or given.enable_lora or given.optimization_level == "0"
+    given.uncompiled = is_off and not any(word.startswith(("-cc", "--compilation-config")) for word in words)
+    return given
+
+
+def hub_of(extra_args: Sequence[str]) -> Hub:
+    """What these options of ``vllm serve`` say is downloaded of a hub id."""
+    given = given_options(extra_args)
+    return Hub(given.revision, given.download_dir, given.hf_token, given.trust_remote_code)
+
+
+def context_tokens(given: str | None, usual: int) -> int:
+    """Tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
+
+    Args:
+        given: vLLM's --max-model-len: a number, with k or m (thousands, millions) or K or M (powers of two), or auto.
+        usual: where it is not given.
+    """
+    if given is None:
+        return usual
+    number = _TOKENS.fullmatch(given.strip())
+    if number is None:
+        return 0
+    tokens = float(number[1]) if "." in number[1] else int(number[1])
+    return int(tokens * _SUFFIXES[number[2]])
+
+
+def dashed_words(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line of ``vllm serve`` with the names of options as its help writes them."""
+    return [_dashed(argument) for argument in arguments]
+
+
+def words_of_file(arguments: Sequence[str]) -> list[str]:
+    """What the file of ``--config`` stands for; vLLM reads it where the option is a word by itself."""
+    words = list(arguments)
+    place = words.index("--config") + 1 if "--config" in words else 0
+    return _of_file(words[place]) if 0 < place < len(words) else []
+
+
+def _of_file(path: str) -> list[str]:
+    """The options in the file of vLLM's ``--config``; nothing of one that vLLM will refuse."""
+    try:
+        values = yaml.safe_load(read_bounded(Path(path)))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(values, dict):
+        return []
+    words: list[str] = []
+    for name, value in values.items():
+        first = value[0] if isinstance(value, list) and value else value
+        first = json.dumps(first, default=str) if isinstance(first, dict) else first
+        if first is True:
+            words.append(_dashed(f"--{name}"))
+        elif first is not False and first is not None and first != []:  # a date, for one, is a word to vLLM
+            words += [_dashed(f"--{name}"), str(first)]
+    return words
+
+
+def _dashed(argument: str) -> str:
+    """An option as its help writes it: vLLM reads underscores as well."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+class _Parser(argparse.ArgumentParser):
+    """Knows some of vLLM's options; what is wrong is an exception, also where a short name could be several."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
