@@ -262,7 +262,7 @@ def load_table(record: Json, rates: Mapping[str, Any]) -> str:
             cells = _cells(ideal_of(record, name, load, rates), own["ratio"])
             rows.append((*row, f"{own['ratio']:.3f}x{_brackets(interval)}", *cells))
     turns = Counter((turn["model"], turn["load"]) for turn in record["turns"])
-    notes = record["notes"] if "notes" in record else [record["note"] or ""]
+    notes = record["notes"] if "notes" in record else [record["note"]]
     how = " ".join([
         f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones; turns of each model and load: "
         f"{_range(list(turns.values()))}.",

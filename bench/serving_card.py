@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -201,16 +201,17 @@ class Bench:
         report = found.to_dict()
         for model in report["models"].values():
             model["path"] = Path(model["path"]).name  # the folder is temporary
-        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "note", "resident")}
+        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "resident")}
         facts = {"mode": mode, "concurrency": self.options.concurrency, **self._facts(list(self.plans))}
         self.records.add({"kind": "load", "key": key, **kept, "notes": load_notes(found), **facts})
 
     def _load_options(self, mode: str) -> LoadOptions:
         """What servers are measured under."""
         from pyprune.serving.load.options import Load, LoadOptions
+        from pyprune.serving.widths import cache_bytes, token_bytes
 
         o, most = self.options, max(self.options.concurrency)
-        return LoadOptions(
+        options = LoadOptions(
             prompt_tokens=o.load_prompt,
             new_tokens=o.load_new_tokens,
             loads=tuple(Load(concurrency=number) for number in o.concurrency),
@@ -220,21 +221,11 @@ class Bench:
             max_repeats=o.load_max_repeats,
             dtype=DTYPE,
             eager=mode == "eager",
-            kv_gib=self._load_gib(),
             seed=o.seed,
             vllm_args=("--max-num-seqs", str(most)) if most > CPU_SEQUENCES else (),
         )
-
-    def _load_gib(self) -> float:
-        """GiB of cache for all sequences of the dense model that are in flight, :data:`LOAD_KV_GIB` at least."""
-        from pyprune.serving.load.options import LENGTH_SLACK
-        from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes
-
-        o = self.options
-        each = -(-(o.load_prompt + o.load_new_tokens + LENGTH_SLACK) // KV_BLOCK_TOKENS)
-        blocks = 1 + max(o.concurrency) * each  # vLLM keeps one to itself
-        needed = blocks * KV_BLOCK_TOKENS * token_bytes(self.config.to_dict(), DTYPE) / 2**30
-        return max(LOAD_KV_GIB, math.ceil(2 * needed) / 2)
+        needed = cache_bytes(most, options.longest, token_bytes(self.config.to_dict(), DTYPE)) / 2**30
+        return replace(options, kv_gib=max(LOAD_KV_GIB, math.ceil(2 * needed) / 2))
 
     def _startup(self, mode: str) -> None:
         """Start servers of stock models and of as large ones that the plugin serves in turn."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
-from pyprune.runtime.files import parse_json, read_json
+from pyprune.runtime.files import read_json
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import (
     Checkpoint,
@@ -33,9 +33,9 @@ from pyprune.serving.releases import (
 )
 from pyprune.serving.vllm_options import context_tokens, given_options, hub_of
 from pyprune.serving.widths import (
-    KV_BLOCK_TOKENS,
     PARTITION,
     LayerSizes,
+    cache_bytes,
     head_channels,
     layer_widths,
     scale_group,
@@ -153,31 +153,19 @@ def _drafts_with_a_model(given: argparse.Namespace) -> bool:
     """Whether the draft is a model of its own, of a family here. Heads such as EAGLE's, whose config.json may say the
     same, are told by the method, or as vLLM does by their name.
     """
-    draft, method = _speculation(given)
-    if method not in (None, DRAFT_MODEL) or (method is None and any(name in draft.lower() for name in HEADS)):
+    is_head = any(name in given.draft.lower() for name in HEADS)
+    if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
     return str(_draft_config(given).get("model_type")).removeprefix("pruned_") in all_families()
 
 
 def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
     """config.json of the draft that vLLM's options name; empty without one in a local folder."""
-    draft, _ = _speculation(given)
     try:
-        config = read_json(Path(draft) / "config.json") if draft else {}
+        config = read_json(Path(given.draft) / "config.json") if given.draft else {}
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _speculation(given: argparse.Namespace) -> tuple[str, str | None]:
-    """The draft and the method that vLLM's options name: an empty one and None where they name none."""
-    try:
-        options = parse_json(given.speculative_config or "{}")
-    except ValueError:
-        options = {}
-    options = options if isinstance(options, dict) else {}
-    method = given.spec_method or options.get("method")
-    return str(given.spec_model or options.get("model") or ""), None if method is None else str(method)
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:
@@ -215,12 +203,10 @@ def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dic
         return {}
     config = checkpoint.config
     context = context_tokens(given.max_model_len, _usual_context(config))
-    blocks = 1 + -(-context // KV_BLOCK_TOKENS)  # vLLM keeps one to itself
     stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
     tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
     tokens[-1] += _rank_token_bytes(_draft_config(given), given)  # all of it is on the last rank
-    token = max(tokens)
-    needed = -(-blocks * KV_BLOCK_TOKENS * token // 2**30)
+    needed = -(-cache_bytes(1, context, max(tokens)) // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
         say(
             f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import yaml
 
-from pyprune.runtime.files import read_bounded
+from pyprune.runtime.files import parse_json, read_bounded
 from pyprune.serving.checkpoints import Hub
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
@@ -28,7 +28,8 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
 
     Returns:
         The options by their long names, and "uncompiled": whether one of those is given that switch compilation off (on
-        a CPU adapters do), and none that says more of it than a level.
+        a CPU adapters do), and none that says more of it than a level; "draft" and "draft_method": what drafts, and
+        how, empty where that is not said.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
@@ -57,7 +58,18 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
         given = parser.parse_args([])  # vLLM says what is wrong with it
     is_off = given.enforce_eager or given.enable_lora or given.optimization_level == "0"
     given.uncompiled = is_off and not any(word.startswith(("-cc", "--compilation-config")) for word in words)
+    given.draft, given.draft_method = _speculation(given)
     return given
+
+
+def _speculation(given: argparse.Namespace) -> tuple[str, str]:
+    """What drafts, and the method, by options of their own or in the JSON that holds both."""
+    try:
+        options = parse_json(given.speculative_config or "{}")
+    except ValueError:
+        options = {}
+    options = options if isinstance(options, dict) else {}
+    return str(given.spec_model or options.get("model") or ""), str(given.spec_method or options.get("method") or "")
 
 
 def hub_of(extra_args: Sequence[str]) -> Hub:

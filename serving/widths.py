@@ -258,6 +258,17 @@ def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
     return token_bytes_of(layer_widths(config), head_channels(config), dtype)
 
 
+def cache_bytes(sequences: int, tokens: int, token: int) -> int:
+    """Bytes of a cache of vLLM on a CPU that holds whole sequences; it keeps one block to itself.
+
+    Args:
+        sequences: at once.
+        tokens: of each.
+        token: bytes of a token, see :func:`token_bytes`.
+    """
+    return (1 + sequences * -(-tokens // KV_BLOCK_TOKENS)) * KV_BLOCK_TOKENS * token
+
+
 def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
     """The same, where the widths are known.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CONCURRENCY = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 BLOCK = re.compile(r"Setting kv cache block size to (\d+)")
@@ -42,6 +42,17 @@ class Capacity:
             return 0.0
         blocks = self.memory // (self.block_tokens * self.token_bytes)
         return blocks / -(-self.context // self.block_tokens)
+
+    def held(self, tokens: int) -> float:
+        """Sequences of so many tokens, at most the context, that fit.
+
+        Where the server's log is believed instead of what is computed, it counts sequences of the whole context: of
+        shorter ones the cache holds as many at least.
+        """
+        computed, whole = replace(self, context=tokens).sequences, self.sequences
+        if self.reported is None or self.confirmed:
+            return computed
+        return max(computed * min(1.0, self.reported / whole), self.reported) if whole else self.reported
 
     @property
     def confirmed(self) -> bool | None:

@@ -143,6 +143,11 @@ class LoadOptions:
         return tuple(dict.fromkeys(map(self.prompt_of, self.loads)))
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a server has to take."""
+        return max(self.prompts) + self.new_tokens + LENGTH_SLACK
+
+    @property
     def most_repeats(self) -> int:
         """The most turns of each model and load."""
         return most_repeats(self.repeats, self.precision, self.max_repeats)

@@ -34,7 +34,7 @@ from pyprune.serving.load.client import (
     why_not_counted,
 )
 from pyprune.serving.load.energy import EnergyMeter, find_counters
-from pyprune.serving.load.options import LENGTH_SLACK, Load, LoadOptions
+from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
@@ -245,8 +245,7 @@ class _Run:
 
     def max_model_len(self, name: str) -> int:
         """Tokens of the longest sequence that a model's server is told to take: what the loads need of it."""
-        length = max(self.options.prompts) + self.options.new_tokens + LENGTH_SLACK
-        return min(length, self.models[name].max_length or length)
+        return min(self.options.longest, self.models[name].max_length or self.options.longest)
 
     def server_command(self, name: str, server: str) -> list[str]:
         """The command line of a model's server, up to its address.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from pyprune.report import Cell, Table
-from pyprune.serving.load.capacity import NOT_COMPILED, Capacity
+from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
 from pyprune.serving.stats import named_variables
@@ -217,36 +217,23 @@ def _precision(report: LoadReport) -> str:
 def _waiting(report: LoadReport) -> list[str]:
     """Loads of which not all requests are served at once, so that some wait in the server."""
     given = given_options(report.options.vllm_args)
-    seats = None if given.max_num_seqs is None else given.max_num_seqs * max(1, given.data_parallel_size)
+    seats = math.inf if given.max_num_seqs is None else given.max_num_seqs * max(1, given.data_parallel_size)
     found = [
         f"{load}: --max-num-seqs lets a server take {seats} of these requests at a time, the others wait. TTFT "
         "contains that."
         for load in report.options.loads
-        if seats is not None and seats < (load.concurrency or 0)
+        if seats < (load.concurrency or 0)
     ]
     for name, model in report.models.items():
         for load in report.options.loads:
             tokens = report.options.prompt_of(load) + report.options.new_tokens
-            fit = None if model.capacity is None else _held(model.capacity, tokens)
-            sent = min(load.concurrency or 0, seats or load.concurrency or 0)
-            if fit is not None and fit < sent:
+            fit = math.inf if model.capacity is None else model.capacity.held(tokens)
+            if fit < min(load.concurrency or 0, seats):
                 found.append(
                     f"{name}, {load}: the cache holds {fit:.1f} of these requests, the others wait in the server. TTFT "
                     "and the ratio contain that; raise --kv-gib to measure the model alone."
                 )
     return found
-
-
-def _held(capacity: Capacity, tokens: int) -> float:
-    """Sequences of so many tokens, at most its context, that a cache holds.
-
-    Where the server's log is believed instead of what is computed, it counts sequences of the whole context: of shorter
-    ones the cache holds as many at least.
-    """
-    computed, reported = replace(capacity, context=tokens).sequences, capacity.reported
-    if reported is None or capacity.confirmed:
-        return computed
-    return max(computed * min(1.0, reported / capacity.sequences), reported) if capacity.sequences else reported
 
 
 def _doubts(report: LoadReport) -> list[str]:

@@ -42,7 +42,7 @@ from pyprune.serving.load.options import (
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import _held, load_conditions, load_text
+from pyprune.serving.load.table import load_conditions, load_text
 from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.tradeoff import load_tradeoff
 from pyprune.serving.widths import token_bytes
@@ -755,11 +755,11 @@ def test_where_the_log_is_believed_it_says_how_many_wait() -> None:
     """A cache of sliding windows holds more than its layers would without them, and shorter sequences no fewer."""
     windowed = Capacity(token_bytes=1024, block_tokens=128, memory=2**20, context=1024, reported=6.0)
     assert windowed.confirmed is False
-    assert (windowed.sequences, _held(windowed, 1024), _held(windowed, 128)) == (1.0, 6.0, 8.0)
+    assert (windowed.sequences, windowed.held(1024), windowed.held(128)) == (1.0, 6.0, 8.0)
     fewer = replace(windowed, reported=0.5)  # a draft has a part of the cache
-    assert (_held(fewer, 1024), _held(fewer, 512)) == (0.5, 1.0)
+    assert (fewer.held(1024), fewer.held(512)) == (0.5, 1.0)
     whole = replace(windowed, reported=1.0)
-    assert (_held(whole, 1024), _held(whole, 512)) == (1.0, 2.0)
+    assert (whole.held(1024), whole.held(512)) == (1.0, 2.0)
 
 
 def test_a_turn_may_take_as_long_as_its_requests_take_to_be_sent(fake: FakeServers, folders: dict[str, Path]) -> None:
