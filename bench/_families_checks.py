@@ -33,7 +33,6 @@ from bench._tiny import VOCAB, last_of
 from bench.soak import at_rest, metric
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import PypruneError, shown
-from pyprune.serving.engines import EngineError
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.server import Server
 from pyprune.serving.widths import KV_BLOCK_TOKENS
@@ -85,13 +84,9 @@ class Asked:
         """The server's answer.
 
         Raises:
-            EngineError: the server has ended, or gave none.
+            pyprune.serving.engines.EngineError: the server has ended, or gave none.
         """
-        text = self.server.post(path, body, timeout=ANSWER_S)
-        if text is None:
-            self.server.check()
-            raise EngineError(f"The server gave no answer to {shown(body)} ({path}).")
-        reply: dict[str, Any] = json.loads(text)
+        reply: dict[str, Any] = json.loads(self.server.post(path, body, timeout=ANSWER_S))
         return reply
 
     def chat(self, **options: Any) -> dict[str, Any]:

@@ -48,10 +48,12 @@ from bench.matrix import last_line
 from pyprune.budget.profile import DENSE, Timing
 from pyprune.budget.quantities import Quantity
 from pyprune.budget.turns import EngineGroup, longest_sequence
+from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.measure import fills_gpu
+from pyprune.serving.releases import CPU_SEQUENCES
 
 if TYPE_CHECKING:
     from pyprune.budget.probes import Model
@@ -62,8 +64,6 @@ PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
 DTYPE = "bfloat16"
 LOAD_KV_GIB = 1.5
 """Cache of each server under load, unless the dense model needs more for what is sent at once: no request waits."""
-CPU_SEQUENCES = 128
-"""That vLLM 0.32 answers at a time on a CPU where --max-num-seqs does not say it."""
 STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
 
 PLUGIN = """
@@ -108,6 +108,7 @@ class Bench:
         self.config.max_position_embeddings = max(self.config.max_position_embeddings, *lengths)
         dense = family_for(self.config).plan(self.config)
         self.plans = {DENSE: dense, **card_plans(dense)}
+        self.names = [DENSE, *_asked(options.models, [name for name in self.plans if name != DENSE])]
         self.environment = serving_environment()
         if "load" in options.part:
             self._load_options(options.mode[0]).validate()  # what is wrong is said before hours of engines
@@ -154,7 +155,7 @@ class Bench:
 
     def _engines(self, mode: str) -> None:
         """Time every workload that has no record, group by group."""
-        o, names = self.options, [name for name in self.plans if name != DENSE]
+        o, names = self.options, self.names[1:]
         step = o.resident - 1
         for start in range(0, len(names), step):
             group = names[start : start + step]
@@ -194,15 +195,16 @@ class Bench:
         from pyprune.serving.load.table import load_notes
 
         options = self._load_options(mode)
-        key = self._key("load", mode, asdict(options))
+        chosen = () if len(self.names) == len(self.plans) else (self.names,)  # a run of all has the key that it had
+        key = self._key("load", mode, asdict(options), *chosen)
         if key in self.records.of("load"):
             return
-        found = measure_serving({name: self._model(name)[0] for name in self.plans}, options)
+        found = measure_serving({name: self._model(name)[0] for name in self.names}, options)
         report = found.to_dict()
         for model in report["models"].values():
             model["path"] = Path(model["path"]).name  # the folder is temporary
         kept = {name: report[name] for name in ("options", "models", "turns", "summary", "resident")}
-        facts = {"mode": mode, "concurrency": self.options.concurrency, **self._facts(list(self.plans))}
+        facts = {"mode": mode, "concurrency": self.options.concurrency, **self._facts(self.names)}
         self.records.add({"kind": "load", "key": key, **kept, "notes": load_notes(found), **facts})
 
     def _load_options(self, mode: str) -> LoadOptions:
@@ -269,6 +271,21 @@ class Bench:
             return server.load_seconds
 
 
+def _asked(models: str | None, names: Sequence[str]) -> list[str]:
+    """The models that a run is of, in the card's order.
+
+    Raises:
+        ConfigError: one is none of these.
+    """
+    try:
+        asked = names if models is None else known(models, names, "model")
+    except (
+        argparse.ArgumentTypeError
+    ) as error:  # the names follow from the dense model, which is read after the options
+        raise ConfigError(f"--models: {error}") from None
+    return [name for name in names if name in asked]
+
+
 def plugin_seconds() -> float:
     """Seconds that the plugin takes in a new process that vLLM and Transformers were imported in, as in a server's."""
     done = subprocess.run([sys.executable, "-c", PLUGIN], capture_output=True, text=True, check=False)
@@ -313,7 +330,14 @@ def _parser() -> argparse.ArgumentParser:
         "--mode", type=partial(known, names=MODES, what="mode"), default=list(MODES), metavar="A,B",
         help=f"default: {','.join(MODES)}, one after the other",
     )  # fmt: skip
-    parser.add_argument("--prompts", type=_counts, default=[2048, 8192], metavar="A,B", help="tokens of the one prompt")
+    parser.add_argument(
+        "--models", metavar="A,B",
+        help=f"beside the dense one, in engines and under load, such as '{UNIFORM},{UNEQUAL}' (default: all four)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=_prompts, default=[2048, 8192], metavar="A,B",
+        help="tokens of the one prompt; none = generation alone",
+    )  # fmt: skip
     parser.add_argument(
         "--generation", type=_generation, default=Quantity("generation", 128, 64), metavar="BxN",
         help="sequences x new tokens of each (default: 64x128)",
@@ -345,6 +369,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _counts(text: str) -> list[int]:
     return [count(part.strip()) for part in text.split(",")]
+
+
+def _prompts(text: str) -> list[int]:
+    return [] if text == "none" else _counts(text)
 
 
 def _resident(text: str) -> int:

@@ -23,6 +23,8 @@ Triton did before 0.26, the CPU since 0.28, FlashAttention since 0.29."""
 
 TRIED_ON_CPU = (0, 32)
 """The release of vLLM whose CPU build was seen to end at what :func:`is_tried_cpu_build` is asked for."""
+CPU_SEQUENCES = 128
+"""That a server of vLLM 0.29 to 0.32 answers at a time on a CPU, for each of its ranks, without --max-num-seqs."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Environment variable that chooses vLLM's model runner; the second one makes the buffers of a pipeline in any case."""
 

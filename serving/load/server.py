@@ -121,15 +121,22 @@ class Server:
         Raises:
             EngineError: it says nothing.
         """
-        text = self.get("/metrics")
+        return self._given(self.get("/metrics"), "/metrics")
+
+    def post(self, path: str, body: object, timeout: float = 120) -> str:
+        """The answer to a request with a body, which is sent as JSON.
+
+        Raises:
+            EngineError: there is none in ``timeout`` seconds, or its status is not 200.
+        """
+        return self._given(self._asked("POST", path, json.dumps(body), timeout=timeout), f"answer to {path}")
+
+    def _given(self, text: str | None, what: str) -> str:
+        """An answer, or the error that says that it was not given."""
         if text is None:
             self.check()
-            raise self.error(f"The server of {self.model} gave no /metrics")
+            raise self.error(f"The server of {self.model} gave no {what}")
         return text
-
-    def post(self, path: str, body: object, timeout: float = 120) -> str | None:
-        """The answer to a request with a body, which is sent as JSON; None without one."""
-        return self._asked("POST", path, json.dumps(body), timeout=timeout)
 
     def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> str | None:
         """Ask the server; None where it gives no answer or another status than 200."""

@@ -10,6 +10,7 @@ from pyprune.report import Cell, Table
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
+from pyprune.serving.releases import CPU_SEQUENCES, is_cpu_build
 from pyprune.serving.stats import named_variables
 from pyprune.serving.table import plus_minus, precision_sentence
 from pyprune.serving.vllm_options import given_options
@@ -216,11 +217,9 @@ def _precision(report: LoadReport) -> str:
 
 def _waiting(report: LoadReport) -> list[str]:
     """Loads of which not all requests are served at once, so that some wait in the server."""
-    given = given_options(report.options.vllm_args)
-    seats = math.inf if given.max_num_seqs is None else given.max_num_seqs * max(1, given.data_parallel_size)
+    seats, why = _seats(report)
     found = [
-        f"{load}: --max-num-seqs lets a server take {seats} of these requests at a time, the others wait. TTFT "
-        "contains that."
+        f"{load}: {why} {seats} of these requests at a time, the others wait. TTFT contains that."
         for load in report.options.loads
         if seats < (load.concurrency or 0)
     ]
@@ -234,6 +233,17 @@ def _waiting(report: LoadReport) -> list[str]:
                     "and the ratio contain that; raise --kv-gib to measure the model alone."
                 )
     return found
+
+
+def _seats(report: LoadReport) -> tuple[float, str]:
+    """How many requests a server answers at a time, as far as that is known, and what lets no more in."""
+    given = given_options(report.options.vllm_args)
+    if given.max_num_seqs is not None:
+        return given.max_num_seqs * max(1, given.data_parallel_size), "--max-num-seqs lets a server take"
+    if not is_cpu_build(report.environment["versions"].get("vllm", "")):
+        return math.inf, ""
+    ranks = given.tensor_parallel_size * given.pipeline_parallel_size * given.data_parallel_size
+    return CPU_SEQUENCES * max(1, ranks), "without --max-num-seqs a server of vLLM's CPU build takes"
 
 
 def _doubts(report: LoadReport) -> list[str]:

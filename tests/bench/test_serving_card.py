@@ -251,6 +251,26 @@ def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+def test_some_of_the_models_and_generation_alone(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _Engine.options = []
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+    given = ["--model", str(dense), "--part", "engine", "--mode", "eager", "--prompts", "none", "--generation", "2x5"]
+    given += ["--repeats", "1", "--jsonl", str(tmp_path / "rows.jsonl")]
+    assert serving_card.main([*given, "--models", f"{UNEQUAL},{UNIFORM}"]) == 0
+    (row,) = RecordFile(tmp_path / "rows.jsonl").of("engine").values()
+    assert (row["quantity"], row["names"]) == ("generation@2x5", ["dense", UNIFORM, UNEQUAL])
+    assert len(_Engine.options) == 3
+    assert f"the seconds of {UNIFORM} of as many parameters" in capsys.readouterr().out
+    assert serving_card.main([*given, "--models", "uniform"]) == 2
+    error = capsys.readouterr().err
+    assert "--models" in error
+    assert UNIFORM in error
+
+
 def test_one_engine_after_another_on_a_gpu(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,6 +427,8 @@ def test_servers_under_load_are_measured_once(dense: Path, tmp_path: Path, monke
     assert str(tmp_path) not in json.dumps(row["models"])
     assert row["notes"] == ["The others wait."]
     assert (options.kv_gib, options.vllm_args) == (serving_card.LOAD_KV_GIB, ())
+    assert serving_card.main([*given, "--models", UNIFORM]) == 0, "another run than that of all"
+    assert asked[1][0] == ["dense", UNIFORM]
 
 
 def test_the_cache_holds_every_sequence_under_load(

@@ -42,7 +42,7 @@ from pyprune.serving.load.options import (
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving, parallel_ranks
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import load_conditions, load_text
+from pyprune.serving.load.table import _waiting, load_conditions, load_text
 from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.tradeoff import load_tradeoff
 from pyprune.serving.widths import token_bytes
@@ -286,6 +286,9 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
         assert server.peak_memory_bytes() > 1e6
         assert server.cpu_seconds() >= 0
         server.check()
+        with pytest.raises(EngineError, match="The server of model gave no answer to /v1/completions") as caught:
+            server.post("/v1/completions", {})
+        assert LOG.splitlines()[-1] in str(caught.value), "the end of its log says why"
         process = server._process
     assert process.returncode is not None
     with pytest.raises(ProcessLookupError):
@@ -749,6 +752,25 @@ def test_requests_that_wait_for_a_place_are_said(fake: FakeServers, folders: dic
     shared = replace(once, vllm_args=("--max_num_seqs=1", "-dp", "2"))
     assert said.format(2) in load_text(measured(folders, shared))
     assert "at a time" not in load_text(measured(folders, replace(once, vllm_args=("--max-num-seqs", "4"))))
+
+
+def test_what_vllm_lets_in_by_itself_counts_on_a_cpu(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = measured(folders, replace(SMALL, repeats=1))
+    crowd = replace(report.options, loads=(Load(concurrency=128), Load(concurrency=200)))
+    said = "200 at once: without --max-num-seqs a server of vLLM's CPU build takes 128 of these requests at a time"
+
+    def notes(version: str, *given: str) -> str:
+        environment = report.environment | {"versions": {"vllm": version}}
+        return "\n".join(_waiting(replace(report, options=replace(crowd, vllm_args=given), environment=environment)))
+
+    assert said in notes("0.32.0+cpu")
+    assert "128 at once: without" not in notes("0.32.0+cpu")
+    assert "without --max-num-seqs" not in notes("0.32.0+cpu", "-tp", "2")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    assert "without --max-num-seqs" not in notes("0.32.0"), "the default of a GPU goes by its memory"
 
 
 def test_where_the_log_is_believed_it_says_how_many_wait() -> None:
