@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,8 @@ TOLERANCE = 1e-5
 MOST_PASSED_OVER = 12
 START_S, STEP_S = 600, 1800
 YES = "yes"
+ROOT_CAUSE = "See root cause above"
+"""What vLLM says where one of its processes ended; the reason is in that one's log."""
 
 
 class StepError(PypruneError):
@@ -172,11 +175,19 @@ def try_release(outcome: Outcome, python: Path, folder: Path) -> None:
     steps = {reply["step"]: reply for reply in map(json.loads, done.stdout.splitlines())}
     for step in ("loads", "log probabilities"):
         reply = steps.get(step, {"error": last_line(done.stderr)})
+        if ROOT_CAUSE in reply.get("error", ""):
+            reply["error"] = root_cause(done.stderr) or reply["error"]
         outcome.versions |= reply.get("versions", {})
         outcome.cells[step] = reply["error"] if "error" in reply else judged(reply)
         if not outcome.cells[step].startswith(YES):
             return
     _try_server(outcome, python, folder, steps["log probabilities"])
+
+
+def root_cause(log: str) -> str:
+    """The last error in what vLLM's processes wrote before the one that only says that another one came first."""
+    errors = [found for found in re.findall(r"\b\w*Error: .*", log) if ROOT_CAUSE not in found]
+    return last_line(errors[-1]) if errors else ""
 
 
 def judged(reply: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from pyprune.serving.checkpoints import (
     scaled_positions,
 )
 from pyprune.serving.engines import KV_CACHE_SPACE, PYTHON, engine_environment, vllm_installed
-from pyprune.serving.limits import serving_warnings, why_not_int8
+from pyprune.serving.limits import serving_warnings, why_not_rounded
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
     RUNNER,
@@ -41,6 +42,7 @@ from pyprune.serving.widths import (
     scale_group,
     stages_of,
     token_bytes_of,
+    why_not_drafting,
     why_not_grouped,
     why_not_split,
     why_not_staged,
@@ -49,6 +51,10 @@ from pyprune.serving.widths import (
 SERVE_KV_CACHE_GIB = 2
 """Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
 vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
+
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+NODES = ("VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES")
+"""Environment variables of vLLM that change which CPUs and memory nodes its ranks are bound to."""
 
 DRAFT_MODEL, HEADS = "draft_model", ("eagle-", "eagle3", "dflash", "dspark")
 """vLLM's method of a draft that is a model of its own, and what it goes by in the names of drafts that are not, where
@@ -79,13 +85,37 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     """See :func:`serve_command`."""
     if not verify:
         warn(f"The files of {folder} were not verified.")
-    for warning in serving_warnings(checkpoint.config):
+    given = given_options(extra_args)
+    for warning in (*serving_warnings(checkpoint.config), *_memory_nodes_warning(given)):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.launch", "serve"]
     if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned
         return [*words, str(folder), *extra_args]
-    unnamed = given_options(extra_args).served_model_name is None
+    unnamed = given.served_model_name is None
     return [*words, str(checkpoint.folder), *extra_args, *(["--served-model-name", str(folder)] if unnamed else [])]
+
+
+def _memory_nodes_warning(given: argparse.Namespace) -> tuple[str, ...]:
+    """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own."""
+    ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
+    asked = os.environ.get(THREADS_BIND) or "auto"
+    nodes = memory_nodes()
+    if not is_cpu_build(vllm_version()) or asked != "auto" or any(map(os.environ.get, NODES)) or not 0 < nodes < ranks:
+        return ()
+    return (
+        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
+        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.',
+    )
+
+
+def memory_nodes() -> int:
+    """Memory nodes that this process may use; 0 where the system does not say (outside Linux)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return 0
+    spans = [span.split("-") for span in re.findall(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)[0].split(",")]
+    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
 
 
 def servable(
@@ -130,11 +160,11 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     if _drafts_with_a_model(given):
-        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size)
+        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size) or _why_not_draft(given)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
-        reason = reason or why_not_int8(checkpoint.config, checkpoint.architecture)
+        reason = reason or why_not_rounded(checkpoint.config, checkpoint.architecture)
     group = scale_group(checkpoint.config)
     return reason or why_not_grouped(widths, head_channels(checkpoint.config), group, ranks)
 
@@ -157,6 +187,17 @@ def _drafts_with_a_model(given: argparse.Namespace) -> bool:
     if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
     return str(_draft_config(given).get("model_type")).removeprefix("pruned_") in all_families()
+
+
+def _why_not_draft(given: argparse.Namespace) -> str:
+    """What vLLM would end at in the layers of the draft, or because nothing here reads it."""
+    config = _draft_config(given)
+    architecture = str((config.get("architectures") or [""])[0])
+    if architecture.startswith("Pruned") and (reason := why_not_loaded()):
+        return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
+    kinds = config.get("layer_types") or ()
+    reason = why_not_drafting(layer_widths(config), kinds, hybrid=not given.disable_hybrid_kv_cache_manager)
+    return reason and f"of its draft {given.draft}: {reason}"
 
 
 def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:

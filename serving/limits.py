@@ -21,18 +21,13 @@ WIDTH_MULTIPLE = 8
 
 def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
-    found: list[str] = []
-    hidden, head_dim = config.get("hidden_size") or 0, head_channels(config)
-    is_said = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
-    if is_said and head_dim not in VLLM_CPU_HEAD_DIMS:
-        allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
-        found.append(f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}.")
+    hidden = config.get("hidden_size") or 0
     architecture = str((config.get("architectures") or ["unknown"])[0])
+    found = [reason for reason in (_why_not_heads(config), *_rounding_reasons(config, architecture)) if reason]
     if architecture.startswith("Pruned") and architecture not in architectures():
         found.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
-    found += _rounding_warnings(config, architecture)
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
         found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
@@ -43,16 +38,32 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _rounding_warnings(config: Mapping[str, Any], architecture: str) -> list[str]:
-    """What vLLM on a CPU does not run of the formats of quantised weights."""
-    found = [reason] if (reason := why_not_int8(config, architecture)) else []
+def why_not_rounded(config: Mapping[str, Any], architecture: str) -> str:
+    """Why vLLM on a CPU ends with quantised weights, at its start or the first request; empty where it does not."""
+    return next(filter(None, _rounding_reasons(config, architecture)), "")
+
+
+def _rounding_reasons(config: Mapping[str, Any], architecture: str) -> tuple[str, ...]:
+    return _why_not_int8(config, architecture), _why_not_w8a16(config)
+
+
+def _why_not_heads(config: Mapping[str, Any]) -> str:
+    head_dim = head_channels(config)
+    is_said = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
+    if not is_said or head_dim in VLLM_CPU_HEAD_DIMS:
+        return ""
+    allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
+    return f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}."
+
+
+def _why_not_w8a16(config: Mapping[str, Any]) -> str:
     rounding = config.get("quantization_config")
-    if isinstance(rounding, Mapping) and rounding.get("format") == "pack-quantized" and _bits(rounding) == 8:
-        found.append(
-            "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
-            "them; there, export with --quantise w8a8-int8 or w4a16."
-        )
-    return found
+    if not isinstance(rounding, Mapping) or rounding.get("format") != "pack-quantized" or _bits(rounding) != 8:
+        return ""
+    return (
+        "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
+        "them; there, export with --quantise w8a8-int8 or w4a16."
+    )
 
 
 def _bits(rounding: Mapping[str, Any]) -> int | None:
@@ -63,7 +74,7 @@ def _bits(rounding: Mapping[str, Any]) -> int | None:
     return weights.get("num_bits") if isinstance(weights, Mapping) else None
 
 
-def why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
+def _why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
     """Why vLLM on a CPU ends at the first request to an int8 model; empty where it does not."""
     rounding = config.get("quantization_config")
     layout = rounding.get("format") if isinstance(rounding, Mapping) else None

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,13 +19,14 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
-def given_options(arguments: Sequence[str]) -> argparse.Namespace:
+def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argparse.Namespace:
     """What of ``vllm serve``'s options decides here; all others are vLLM's to read.
 
     A name may be cut short, as in vLLM, which refuses what could be several of its options.
 
     Args:
         arguments: of the command line; the file of ``--config`` is read as well.
+        with_file: False = it is not.
 
     Returns:
         The options by their long names, and "uncompiled": whether one of those is given that switch compilation off (on
@@ -46,12 +48,12 @@ def given_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--speculative-config", "-sc")
     parser.add_argument("--spec-method", "--speculative-config.method", "-sc.method")
     parser.add_argument("--spec-model", "--speculative-config.model", "-sc.model")
-    for switch in ("enforce-eager", "enable-lora", "trust-remote-code"):
+    for switch in ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
     # As in vLLM: what the file holds stands before the options, which replace it.
-    words = [*words_of_file(arguments), *dashed_words(arguments)]
+    words = [*(words_of_file(arguments) if with_file else ()), *dashed_words(arguments)]
     try:
         given = parser.parse_known_args(words)[0]
     except argparse.ArgumentError:
@@ -70,6 +72,12 @@ def _speculation(given: argparse.Namespace) -> tuple[str, str]:
         options = {}
     options = options if isinstance(options, dict) else {}
     return str(given.spec_model or options.get("model") or ""), str(given.spec_method or options.get("method") or "")
+
+
+def parallel_ranks(extra_args: Sequence[str]) -> int:
+    """Processes of a server that hold a part of the model, each with a cache of its own."""
+    given = given_options(extra_args)
+    return prod(max(1, n) for n in (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size))
 
 
 def hub_of(extra_args: Sequence[str]) -> Hub:

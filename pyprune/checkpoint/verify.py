@@ -176,9 +176,10 @@ def digest_without_template(path: Path) -> str | None:
 def _refuse_stray(folder: Path, record: PruningRecord) -> None:
     stray = next((name for name in _loaded_names(folder) if name not in record.files), None)
     if stray is not None:
+        template = " A server takes a template from elsewhere with --chat-template." * stray.endswith(".jinja")
         raise CheckpointError(
             f"{folder} holds {shown(stray)}, which its {CHECKPOINT_MANIFEST} does not list and a loader would read; "
-            "what is loaded would not be what was verified. Move it away, or write the checkpoint again."
+            f"what is loaded would not be what was verified. Move it away, or write the checkpoint again.{template}"
         )
 
 

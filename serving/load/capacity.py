@@ -22,7 +22,7 @@ class Capacity:
     """What a key-value cache holds.
 
     Attributes:
-        token_bytes: keys and values of one token in all layers.
+        token_bytes: keys and values of one token in all layers; 0 = the server alone says what its cache holds.
         block_tokens: tokens of a block; a sequence occupies whole blocks.
         memory: bytes of the cache.
         context: tokens of a sequence.

@@ -6,7 +6,8 @@ import json
 import random
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,37 +61,54 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
     return [*PYTHON, "-m", "pyprune.serving.launch", "bench", "serve", *words]
 
 
-def run_client(command: Sequence[str], folder: Path, patience: float = COMMAND_TIMEOUT_S) -> dict[str, Any]:
+def run_client(
+    command: Sequence[str],
+    folder: Path,
+    patience: float = COMMAND_TIMEOUT_S,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
     """Run the client and return what it wrote.
 
     Args:
         command: of :func:`bench_command`.
         folder: where it writes its result.
-        patience: seconds after which it is ended.
+        patience: seconds without progress after which it is ended; a turn takes as long as its requests do.
+        progress: what changes while the server answers.
 
     Raises:
-        EngineError: it ended with an error, wrote nothing that can be read, or took too long; with the end of its log.
+        EngineError: it ended with an error, wrote nothing that can be read, or got nothing for so long; with the end of
+            its log.
     """
     with tempfile.NamedTemporaryFile(prefix="pyprune-client-", suffix=".log") as log:
         path = Path(log.name)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=client_environment()
+        )
         try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=client_environment(),
-                timeout=patience,
-            )
-        except subprocess.TimeoutExpired:
-            raise engine_error(f"`vllm bench serve` took more than {patience:.0f} s", path) from None
-        if done.returncode:
-            raise engine_error(f"`vllm bench serve` ended with status {done.returncode}", path)
+            if not _ended(process, patience, progress):
+                raise engine_error(f"`vllm bench serve` got no token from the server for {patience:.0f} s", path)
+        finally:
+            process.kill()  # nothing where it has ended
+            process.wait()
+        if process.returncode:
+            raise engine_error(f"`vllm bench serve` ended with status {process.returncode}", path)
         try:
             found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise engine_error(f"`vllm bench serve` wrote no result that can be read ({error})", path) from error
         return dict(found)
+
+
+def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable[[], object]) -> bool:
+    """Wait for a client; False where so many seconds went by without progress."""
+    seen = progress()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+            return True
+        before, seen = seen, progress()
+        if seen == before:
+            return False
 
 
 def why_not_counted(found: Mapping[str, Any], new_tokens: int) -> str:
@@ -115,7 +133,7 @@ def why_not_counted(found: Mapping[str, Any], new_tokens: int) -> str:
 
 
 def patience_with(load: Load, options: LoadOptions) -> float:
-    """Seconds that a turn may take: an hour, and as long as its requests take to be sent at their rate."""
+    """Seconds that a turn may get no token: an hour, and as long as its requests take to be sent at their rate."""
     return COMMAND_TIMEOUT_S + (options.requests_of(load) / load.rate if load.rate else 0.0)
 
 

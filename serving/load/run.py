@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,7 +39,7 @@ from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
 from pyprune.serving.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
-from pyprune.serving.vllm_options import context_tokens, given_options, hub_of
+from pyprune.serving.vllm_options import context_tokens, given_options, hub_of, parallel_ranks
 from pyprune.serving.widths import token_bytes
 
 CLIENT_BYTES = 2 * 2**30
@@ -105,7 +104,8 @@ def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> No
         for name, model in models.items()
         if model.max_length is not None and model.max_length < needed
     ]
-    given = context_tokens(given_options(options.vllm_args).max_model_len, 0)
+    # The measurement's own length replaces that of a file of options, which stands before it.
+    given = context_tokens(given_options(options.vllm_args, with_file=False).max_model_len, 0)
     if 0 < given < needed:
         found.append(f"--max-model-len in vllm_args is {given}, the load needs {needed}; raise it, or leave it out.")
     if found:
@@ -134,7 +134,8 @@ class _Run:
         accelerator = accelerator_name()
         self.environment = environment_record(accelerator, server_environment())
         self.counters = find_counters()
-        self.ranks = parallel_ranks(options)
+        self.ranks = parallel_ranks(options.vllm_args)
+        self.engines = max(1, given_options(options.vllm_args).data_parallel_size)
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
         self.id = uuid.uuid4().hex[:12]
 
@@ -192,7 +193,7 @@ class _Run:
         with TemporaryDirectory(prefix="pyprune-bench-") as folder:
             command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
             try:
-                found = run_client(command, Path(folder), patience_with(load, self.options))
+                found = run_client(command, Path(folder), patience_with(load, self.options), server.tokens)
             except EngineError:
                 server.check()  # a server that has ended says more than the client
                 raise
@@ -225,9 +226,11 @@ class _Run:
             seen.compile_seconds += (facts.compile_seconds,)
         seen.compilation = facts.compilation
         seen.max_model_len = facts.max_model_len or self.max_model_len(name)
-        size = token_bytes(self.models[name].config, self.options.dtype)
-        if size and facts.block_tokens and facts.context and self.ranks == 1:
-            seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, facts.sequences)
+        # What a rank of several has of a token is vLLM's to say.
+        size = token_bytes(self.models[name].config, self.options.dtype) if self.ranks == 1 else 0
+        reported = facts.sequences and facts.sequences * self.engines
+        if facts.block_tokens and facts.context and (size or reported):
+            seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, reported)
 
     def served(self, name: str) -> ServedModel:
         """A model of the report, with what is known of it so far."""
@@ -325,12 +328,6 @@ def read_once(checkpoint: Checkpoint) -> None:
         with path.open("rb", buffering=0) as file:
             while file.read(READ_BYTES):
                 pass
-
-
-def parallel_ranks(options: LoadOptions) -> int:
-    """Processes of a server that hold a part of the model, each with a cache of its own."""
-    given = given_options(options.vllm_args)
-    return prod(max(1, n) for n in (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size))
 
 
 def accelerator_name() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ from pyprune.serving.load.capacity import ServerFacts, server_facts
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
+TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total.*", re.MULTILINE)
 STOP_S = 30.0
 
 
@@ -41,7 +43,7 @@ class Server:
         model: what it serves, for messages.
         environment: of its processes; None = :func:`server_environment`.
         cwd: folder that it is started in; None = this process's.
-        patience: seconds in which it must be healthy.
+        patience: seconds in which it must be healthy, counted from the last that it wrote.
 
     Attributes:
         url: its address.
@@ -49,7 +51,7 @@ class Server:
         facts: what it says about itself.
 
     Raises:
-        EngineError: it ended, or was not healthy in time; the message has the end of its log.
+        EngineError: it ended, or wrote nothing for so long and was not healthy; the message has the end of its log.
     """
 
     def __init__(
@@ -123,6 +125,10 @@ class Server:
         """
         return self._given(self.get("/metrics"), "/metrics")
 
+    def tokens(self) -> tuple[str, ...]:
+        """What /metrics counts of the tokens that were read and generated: other words while it answers requests."""
+        return tuple(TOKENS.findall(self.get("/metrics") or ""))
+
     def post(self, path: str, body: object, timeout: float = 120) -> str:
         """The answer to a request with a body, which is sent as JSON.
 
@@ -178,10 +184,13 @@ class Server:
         return self._path.read_text(encoding="utf-8", errors="replace")
 
     def _wait_until_healthy(self, started: float, patience: float) -> None:
+        written = 0
         while self.get("/health") is None:
             self.check()
+            if (size := self._path.stat().st_size) != written:  # a large model is read, and compiled, part by part
+                written, started = size, time.perf_counter()
             if time.perf_counter() - started > patience:
-                raise self.error(f"The server of {self.model} was not healthy in {patience:.0f} s")
+                raise self.error(f"The server of {self.model} wrote nothing and was not healthy for {patience:.0f} s")
             time.sleep(POLL_S)
 
 

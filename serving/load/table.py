@@ -13,7 +13,7 @@ from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
 from pyprune.serving.releases import CPU_SEQUENCES, is_cpu_build
 from pyprune.serving.stats import named_variables
 from pyprune.serving.table import plus_minus, precision_sentence
-from pyprune.serving.vllm_options import given_options
+from pyprune.serving.vllm_options import given_options, parallel_ranks
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 TIME_COLUMNS = tuple(f"{name} {'/'.join(f'p{p}' for p in PERCENTILES)} (ms)" for name in TIMES.values())
@@ -86,8 +86,8 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
     lengths = ", ".join(f"{context:,}" for context in contexts)
     note = (
         f"Sequences: of {lengths} tokens that {gib} of key-value cache hold at once, computed from the KV heads of "
-        "every layer, beside what the server's log says. Peak host memory: of all processes of a server; on a GPU vLLM "
-        "reserves the same share whatever the model is."
+        "every layer, beside what the server's log says; of several ranks the log says it alone. Peak host memory: of "
+        "all processes of a server, without a GPU's own."
     )
     return Table("Servers", columns, rows, note=note if contexts else "")
 
@@ -98,7 +98,8 @@ def _taken(model: ServedModel) -> tuple[Cell, ...]:
     c = model.capacity
     if c is None:
         return (*starts, memory, None, None, None)
-    return (*starts, memory, c.token_bytes, f"{c.sequences:,.2f}", None if c.reported is None else f"{c.reported:,.2f}")
+    computed = (c.token_bytes, f"{c.sequences:,.2f}") if c.token_bytes else (None, None)
+    return (*starts, memory, *computed, None if c.reported is None else f"{c.reported:,.2f}")
 
 
 def start_seconds(values: Sequence[float]) -> str | None:
@@ -125,7 +126,7 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
         "energy": _energy(report),
-        "cache": f"{o.kv_gib:g} GiB of key-value cache for each server, prefix caching off",
+        "cache": f"{o.kv_gib:g} GiB of key-value cache for each {_owner(o)}, prefix caching off",
     }
     if o.slo:
         limits = ", ".join(f"{TIMES[name]} at most {limit:g} ms" for name, limit in o.slo.items())
@@ -135,6 +136,12 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
     if variables := named_variables(env):
         found["environment of the servers"] = variables
     return found
+
+
+def _owner(options: LoadOptions) -> str:
+    """What has a cache of its own."""
+    ranks = parallel_ranks(options.vllm_args)
+    return "server" if ranks == 1 else f"of the {ranks} ranks of a server"
 
 
 def _of_models(said: Mapping[str, str]) -> str:
@@ -242,8 +249,8 @@ def _seats(report: LoadReport) -> tuple[float, str]:
         return given.max_num_seqs * max(1, given.data_parallel_size), "--max-num-seqs lets a server take"
     if not is_cpu_build(report.environment["versions"].get("vllm", "")):
         return math.inf, ""
-    ranks = given.tensor_parallel_size * given.pipeline_parallel_size * given.data_parallel_size
-    return CPU_SEQUENCES * max(1, ranks), "without --max-num-seqs a server of vLLM's CPU build takes"
+    seats = CPU_SEQUENCES * parallel_ranks(report.options.vllm_args)
+    return seats, "without --max-num-seqs a server of vLLM's CPU build takes"
 
 
 def _doubts(report: LoadReport) -> list[str]:
@@ -251,5 +258,5 @@ def _doubts(report: LoadReport) -> list[str]:
         f"{name}: the server's log says that its cache holds {c.reported:g} sequences, config.json that it holds "
         f"{c.sequences:.2f}. Believe the log: sliding windows, several ranks or another cache dtype count there."
         for name, model in report.models.items()
-        if (c := model.capacity) is not None and c.confirmed is False
+        if (c := model.capacity) is not None and c.token_bytes and c.confirmed is False
     ]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +127,17 @@ def test_the_status_says_whether_what_installs_works(
     kept = list(RecordFile(tmp_path / "matrix.jsonl").of("release").values())
     assert [record["cells"] for record in kept] == cells
     assert any(record["passed"] for record in kept) == (status == 0)
+
+
+def test_the_first_of_two_errors_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own last word is that one of its processes ended."""
+    log = "(EngineCore pid=7) ERROR pyprune.errors.ConfigError: layer 1 has 2 query heads.\nRuntimeError: it failed. "
+    reply = {"step": "loads", "error": f"RuntimeError: it failed. {matrix.ROOT_CAUSE}."}
+    done = SimpleNamespace(stdout=json.dumps(reply), stderr=f"{log}{matrix.ROOT_CAUSE}.\n")
+    monkeypatch.setattr(matrix.subprocess, "run", lambda *_, **__: done)
+    outcome = Outcome("0.28.0")
+    matrix.try_release(outcome, Path(sys.executable), tmp_path)
+    assert outcome.cells["loads"] == "ConfigError: layer 1 has 2 query heads."
 
 
 @pytest.mark.parametrize(

@@ -156,13 +156,20 @@ def test_int8_on_layers_of_transformers_is_warned_of_and_refused(
     assert not any("Transformers" in w for w in (*plain, *own))
 
 
-def test_eight_bit_weights_alone_are_warned_of(tmp_path: Path) -> None:
+def test_eight_bit_weights_alone_are_warned_of_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has no kernel for them on a CPU, and one for four bits."""
     pytest.importorskip("compressed_tensors")
     model, plan = _compacted("llama-head-dim", uniform=True)
     said = {name: export(model, tmp_path / name, plan=plan, quantise=name).warnings for name in ("w8a16", "w8a8-int8")}
     assert [w for w in said["w8a16"] if "no kernel for 8-bit weights" in w and "w8a8-int8 or w4a16" in w] != []
     assert not any("kernel" in w for w in said["w8a8-int8"])
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    with pytest.raises(CheckpointError, match="cannot be served: vLLM's CPU backend has no kernel for 8-bit weights"):
+        serve_command(tmp_path / "w8a16")
+    assert serve_command(tmp_path / "w8a8-int8")
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    assert serve_command(tmp_path / "w8a16"), "GPUs have one"
 
 
 @pytest.fixture
@@ -328,6 +335,32 @@ def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.Monke
     for text in uncounted:
         serve(tmp_path / "out", ["-sc", text])
     assert [each["VLLM_CPU_KVCACHE_SPACE"] for each in seen] == [*["7"] * 6, *["5"] * 5]
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stock one as well, which no plugin sees."""
+    for name in ("llama", "gemma3"):
+        export(tiny_model(name), tmp_path / name)
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    windows = ["-sc", json.dumps({"model": str(tmp_path / "gemma3"), "num_speculative_tokens": 2})]
+    with pytest.raises(CheckpointError, match=r"of its draft \S+gemma3: .*--disable-hybrid-kv-cache-manager"):
+        serve(tmp_path / "llama", windows)
+    serve(tmp_path / "llama", [*windows, "--disable-hybrid-kv-cache-manager"])
+    serve(tmp_path / "llama", ["--spec-model", str(tmp_path / "llama")])
+    assert len(started) == 2
+
+    model = tiny_model("llama")
+    plan = family_for(model).plan(model.config).with_layer(1, query_heads=[0, 1], kv_heads=[0])
+    compact_(model, plan)
+    export(model, tmp_path / "unequal", plan=plan)
+    unequal = ["--spec-model", str(tmp_path / "unequal")]
+    with pytest.raises(CheckpointError, match=r"of its draft \S+unequal: a draft model needs the same heads"):
+        serve(tmp_path / "llama", unequal)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(CheckpointError, match=r"its draft \S+unequal is a PrunedLlama.* VLLM_PLUGINS=other,pyprune"):
+        serve(tmp_path / "llama", unequal)
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -40,11 +40,12 @@ from pyprune.serving.load.options import (
     parse_slo,
 )
 from pyprune.serving.load.results import LoadReport
-from pyprune.serving.load.run import measure_serving, parallel_ranks
+from pyprune.serving.load.run import measure_serving
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import _waiting, load_conditions, load_text
+from pyprune.serving.load.table import _waiting, load_conditions, load_text, server_table
 from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.tradeoff import load_tradeoff
+from pyprune.serving.vllm_options import parallel_ranks
 from pyprune.serving.widths import token_bytes
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -249,6 +250,14 @@ def test_a_client_that_fails_shows_the_end_of_its_log(tmp_path: Path, content: s
     assert str(caught.value).endswith("a word")
 
 
+def test_a_client_lives_as_long_as_there_is_progress(tmp_path: Path) -> None:
+    """Not as long as a number of seconds says: many requests take their time."""
+    code = f"import time; time.sleep(1); open({str(tmp_path / 'result.json')!r}, 'w').write('{{}}')"
+    assert run_client([sys.executable, "-c", code], tmp_path, 0.1, iter(range(10**6)).__next__) == {}
+    with pytest.raises(EngineError, match=r"got no token from the server for 0 s"):
+        run_client([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, 0.3)
+
+
 def test_a_result_of_another_release_is_said() -> None:
     with pytest.raises(EngineError, match="KeyError: 'ttfts'"):
         read_turn({}, model="m")
@@ -289,10 +298,20 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
         with pytest.raises(EngineError, match="The server of model gave no answer to /v1/completions") as caught:
             server.post("/v1/completions", {})
         assert LOG.splitlines()[-1] in str(caught.value), "the end of its log says why"
+        assert server.tokens() == (), "this one counts none"
         process = server._process
     assert process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
+
+
+def test_a_server_that_starts_slowly_and_says_so_is_waited_for() -> None:
+    """It writes for two seconds before it answers, and a silent one is ended after one."""
+    slow = "import time\nfor _ in range(10):\n    print('.', flush=True)\n    time.sleep(0.2)\n"
+    with Server([sys.executable, "-c", slow + FAKE_SERVER, LOG, METRICS], "model", patience=1):
+        pass
+    with pytest.raises(EngineError, match="The server of model wrote nothing and was not healthy for 1 s"):
+        Server([sys.executable, "-c", "import time; time.sleep(1000)", LOG, METRICS], "model", patience=1)
 
 
 INTERRUPTING = """
@@ -363,6 +382,9 @@ class FakeServers:
             def error(self, what: str) -> EngineError:
                 return EngineError(f"{what}: the server's log")
 
+            def tokens(self) -> tuple[str, ...]:
+                return ("vllm:generation_tokens_total 1",)
+
             def cpu_seconds(self) -> float:
                 return 0.0
 
@@ -381,10 +403,13 @@ class FakeServers:
         self.most_up = max(self.most_up, len(self.up))
         return Up()
 
-    def client(self, command: list[str], folder: Path, patience: float) -> dict[str, Any]:
+    def client(
+        self, command: list[str], folder: Path, patience: float, progress: Callable[[], object]
+    ) -> dict[str, Any]:
         """Four tokens a request; the pruned model takes 0.8 of the dense one's time."""
         given = dict(pairwise(command))
         self.patience.add(patience)
+        assert progress(), "what the server counts is asked"
         name = self.names[given["--model"]]
         assert name in self.up
         self.asked.append(given)
@@ -539,10 +564,27 @@ def test_rates_that_are_near_each_other_are_two_loads() -> None:
 
 def test_every_rank_has_a_process_and_a_cache(fake: FakeServers, folders: dict[str, Path]) -> None:
     options = replace(SMALL, vllm_args=("-tp", "2", "--pipeline-parallel-size=2"))
-    assert parallel_ranks(options) == 4
+    assert parallel_ranks(options.vllm_args) == 4
     report = measured(folders, options)
-    assert report.models["dense"].capacity is None, "the cache of a rank is not that of the model"
+    capacity = report.models["dense"].capacity
+    assert capacity == Capacity(0, 128, 2**30, 256, 3.0), "what a rank has of a token is the server's to say"
+    assert load_conditions(report)["cache"].startswith("1 GiB of key-value cache for each of the 4 ranks of a server")
+    row = next(row for row in server_table(report).rows if row[0] == "dense")
+    assert row[-3:] == (None, None, "3.00")
+    assert "config.json that it holds" not in load_text(report)
+    assert "dense, 4 at once: the cache holds 3.0 of these requests" in load_text(report)
+    twice = measured(folders, replace(options, vllm_args=("-dp", "2"))).models["dense"].capacity
+    assert twice is not None
+    assert twice.reported == 6.0, "each of the two engines says what it holds"
     assert measured(folders).models["dense"].capacity is not None
+
+
+def test_a_length_in_a_file_of_options_is_replaced(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("max-model-len: 5\n")
+    assert measured(folders, replace(SMALL, repeats=1, vllm_args=("--config", str(path)))).turns
+    with pytest.raises(ConfigError, match="--max-model-len in vllm_args is 5, the load needs 28"):
+        measured(folders, replace(SMALL, repeats=1, vllm_args=("--max-model-len", "5")))
 
 
 SMALL = LoadOptions(prompt_tokens=24, new_tokens=4, loads=(Load(1), Load(4)), requests=10, repeats=6)
@@ -848,8 +890,8 @@ def test_energy_is_told_where_the_machine_counts_it(
     monkeypatch.setattr(load_run, "find_counters", lambda: [Counter("CPU package-0", read)])
     monkeypatch.setattr(load_run, "EnergyMeter", partial(EnergyMeter, clock=lambda: read_at[0]))
 
-    def client(command: list[str], folder: Path, patience: float) -> dict[str, Any]:
-        found, start = fake.client(command, folder, patience), perf_counter()
+    def client(command: list[str], folder: Path, patience: float, progress: Any) -> dict[str, Any]:
+        found, start = fake.client(command, folder, patience, progress), perf_counter()
         sleep(max(found["latencies"]))
         return {**found, "start_times": [start] * len(found["latencies"])}
 

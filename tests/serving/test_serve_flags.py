@@ -16,6 +16,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
+from pyprune.serving import command
 from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
 from tests._support.cli import refused, run
@@ -128,6 +129,36 @@ def test_a_stock_model_whose_layers_ranks_cannot_share_is_refused(
     assert serve_command(folder, ["-tp", "two"])[-2:] == ["-tp", "two"], "vLLM says what is wrong with it"
 
 
+def test_ranks_without_a_memory_node_each_are_warned_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warned(*ranks: str) -> bool:
+        capsys.readouterr()
+        serve_command(folder, ranks)
+        said = " ".join(capsys.readouterr().err.split())
+        return "VLLM_CPU_OMP_THREADS_BIND=nobind" in said
+
+    assert command.memory_nodes() >= 1
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", *command.NODES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(command, "memory_nodes", lambda: 1)
+    assert warned("-tp", "2")
+    assert warned("-pp", "2")
+    assert not warned("-tp", "1")
+    monkeypatch.setattr(command, "memory_nodes", lambda: 2)
+    assert not warned("-tp", "2")
+    monkeypatch.setattr(command, "memory_nodes", lambda: 0)
+    assert not warned("-tp", "2"), "the system does not say"
+    monkeypatch.setattr(command, "memory_nodes", lambda: 1)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert not warned("-tp", "2")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert not warned("-tp", "2"), "GPUs have no such rule"
+
+
 @pytest.mark.parametrize(
     "switch", [["--enforce-eager"], ["-O0"], ["-O", "0"], ["--optimization_level=0"], ["--enable-lora"]]
 )
@@ -223,8 +254,8 @@ def test_a_folder_that_is_missing_is_not_looked_for_on_the_hub(folder: Path, mon
     """Somebody else's model would be served in its place."""
     asked = downloads(folder, monkeypatch)
     monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
-    for command in ("serve", "inspect"):
-        assert "'./models/chat' is neither a folder nor a hub id" in " ".join(refused(command, "./models/chat").split())
+    for what in ("serve", "inspect"):
+        assert "'./models/chat' is neither a folder nor a hub id" in " ".join(refused(what, "./models/chat").split())
     with pytest.raises(CheckpointError, match="There is no folder 'models/chat'"):
         serve_command(Path("./models/chat"))
     assert asked == []
