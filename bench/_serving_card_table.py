@@ -203,7 +203,7 @@ def verdicts(records: Sequence[Json], rates: Mapping[str, Any]) -> list[str]:
         found += _layers_verdict(record, rates)
     found += [line for record in records for line in _unequal_verdict(record)]
     apart = [{name for name in (UNIFORM, UNEQUAL) if name in record["seconds"]} for record in records]
-    if any(apart) and {UNIFORM, UNEQUAL} not in apart:
+    if set().union(*apart) == {UNIFORM, UNEQUAL} and {UNIFORM, UNEQUAL} not in apart:
         found.append(f"{UNEQUAL} and {UNIFORM} did not take turns, so that they are not compared; raise --resident.")
     return found
 

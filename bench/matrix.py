@@ -186,7 +186,8 @@ def try_release(outcome: Outcome, python: Path, folder: Path) -> None:
 
 def root_cause(log: str) -> str:
     """The last error in what vLLM's processes wrote before the one that only says that another one came first."""
-    errors = [found for found in re.findall(r"\b\w*Error: .*", log) if ROOT_CAUSE not in found]
+    lines = log.partition(ROOT_CAUSE)[0].splitlines()[:-1]
+    errors = [found[0] for line in lines if (found := re.search(r"\b\w+(Error|Exception)\b(: .*)?$", line))]
     return last_line(errors[-1]) if errors else ""
 
 

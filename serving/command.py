@@ -53,8 +53,9 @@ SERVE_KV_CACHE_GIB = 2
 vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-NODES = ("VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES")
-"""Environment variables of vLLM that change which CPUs and memory nodes its ranks are bound to."""
+SIMULATED, VISIBLE = "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"
+"""Environment variables of vLLM that say what its ranks are bound to."""
+MEMORY = Path("/proc/self/status")
 
 DRAFT_MODEL, HEADS = "draft_model", ("eagle-", "eagle3", "dflash", "dspark")
 """vLLM's method of a draft that is a model of its own, and what it goes by in the names of drafts that are not, where
@@ -98,9 +99,12 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
 def _memory_nodes_warning(given: argparse.Namespace) -> tuple[str, ...]:
     """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own."""
     ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
-    asked = os.environ.get(THREADS_BIND) or "auto"
-    nodes = memory_nodes()
-    if not is_cpu_build(vllm_version()) or asked != "auto" or any(map(os.environ.get, NODES)) or not 0 < nodes < ranks:
+    binds = (os.environ.get(THREADS_BIND) or "auto") == "auto" and os.environ.get(SIMULATED, "0") in ("", "0")
+    elsewhere = given.nnodes is not None or given.distributed_executor_backend is not None  # not all ranks are here
+    if ranks == 1 or elsewhere or not binds or not is_cpu_build(vllm_version()):
+        return ()
+    nodes = memory_nodes(MEMORY.read_text(encoding="ascii", errors="replace") if MEMORY.is_file() else "")
+    if not 0 < nodes < ranks:
         return ()
     return (
         f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
@@ -108,14 +112,17 @@ def _memory_nodes_warning(given: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def memory_nodes() -> int:
-    """Memory nodes that this process may use; 0 where the system does not say (outside Linux)."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return 0
-    spans = [span.split("-") for span in re.findall(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)[0].split(",")]
-    return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+def memory_nodes(status: str) -> int:
+    """Memory nodes that a process may use; 0 where that is not said.
+
+    Args:
+        status: of the process, as /proc has it; CPU_VISIBLE_MEMORY_NODES leaves some of them out, as in vLLM.
+    """
+    line = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
+    spans = [span.split("-") for span in line[1].split(",")] if line else []
+    allowed = {str(node) for span in spans for node in range(int(span[0]), int(span[-1]) + 1)}
+    visible = os.environ.get(VISIBLE)
+    return len(allowed.intersection(visible.split(",")) if visible else allowed)
 
 
 def servable(
@@ -134,8 +141,8 @@ def servable(
         MissingDependencyError: vLLM is not installed.
         CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
             here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or, in w4a16, groups of scales) that
-            the ranks of tensor parallelism cannot share, or is for a vLLM on a CPU what that ends at (a pipeline of
-            ranks without compilation, int8 in layers of Transformers).
+            the ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, or is for a vLLM on a CPU
+            what that ends at (a pipeline of ranks without compilation, int8 in layers of Transformers, w8a16).
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
@@ -160,7 +167,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     if _drafts_with_a_model(given):
-        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size) or _why_not_draft(given)
+        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size) or _why_not_draft(given, version)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
@@ -186,15 +193,23 @@ def _drafts_with_a_model(given: argparse.Namespace) -> bool:
     is_head = any(name in given.draft.lower() for name in HEADS)
     if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
-    return str(_draft_config(given).get("model_type")).removeprefix("pruned_") in all_families()
+    config = _draft_config(given)
+    family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
+    architecture = str((config.get("architectures") or [""])[0])
+    return family is not None and architecture in (family.classes.model.rpartition(":")[2], family.pruned_model)
 
 
-def _why_not_draft(given: argparse.Namespace) -> str:
-    """What vLLM would end at in the layers of the draft, or because nothing here reads it."""
+def _why_not_draft(given: argparse.Namespace, version: str) -> str:
+    """What vLLM would end at in the layers of the draft, or because nothing here reads it.
+
+    Layers are looked at for the CPU's first model runner, which prepares attention once for all of them.
+    """
     config = _draft_config(given)
     architecture = str((config.get("architectures") or [""])[0])
     if architecture.startswith("Pruned") and (reason := why_not_loaded()):
         return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
+    if not is_cpu_build(version) or os.environ.get(RUNNER) == "1":
+        return ""
     kinds = config.get("layer_types") or ()
     reason = why_not_drafting(layer_widths(config), kinds, hybrid=not given.disable_hybrid_kv_cache_manager)
     return reason and f"of its draft {given.draft}: {reason}"

@@ -43,6 +43,12 @@ def is_cpu_build(version: str) -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or "cpu" in version or sys.platform == "darwin"
 
 
+def has_cpu_sequences(version: str) -> bool:
+    """Whether a server of this version is known to answer :data:`CPU_SEQUENCES` at a time by itself."""
+    release = _release(version)
+    return is_cpu_build(version) and release is not None and HEADS_PER_LAYER <= release <= TRIED_ON_CPU
+
+
 def is_tried_cpu_build(version: str) -> bool:
     """The same of the release that is known to fail at some things there."""
     return is_cpu_build(version) and _release(version) == TRIED_ON_CPU

@@ -42,6 +42,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
     parser.add_argument("--max-model-len")
     parser.add_argument("--max-num-seqs", type=int)
+    for name in ("max-num-batched-tokens", "performance-mode", "nnodes", "distributed-executor-backend"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--dtype")
     parser.add_argument("--optimization-level", "-O")

@@ -49,6 +49,8 @@ class Capacity:
         Where the server's log is believed instead of what is computed, it counts sequences of the whole context: of
         shorter ones the cache holds as many at least.
         """
+        if not self.token_bytes:
+            return self.reported or 0.0
         computed, whole = replace(self, context=tokens).sequences, self.sequences
         if self.reported is None or self.confirmed:
             return computed
@@ -56,8 +58,8 @@ class Capacity:
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether the server says the same, to the two digits that it prints; None where it does not say."""
-        return None if self.reported is None else abs(self.sequences - self.reported) < 0.0051
+        """Whether the server says the same, to the two digits that it prints; None where only one of both is known."""
+        return None if self.reported is None or not self.token_bytes else abs(self.sequences - self.reported) < 0.0051
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from pyprune.serving.load.options import SLO_METRICS, Load, LoadOptions
 from pyprune.serving.load.results import Request, Turn
 
 RESULT = "result.json"
+LOOK_S = 60.0
+"""Seconds between two looks at whether a server still gives tokens."""
 METRICS = "ttft,tpot,itl,e2el"
 
 
@@ -65,7 +68,7 @@ def run_client(
     command: Sequence[str],
     folder: Path,
     patience: float = COMMAND_TIMEOUT_S,
-    progress: Callable[[], object] = lambda: None,
+    progress: Callable[[], object | None] = lambda: None,
 ) -> dict[str, Any]:
     """Run the client and return what it wrote.
 
@@ -73,7 +76,7 @@ def run_client(
         command: of :func:`bench_command`.
         folder: where it writes its result.
         patience: seconds without progress after which it is ended; a turn takes as long as its requests do.
-        progress: what changes while the server answers.
+        progress: what changes while the server answers; None where that is not known at the moment.
 
     Raises:
         EngineError: it ended with an error, wrote nothing that can be read, or got nothing for so long; with the end of
@@ -99,16 +102,17 @@ def run_client(
         return dict(found)
 
 
-def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable[[], object]) -> bool:
+def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable[[], object | None]) -> bool:
     """Wait for a client; False where so many seconds went by without progress."""
-    seen = progress()
-    while True:
+    seen, since = progress(), time.monotonic()
+    while time.monotonic() - since < patience:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
+            process.wait(timeout=min(patience, LOOK_S))
             return True
-        before, seen = seen, progress()
-        if seen == before:
-            return False
+        now = progress()
+        if now is not None and now != seen:
+            seen, since = now, time.monotonic()
+    return False
 
 
 def why_not_counted(found: Mapping[str, Any], new_tokens: int) -> str:

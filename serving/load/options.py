@@ -35,6 +35,8 @@ OWNED = {
 """Options of ``vllm serve`` that a measurement sets itself -> the option that says how; "" = it is not to be chosen."""
 NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
 """Those that it does not always give."""
+UNCOUNTED = "--disable-log-stats"
+"""Of ``vllm serve``: its /metrics, from which a measurement tells whether a server still answers, count nothing."""
 UNREACHED = ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--uds")
 """Options of ``vllm serve`` with which the client of a measurement does not reach the server."""
 SECRETS = ("--hf-token", "--api-key")
@@ -204,8 +206,8 @@ def owned_problems(vllm_args: Sequence[str]) -> list[str]:
     return [
         problem
         for words, owned in (
-            (given, [*OWNED, *UNREACHED]),
-            (words_of_file(vllm_args), [*NOT_REPLACED, *UNREACHED]),
+            (given, [*OWNED, *UNREACHED, UNCOUNTED]),
+            (words_of_file(vllm_args), [*NOT_REPLACED, *UNREACHED, UNCOUNTED]),
         )
         for word in words
         if (problem := _owned_problem(word.partition("=")[0], owned))
@@ -219,6 +221,8 @@ def _owned_problem(name: str, owned: Sequence[str]) -> str:
         return ""
     if found in UNREACHED:
         return f"vllm_args holds {name}, with which the measurement's client does not reach the server; leave it out."
+    if found == UNCOUNTED:
+        return f"vllm_args holds {name}, with which /metrics counts nothing and no turn can be followed; leave it out."
     instead = f"use {OWNED[found]} of `pyprune bench`" if OWNED[found] else "leave it out"
     return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
 

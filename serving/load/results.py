@@ -195,8 +195,9 @@ class LoadReport:
     def _model(self, name: str) -> dict[str, Any]:
         model = self.models[name]
         found = asdict(model)
-        if model.capacity is not None:
-            found["capacity"] |= {"sequences": model.capacity.sequences, "confirmed": model.capacity.confirmed}
+        if (c := model.capacity) is not None:
+            known = {"token_bytes": c.token_bytes, "sequences": c.sequences} if c.token_bytes else {}
+            found["capacity"] |= {"token_bytes": None, "sequences": None, **known, "confirmed": c.confirmed}
         return found
 
     def _summary(self, name: str, load: Load) -> dict[str, Any]:

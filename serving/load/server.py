@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,10 @@ from pyprune.serving.load.capacity import ServerFacts, server_facts
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
+ANSWER_SHOWN = 500
+"""Characters of an answer that is told in an error."""
+START_PATIENCE = 8
+"""How many times as long as it may be silent a start may take."""
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total.*", re.MULTILINE)
 STOP_S = 30.0
 
@@ -51,7 +56,8 @@ class Server:
         facts: what it says about itself.
 
     Raises:
-        EngineError: it ended, or wrote nothing for so long and was not healthy; the message has the end of its log.
+        EngineError: it ended, or wrote nothing for so long and was not healthy, or was not in eight times that; the
+            message has the end of its log.
     """
 
     def __init__(
@@ -114,8 +120,9 @@ class Server:
         return group_peak_bytes(self._process.pid)
 
     def get(self, path: str) -> str | None:
-        """The answer to a request; None while there is none."""
-        return self._asked("GET", path, timeout=10)
+        """The answer to a request; None while there is none, or one with another status than 200."""
+        answer = self._asked("GET", path, timeout=10)
+        return answer[1] if answer is not None and answer[0] == HTTPStatus.OK else None
 
     def metrics(self) -> str:
         """What /metrics says.
@@ -123,11 +130,14 @@ class Server:
         Raises:
             EngineError: it says nothing.
         """
-        return self._given(self.get("/metrics"), "/metrics")
+        return self._given(self._asked("GET", "/metrics", timeout=10), "/metrics")
 
-    def tokens(self) -> tuple[str, ...]:
-        """What /metrics counts of the tokens that were read and generated: other words while it answers requests."""
-        return tuple(TOKENS.findall(self.get("/metrics") or ""))
+    def tokens(self) -> tuple[str, ...] | None:
+        """What /metrics counts of the tokens that were read and generated: other words while it answers requests.
+
+        None where it gives no answer, or counts none.
+        """
+        return tuple(TOKENS.findall(self.get("/metrics") or "")) or None
 
     def post(self, path: str, body: object, timeout: float = 120) -> str:
         """The answer to a request with a body, which is sent as JSON.
@@ -135,17 +145,21 @@ class Server:
         Raises:
             EngineError: there is none in ``timeout`` seconds, or its status is not 200.
         """
-        return self._given(self._asked("POST", path, json.dumps(body), timeout=timeout), f"answer to {path}")
+        return self._given(self._asked("POST", path, json.dumps(body), timeout=timeout), path)
 
-    def _given(self, text: str | None, what: str) -> str:
-        """An answer, or the error that says that it was not given."""
-        if text is None:
+    def _given(self, answer: tuple[int, str] | None, path: str) -> str:
+        """What was answered, or the error that says why nothing was."""
+        if answer is None:
             self.check()
-            raise self.error(f"The server of {self.model} gave no {what}")
+            raise self.error(f"The server of {self.model} gave no answer to {path}")
+        status, text = answer
+        if status != HTTPStatus.OK:
+            said = " ".join(text.split())[:ANSWER_SHOWN]
+            raise self.error(f"The server of {self.model} answered {path} with status {status}: {said}")
         return text
 
-    def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> str | None:
-        """Ask the server; None where it gives no answer or another status than 200."""
+    def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> tuple[int, str] | None:
+        """Ask the server: status and text; None where it gives no answer."""
         # Not urllib, which would ask a proxy of the user's.
         headers = {} if body is None else {"Content-Type": "application/json"}
         with closing(HTTPConnection(HOST, self._port, timeout=timeout)) as connection:
@@ -155,7 +169,7 @@ class Server:
                 text = answer.read().decode("utf-8", errors="replace")
             except (OSError, HTTPException):
                 return None
-        return text if answer.status == 200 else None
+        return answer.status, text
 
     def ask_to_end(self) -> None:
         """Let the server end while others do; :meth:`close` waits for it."""
@@ -184,11 +198,13 @@ class Server:
         return self._path.read_text(encoding="utf-8", errors="replace")
 
     def _wait_until_healthy(self, started: float, patience: float) -> None:
-        written = 0
+        written, last = 0, started + START_PATIENCE * patience  # some logs go on while nothing else does
         while self.get("/health") is None:
             self.check()
             if (size := self._path.stat().st_size) != written:  # a large model is read, and compiled, part by part
                 written, started = size, time.perf_counter()
+            if time.perf_counter() > last:
+                raise self.error(f"The server of {self.model} was not healthy for {START_PATIENCE * patience:.0f} s")
             if time.perf_counter() - started > patience:
                 raise self.error(f"The server of {self.model} wrote nothing and was not healthy for {patience:.0f} s")
             time.sleep(POLL_S)

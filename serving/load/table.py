@@ -10,7 +10,7 @@ from pyprune.report import Cell, Table
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
-from pyprune.serving.releases import CPU_SEQUENCES, is_cpu_build
+from pyprune.serving.releases import CPU_SEQUENCES, has_cpu_sequences
 from pyprune.serving.stats import named_variables
 from pyprune.serving.table import plus_minus, precision_sentence
 from pyprune.serving.vllm_options import given_options, parallel_ranks
@@ -247,7 +247,8 @@ def _seats(report: LoadReport) -> tuple[float, str]:
     given = given_options(report.options.vllm_args)
     if given.max_num_seqs is not None:
         return given.max_num_seqs * max(1, given.data_parallel_size), "--max-num-seqs lets a server take"
-    if not is_cpu_build(report.environment["versions"].get("vllm", "")):
+    others = given.max_num_batched_tokens is not None or given.performance_mode is not None  # which change the number
+    if others or not has_cpu_sequences(report.environment["versions"].get("vllm", "")):
         return math.inf, ""
     seats = CPU_SEQUENCES * parallel_ranks(report.options.vllm_args)
     return seats, "without --max-num-seqs a server of vLLM's CPU build takes"
@@ -258,5 +259,5 @@ def _doubts(report: LoadReport) -> list[str]:
         f"{name}: the server's log says that its cache holds {c.reported:g} sequences, config.json that it holds "
         f"{c.sequences:.2f}. Believe the log: sliding windows, several ranks or another cache dtype count there."
         for name, model in report.models.items()
-        if (c := model.capacity) is not None and c.token_bytes and c.confirmed is False
+        if (c := model.capacity) is not None and c.confirmed is False
     ]

@@ -131,13 +131,18 @@ def test_the_status_says_whether_what_installs_works(
 
 def test_the_first_of_two_errors_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own last word is that one of its processes ended."""
-    log = "(EngineCore pid=7) ERROR pyprune.errors.ConfigError: layer 1 has 2 query heads.\nRuntimeError: it failed. "
+    log = "(EngineCore pid=7) ERROR pyprune.errors.ConfigError: layer 1 has 2 query heads.\n"
+    log += "(EngineCore pid=7) INFO it ends\nRuntimeError: it failed. "
     reply = {"step": "loads", "error": f"RuntimeError: it failed. {matrix.ROOT_CAUSE}."}
-    done = SimpleNamespace(stdout=json.dumps(reply), stderr=f"{log}{matrix.ROOT_CAUSE}.\n")
+    done = SimpleNamespace(stdout=json.dumps(reply), stderr=f"{log}{matrix.ROOT_CAUSE}.\nOSError: while it ended\n")
     monkeypatch.setattr(matrix.subprocess, "run", lambda *_, **__: done)
     outcome = Outcome("0.28.0")
     matrix.try_release(outcome, Path(sys.executable), tmp_path)
     assert outcome.cells["loads"] == "ConfigError: layer 1 has 2 query heads."
+    assert matrix.root_cause(f"(EngineCore pid=7) ERROR AssertionError\nRuntimeError: {matrix.ROOT_CAUSE}") == (
+        "AssertionError"
+    )
+    assert matrix.root_cause(f"RuntimeError: {matrix.ROOT_CAUSE}") == ""
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,8 @@ def test_eight_bit_weights_alone_are_warned_of_and_refused(tmp_path: Path, monke
         serve_command(tmp_path / "w8a16")
     assert serve_command(tmp_path / "w8a8-int8")
     monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     assert serve_command(tmp_path / "w8a16"), "GPUs have one"
 
 
@@ -344,6 +346,7 @@ def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPat
         export(tiny_model(name), tmp_path / name)
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
     windows = ["-sc", json.dumps({"model": str(tmp_path / "gemma3"), "num_speculative_tokens": 2})]
     with pytest.raises(CheckpointError, match=r"of its draft \S+gemma3: .*--disable-hybrid-kv-cache-manager"):
         serve(tmp_path / "llama", windows)
@@ -358,6 +361,13 @@ def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPat
     unequal = ["--spec-model", str(tmp_path / "unequal")]
     with pytest.raises(CheckpointError, match=r"of its draft \S+unequal: a draft model needs the same heads"):
         serve(tmp_path / "llama", unequal)
+    with monkeypatch.context() as other:
+        other.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        serve(tmp_path / "llama", windows)  # another runner, which keeps several kinds of attention
+    heads = tmp_path / "gemma3" / "config.json"
+    heads.write_text(heads.read_text().replace("Gemma3ForCausalLM", "Gemma3DSparkModel"))
+    serve(tmp_path / "llama", windows)  # by its architecture no model
+    assert len(started) == 4
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(CheckpointError, match=r"its draft \S+unequal is a PrunedLlama.* VLLM_PLUGINS=other,pyprune"):
         serve(tmp_path / "llama", unequal)

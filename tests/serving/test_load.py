@@ -132,6 +132,7 @@ def test_loads_and_service_levels_are_read() -> None:
             "holds --kv-cache-memory, which the measurement sets itself; use --kv-gib",
         ),
         (["--vllm-args", "--enable-prefix-caching"], "sets itself; leave it out"),
+        (["--vllm-args", "--disable-log-stats"], "holds --disable-log-stats, with which /metrics counts nothing"),
         (["--vllm-args", "--api-key k"], "holds --api-key, with which the measurement's client does not reach"),
         (["--vllm-args", "--uds /tmp/s"], "holds --uds, with which the measurement's client does not reach"),
         (["--vllm-args", "--max-model-len 256"], "--max-model-len in vllm_args is 256, the load needs 640"),
@@ -254,8 +255,9 @@ def test_a_client_lives_as_long_as_there_is_progress(tmp_path: Path) -> None:
     """Not as long as a number of seconds says: many requests take their time."""
     code = f"import time; time.sleep(1); open({str(tmp_path / 'result.json')!r}, 'w').write('{{}}')"
     assert run_client([sys.executable, "-c", code], tmp_path, 0.1, iter(range(10**6)).__next__) == {}
-    with pytest.raises(EngineError, match=r"got no token from the server for 0 s"):
-        run_client([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, 0.3)
+    for never in (lambda: None, lambda: ("8.0",)):
+        with pytest.raises(EngineError, match=r"got no token from the server for 0 s"):
+            run_client([sys.executable, "-c", "import time; time.sleep(1000)"], tmp_path, 0.3, never)
 
 
 def test_a_result_of_another_release_is_said() -> None:
@@ -295,10 +297,12 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
         assert server.peak_memory_bytes() > 1e6
         assert server.cpu_seconds() >= 0
         server.check()
-        with pytest.raises(EngineError, match="The server of model gave no answer to /v1/completions") as caught:
+        with pytest.raises(
+            EngineError, match=r"of model answered /v1/completions with status 501: .*Unsupported method"
+        ) as caught:
             server.post("/v1/completions", {})
-        assert LOG.splitlines()[-1] in str(caught.value), "the end of its log says why"
-        assert server.tokens() == (), "this one counts none"
+        assert LOG.splitlines()[-1] in str(caught.value), "the end of its log as well"
+        assert server.tokens() is None, "this one counts none"
         process = server._process
     assert process.returncode is not None
     with pytest.raises(ProcessLookupError):
@@ -306,12 +310,16 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
 
 
 def test_a_server_that_starts_slowly_and_says_so_is_waited_for() -> None:
-    """It writes for two seconds before it answers, and a silent one is ended after one."""
-    slow = "import time\nfor _ in range(10):\n    print('.', flush=True)\n    time.sleep(0.2)\n"
-    with Server([sys.executable, "-c", slow + FAKE_SERVER, LOG, METRICS], "model", patience=1):
-        pass
+    """It writes for longer than it may be silent, and then answers; others never do."""
+    words = "import time\nfor _ in range({}):\n    print('.', flush=True)\n    time.sleep(0.5)\n"
+    counted = METRICS + 'vllm:generation_tokens_total{engine="0",model_name="a b"} 8.0\n'
+    with Server([sys.executable, "-c", words.format(20) + FAKE_SERVER, LOG, counted], "model", patience=8) as server:
+        assert server.load_seconds > 8
+        assert server.tokens() == ('vllm:generation_tokens_total{engine="0",model_name="a b"} 8.0',)
     with pytest.raises(EngineError, match="The server of model wrote nothing and was not healthy for 1 s"):
-        Server([sys.executable, "-c", "import time; time.sleep(1000)", LOG, METRICS], "model", patience=1)
+        Server([sys.executable, "-c", "import time; time.sleep(1000)"], "model", patience=1)
+    with pytest.raises(EngineError, match="The server of model was not healthy for 8 s"):
+        Server([sys.executable, "-u", "-c", "while True: print('.')"], "model", patience=1)
 
 
 INTERRUPTING = """
@@ -572,6 +580,8 @@ def test_every_rank_has_a_process_and_a_cache(fake: FakeServers, folders: dict[s
     row = next(row for row in server_table(report).rows if row[0] == "dense")
     assert row[-3:] == (None, None, "3.00")
     assert "config.json that it holds" not in load_text(report)
+    told = report.to_dict()["models"]["dense"]["capacity"]
+    assert (told["token_bytes"], told["sequences"], told["confirmed"], told["reported"]) == (None, None, None, 3.0)
     assert "dense, 4 at once: the cache holds 3.0 of these requests" in load_text(report)
     twice = measured(folders, replace(options, vllm_args=("-dp", "2"))).models["dense"].capacity
     assert twice is not None
@@ -810,6 +820,8 @@ def test_what_vllm_lets_in_by_itself_counts_on_a_cpu(
     assert said in notes("0.32.0+cpu")
     assert "128 at once: without" not in notes("0.32.0+cpu")
     assert "without --max-num-seqs" not in notes("0.32.0+cpu", "-tp", "2")
+    assert "without --max-num-seqs" not in notes("0.32.0+cpu", "--performance-mode", "throughput")
+    assert "without --max-num-seqs" not in notes("0.33.0+cpu"), "not known"
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     assert "without --max-num-seqs" not in notes("0.32.0"), "the default of a GPU goes by its memory"

@@ -130,7 +130,7 @@ def test_a_stock_model_whose_layers_ranks_cannot_share_is_refused(
 
 
 def test_ranks_without_a_memory_node_each_are_warned_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warned(*ranks: str) -> bool:
         capsys.readouterr()
@@ -138,24 +138,29 @@ def test_ranks_without_a_memory_node_each_are_warned_of(
         said = " ".join(capsys.readouterr().err.split())
         return "VLLM_CPU_OMP_THREADS_BIND=nobind" in said
 
-    assert command.memory_nodes() >= 1
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", *command.NODES):
+    for name in ("VLLM_TARGET_DEVICE", command.THREADS_BIND, command.SIMULATED, command.VISIBLE):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(command, "MEMORY", tmp_path / "status")
     monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr(command, "memory_nodes", lambda: 1)
+    assert not warned("-tp", "2"), "the system does not say"
+    command.MEMORY.write_text("Name:\tpython\nMems_allowed:\t1\nMems_allowed_list:\t0\n")
     assert warned("-tp", "2")
     assert warned("-pp", "2")
     assert not warned("-tp", "1")
-    monkeypatch.setattr(command, "memory_nodes", lambda: 2)
+    assert not warned("-tp", "2", "--nnodes", "2"), "a rank on each machine"
+    for value, expected in (("0", True), ("1", False)):
+        monkeypatch.setenv(command.SIMULATED, value)
+        assert warned("-tp", "2") == expected
+    monkeypatch.delenv(command.SIMULATED)
+    monkeypatch.setenv(command.THREADS_BIND, "nobind")
     assert not warned("-tp", "2")
-    monkeypatch.setattr(command, "memory_nodes", lambda: 0)
-    assert not warned("-tp", "2"), "the system does not say"
-    monkeypatch.setattr(command, "memory_nodes", lambda: 1)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.delenv(command.THREADS_BIND)
+    command.MEMORY.write_text("Mems_allowed_list:\t0-1,3\n")
     assert not warned("-tp", "2")
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.setenv(command.VISIBLE, "1,2")
+    assert warned("-tp", "2"), "node 2 is not allowed"
     monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0")
-    monkeypatch.setattr("sys.platform", "linux")
     assert not warned("-tp", "2"), "GPUs have no such rule"
 
 
