@@ -209,14 +209,20 @@ class _Engine:
         pass
 
 
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins of engines, none of which has been started, on a machine whose rates are soon measured."""
+    _Engine.options = []
+    monkeypatch.setattr(turns, "Engine", _Engine)
+    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
+    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+
+
+@pytest.mark.usefixtures("engines")
 def test_engines_are_timed_once_for_each_mode(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _Engine.options = []
-    monkeypatch.setattr(turns, "Engine", _Engine)
     monkeypatch.setattr(turns, "QUICK_S", 0.0)
-    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
-    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
     rows = tmp_path / "rows.jsonl"
     given = ["--model", str(dense), "--part", "engine", "--prompts", "24,100", "--generation", "2x5", "--repeats", "2"]
     given += ["--load-prompt", "8", "--load-new-tokens", "8", "--jsonl", str(rows)]
@@ -235,11 +241,8 @@ def test_engines_are_timed_once_for_each_mode(
     assert len(_Engine.options) == 10
 
 
-def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _Engine.options = []
-    monkeypatch.setattr(turns, "Engine", _Engine)
-    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
-    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
+@pytest.mark.usefixtures("engines")
+def test_fewer_engines_at_once(dense: Path, tmp_path: Path) -> None:
     given = ["--model", str(dense), "--part", "engine", "--mode", "eager", "--prompts", "24", "--generation", "2x5"]
     given += ["--repeats", "1", "--resident", "3", "--jsonl", str(tmp_path / "rows.jsonl")]
     assert serving_card.main(given) == 0
@@ -251,13 +254,10 @@ def test_fewer_engines_at_once(dense: Path, tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+@pytest.mark.usefixtures("engines")
 def test_some_of_the_models_and_generation_alone(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _Engine.options = []
-    monkeypatch.setattr(turns, "Engine", _Engine)
-    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
-    monkeypatch.setattr("bench._serving_card_ideal.RATE_BYTES", 2**16)
     given = ["--model", str(dense), "--part", "engine", "--mode", "eager", "--prompts", "none", "--generation", "2x5"]
     given += ["--repeats", "1", "--jsonl", str(tmp_path / "rows.jsonl")]
     assert serving_card.main([*given, "--models", f"{UNEQUAL},{UNIFORM}"]) == 0
