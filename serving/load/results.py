@@ -91,7 +91,7 @@ class ServedModel:
         load_seconds: of every start, until the server was healthy.
         compile_seconds: of every start that compiled, as vLLM counts them (not on a CPU); part of ``load_seconds``.
         memory: most bytes that the server's processes held.
-        capacity: of its key-value cache; None where config.json or the server does not say what it takes to know it.
+        capacity: of its key-value cache; None where the server does not say what it takes to know it.
         compilation: vLLM's name of how its servers compiled it; None where their log does not say.
         max_model_len: tokens of the longest sequence that its servers took.
     """
