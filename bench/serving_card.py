@@ -272,16 +272,14 @@ class Bench:
 
 
 def _asked(models: str | None, names: Sequence[str]) -> list[str]:
-    """The models that a run is of, in the card's order.
+    """The models that a run is of, in the card's order; their names follow from the dense one, read after the options.
 
     Raises:
         ConfigError: one is none of these.
     """
     try:
         asked = names if models is None else known(models, names, "model")
-    except (
-        argparse.ArgumentTypeError
-    ) as error:  # the names follow from the dense model, which is read after the options
+    except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--models: {error}") from None
     return [name for name in names if name in asked]
 

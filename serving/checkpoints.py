@@ -60,8 +60,7 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         """The class name that loads it."""
-        names = self.config.get("architectures") or ["unknown"]
-        return str(names[0])
+        return architecture_of(self.config)
 
     @property
     def is_stock(self) -> bool:
@@ -77,6 +76,11 @@ class Checkpoint:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return int(self.config["vocab_size"])
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The class name that loads a model, "unknown" where its config.json names none."""
+    return str((config.get("architectures") or ["unknown"])[0])
 
 
 def scaled_positions(config: Mapping[str, Any]) -> int:

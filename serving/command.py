@@ -15,6 +15,7 @@ from pyprune.runtime.files import read_json
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import (
     Checkpoint,
+    architecture_of,
     read_checkpoint,
     refuse_unread_sizes,
     rotary_scaling,
@@ -166,8 +167,10 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
-    if _drafts_with_a_model(given):
-        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size) or _why_not_draft(given, version)
+    draft = _draft_config(given)
+    if _drafts_with_a_model(given, draft):
+        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size)
+        reason = reason or _why_not_draft(given, draft, version)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
@@ -186,26 +189,24 @@ def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:
     return why_not_staged(widths, stages)
 
 
-def _drafts_with_a_model(given: argparse.Namespace) -> bool:
+def _drafts_with_a_model(given: argparse.Namespace, config: Mapping[str, Any]) -> bool:
     """Whether the draft is a model of its own, of a family here. Heads such as EAGLE's, whose config.json may say the
     same, are told by the method, or as vLLM does by their name.
     """
     is_head = any(name in given.draft.lower() for name in HEADS)
     if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
-    config = _draft_config(given)
     family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
-    architecture = str((config.get("architectures") or [""])[0])
-    return family is not None and architecture in (family.classes.model.rpartition(":")[2], family.pruned_model)
+    own = () if family is None else (family.classes.model.rpartition(":")[2], family.pruned_model)
+    return architecture_of(config) in own
 
 
-def _why_not_draft(given: argparse.Namespace, version: str) -> str:
+def _why_not_draft(given: argparse.Namespace, config: Mapping[str, Any], version: str) -> str:
     """What vLLM would end at in the layers of the draft, or because nothing here reads it.
 
     Layers are looked at for the CPU's first model runner, which prepares attention once for all of them.
     """
-    config = _draft_config(given)
-    architecture = str((config.get("architectures") or [""])[0])
+    architecture = architecture_of(config)
     if architecture.startswith("Pruned") and (reason := why_not_loaded()):
         return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
     if not is_cpu_build(version) or os.environ.get(RUNNER) == "1":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.plugin import architectures
 from pyprune.serving.widths import ffn_field, head_channels, layer_widths, named_layers, off_multiples
 
@@ -22,7 +23,7 @@ WIDTH_MULTIPLE = 8
 def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
     hidden = config.get("hidden_size") or 0
-    architecture = str((config.get("architectures") or ["unknown"])[0])
+    architecture = architecture_of(config)
     found = [reason for reason in (_why_not_heads(config), *_rounding_reasons(config, architecture)) if reason]
     if architecture.startswith("Pruned") and architecture not in architectures():
         found.append(
