@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from pyprune.serving.load.gpus import visible_gpus
 
 POWERCAP = Path("/sys/class/powercap")
 SAMPLE_S = 0.2
@@ -62,38 +63,14 @@ def _cpu_joules(path: Path) -> float:
 
 
 def _gpu_counters() -> list[Counter]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, where NVIDIA's library and its package are installed."""
+    """Of every visible GPU, where all of them tell their energy."""
+    found = [Counter(gpu.name, gpu.joules) for gpu in visible_gpus()]
     try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-        handles = _visible_gpus(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        found = [Counter(f"GPU {pynvml.nvmlDeviceGetIndex(h)}", partial(_gpu_joules, pynvml, h)) for h in handles]
         for counter in found:
             counter.read()
-    except (pynvml.NVMLError, OSError):  # no driver, or a GPU older than Volta
+    except OSError:  # older than Volta
         return []
     return found
-
-
-def _gpu_joules(nvml: Any, handle: Any) -> float:
-    try:
-        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-    except nvml.NVMLError as error:
-        raise OSError(str(error)) from error
-
-
-def _visible_gpus(nvml: Any, visible: str | None) -> list[Any]:
-    """NVML's handles of the GPUs, which CUDA_VISIBLE_DEVICES names by their index or their UUID."""
-    if visible is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [
-        nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
-        for name in names
-    ]
 
 
 class EnergyMeter:

@@ -90,7 +90,9 @@ class ServedModel:
         bytes: size of the weight files.
         load_seconds: of every start, until the server was healthy.
         compile_seconds: of every start that compiled, as vLLM counts them (not on a CPU); part of ``load_seconds``.
-        memory: most bytes that the server's processes held.
+        memory: most bytes of the host that the server's processes held.
+        gpu_memory: most bytes of its GPUs that were in use after a turn, beyond what was in use before its start; None
+            where no GPU tells.
         capacity: of its key-value cache; None where the server does not say what it takes to know it.
         compilation: vLLM's name of how its servers compiled it; None where their log does not say.
         max_model_len: tokens of the longest sequence that its servers took.
@@ -106,6 +108,7 @@ class ServedModel:
     capacity: Capacity | None = None
     compilation: str | None = None
     max_model_len: int | None = None
+    gpu_memory: int | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pyprune.serving.load.client import (
     why_not_counted,
 )
 from pyprune.serving.load.energy import EnergyMeter, find_counters
+from pyprune.serving.load.gpus import memory_in_use, visible_gpus
 from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
@@ -119,6 +120,7 @@ class _Seen:
     load_seconds: tuple[float, ...] = ()
     compile_seconds: tuple[float, ...] = ()
     memory: int = 0
+    gpu_memory: int = 0
     capacity: Capacity | None = None
     compilation: str | None = None
     max_model_len: int | None = None
@@ -136,6 +138,7 @@ class _Run:
         self.counters = find_counters()
         self.ranks = parallel_ranks(options.vllm_args)
         self.engines = max(1, given_options(options.vllm_args).data_parallel_size)
+        self.gpus = visible_gpus() if accelerator else []
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
         self.id = uuid.uuid4().hex[:12]
 
@@ -178,6 +181,7 @@ class _Run:
             found = self._measured(server, load, repeat)
         seen = self.seen[name]
         seen.memory = max(seen.memory, server.peak_memory_bytes())
+        seen.gpu_memory = max(seen.gpu_memory, pool.gpu_memory())
         return read_turn(
             found,
             model=name,
@@ -241,6 +245,7 @@ class _Run:
             load_seconds=seen.load_seconds,
             compile_seconds=seen.compile_seconds,
             memory=seen.memory or None,
+            gpu_memory=seen.gpu_memory or None,
             capacity=seen.capacity,
             compilation=seen.compilation,
             max_model_len=seen.max_model_len,
@@ -286,6 +291,7 @@ class _Pool:
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._servers: dict[str, Server] = {}
+        self._others_gpu_memory: int | None = None
 
     def __enter__(self) -> _Pool:
         if not self._run.resident:
@@ -306,6 +312,14 @@ class _Pool:
                 self._start(missing)
         return self._servers[name], [server for other, server in self._servers.items() if other != name]
 
+    def gpu_memory(self) -> int:
+        """Bytes of its GPUs that the server which is up has taken since its start; 0 where no GPU tells.
+
+        vLLM's processes give nothing back to the GPU, so that what is in use after a turn is the most that was.
+        """
+        now, before = memory_in_use(self._run.gpus), self._others_gpu_memory
+        return 0 if now is None or before is None else max(0, now - before)
+
     def _start(self, name: str) -> None:
         if not self._run.resident:
             while self._servers:
@@ -314,6 +328,7 @@ class _Pool:
         checkpoint, verified_by = self._run.models[name], new_server()
         command = self._run.server_command(name, verified_by)
         read_once(checkpoint)
+        self._others_gpu_memory = memory_in_use(self._run.gpus)
         environment = {**server_environment(), SERVER: verified_by}
         server = Server(command, str(checkpoint.folder), environment=environment)
         self._servers[name] = server

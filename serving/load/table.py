@@ -16,6 +16,7 @@ from pyprune.serving.table import plus_minus, precision_sentence
 from pyprune.serving.vllm_options import given_options, parallel_ranks
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
+GPU_MEMORY = "GPU memory (MB)"
 TIME_COLUMNS = tuple(f"{name} {'/'.join(f'p{p}' for p in PERCENTILES)} (ms)" for name in TIMES.values())
 
 
@@ -58,6 +59,7 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
     """
     base = report.models[report.baseline].parameters
     gib = f"{report.options.kv_gib:g} GiB"
+    has_gpu = any(model.gpu_memory is not None for model in report.models.values())
     columns = (
         "Model",
         "PR",
@@ -67,6 +69,7 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
         "Until healthy (s)",
         "Compiling (s)",
         "Peak host memory (MB)",
+        *([GPU_MEMORY] if has_gpu else []),
         "KV bytes/token",
         f"Sequences in {gib}",
         "Server says",
@@ -78,28 +81,32 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
             f"{perplexity[name]:.2f}" if perplexity and name in perplexity else None,
             model.parameters,
             model.bytes,
-            *_taken(model),
+            *_taken(model, has_gpu=has_gpu),
         )
         for name, model in report.models.items()
     )
     contexts = sorted({model.capacity.context for model in report.models.values() if model.capacity})
     lengths = ", ".join(f"{context:,}" for context in contexts)
-    note = (
+    sequences = (
         f"Sequences: of {lengths} tokens that {gib} of key-value cache hold at once, computed from the KV heads of "
-        "every layer, beside what the server's log says; of several ranks the log says it alone. Peak host memory: of "
-        "all processes of a server, without a GPU's own."
+        "every layer, beside what the server's log says; of several ranks the log says it alone."
     )
-    return Table("Servers", columns, rows, note=note if contexts else "")
+    notes = [sequences] if contexts else []
+    notes.append("Peak host memory: of all processes of a server, without a GPU's own.")
+    if has_gpu:
+        notes.append("GPU memory: what came to be in use on all visible ones, key-value cache and all.")
+    return Table("Servers", columns, rows, note=" ".join(notes))
 
 
-def _taken(model: ServedModel) -> tuple[Cell, ...]:
+def _taken(model: ServedModel, *, has_gpu: bool) -> tuple[Cell, ...]:
     starts = (start_seconds(model.load_seconds), start_seconds(model.compile_seconds))
-    memory = None if model.memory is None else f"{model.memory / 1e6:,.0f}"
+    held = (model.memory, *([model.gpu_memory] if has_gpu else []))
+    memory = (None if size is None else f"{size / 1e6:,.0f}" for size in held)
     c = model.capacity
     if c is None:
-        return (*starts, memory, None, None, None)
+        return (*starts, *memory, None, None, None)
     computed = (c.token_bytes, f"{c.sequences:,.2f}") if c.token_bytes else (None, None)
-    return (*starts, memory, *computed, None if c.reported is None else f"{c.reported:,.2f}")
+    return (*starts, *memory, *computed, None if c.reported is None else f"{c.reported:,.2f}")
 
 
 def start_seconds(values: Sequence[float]) -> str | None:
@@ -126,6 +133,7 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
         "energy": _energy(report),
+        **_gpu_memory(report),
         "cache": f"{o.kv_gib:g} GiB of key-value cache for each {_owner(o)}, prefix caching off",
     }
     if o.slo:
@@ -185,6 +193,14 @@ def _energy(report: LoadReport) -> str:
     if not report.counters:
         return "not told: no counter can be read here (powercap, which is root's on most machines, or NVML)"
     return f"{', '.join(report.counters)}, while requests were answered, with all that ran beside them"
+
+
+def _gpu_memory(report: LoadReport) -> dict[str, str]:
+    """That a GPU's memory was not read, where it was not."""
+    env = report.environment
+    if env["device"] == env["cpu"] or any(model.gpu_memory is not None for model in report.models.values()):
+        return {}
+    return {"GPU memory": "not told: NVML cannot be read here (pip install nvidia-ml-py)"}
 
 
 def _turns(report: LoadReport) -> int:

@@ -15,6 +15,7 @@ from pyprune.serving.engines import EngineError
 from pyprune.serving.load import energy
 from pyprune.serving.load.client import measured_span
 from pyprune.serving.load.energy import Counter, EnergyMeter, find_counters
+from pyprune.serving.load.gpus import memory_in_use, visible_gpus
 
 
 def write_zone(root: Path, zone: str, name: str, microjoules: int, largest: int = 1_000_000_000) -> Path:
@@ -106,11 +107,10 @@ class NVMLError(Exception):
     """As NVML's package calls it."""
 
 
-@pytest.mark.parametrize(("visible", "names"), [(None, ["GPU 0", "GPU 1"]), ("1", ["GPU 1"]), ("GPU-b", ["GPU 1"])])
-def test_gpus_that_are_visible_are_counted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, names: list[str]
-) -> None:
-    nvml = types.ModuleType("pynvml")
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """NVIDIA's library with two GPUs."""
+    found = types.ModuleType("pynvml")
     functions = {
         "NVMLError": NVMLError,
         "nvmlInit": lambda: None,
@@ -118,23 +118,61 @@ def test_gpus_that_are_visible_are_counted(
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": ["GPU-a", "GPU-b"].index,
         "nvmlDeviceGetIndex": lambda handle: handle,
+        "nvmlDeviceGetName": lambda handle: "one kind",
         "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 1000 * (handle + 1),
+        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(used=10**9 * (handle + 1)),
     }
     for name, function in functions.items():
-        setattr(nvml, name, function)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        setattr(found, name, function)
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def refuse(_handle: int) -> float:
+    raise NVMLError("Not Supported")
+
+
+@pytest.mark.parametrize(
+    ("visible", "names", "memory"),
+    [(None, ["GPU 0", "GPU 1"], 3 * 10**9), ("1", ["GPU 1"], 2 * 10**9), ("GPU-b", ["GPU 1"], 2 * 10**9)],
+)
+def test_gpus_that_are_visible_are_counted(
+    nvml: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    visible: str | None,
+    names: list[str],
+    memory: int,
+) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = find_counters(tmp_path)
     assert [counter.name for counter in found] == names
     assert found[-1].read() == 2.0, "joules"
-
-    def refuse(_handle: int) -> float:
-        raise NVMLError("Not Supported")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", refuse, raising=False)
+    assert memory_in_use(visible_gpus()) == memory
+    monkeypatch.setattr(nvml, "nvmlDeviceGetTotalEnergyConsumption", refuse)
     assert find_counters(tmp_path) == [], "a GPU older than Volta"
+
+
+def test_an_index_of_different_gpus_may_be_another_one_s(
+    nvml: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "nvmlDeviceGetName", lambda handle: f"kind {handle}")
+    assert len(visible_gpus()) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert [gpu.name for gpu in visible_gpus()] == ["GPU 1"]
+
+
+def test_a_gpu_that_does_not_tell_its_memory(nvml: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert memory_in_use(visible_gpus()) is None
+    monkeypatch.setattr(nvml, "nvmlInit", lambda: refuse(0))
+    assert visible_gpus() == [], "no driver"
+    assert memory_in_use([]) is None
 
 
 def test_the_span_is_from_the_first_request_to_the_last_answer() -> None:

@@ -162,7 +162,8 @@ def test_what_cannot_be_timed_is_refused_before_perplexities(
         monkeypatch.setattr(f"pyprune.cli.bench.{name}", lambda *given, **_: asked.append(str(given)))
     (tmp_path / "text.txt").write_text("words")
     given = ["bench", folders["pruned"], "--against", folders["dense"], *engine, "--ppl", tmp_path / "text.txt"]
-    assert "dense reads at most 512 tokens" in " ".join(refused(*given, "--prompt-tokens", "600").split())
+    why = "No architecture of llama.cpp holds" if "llamacpp" in engine else "dense reads at most 512 tokens"
+    assert why in " ".join(refused(*given, "--prompt-tokens", "600").split())
     if "--serving" in engine:
         said = " ".join(refused(*given, "--vllm-args", "-tp 3").split())
         assert "3 tensor parallel ranks cannot share" in said
@@ -703,6 +704,25 @@ def test_adapters_keep_only_a_cpu_from_compiling(
     fake.compilation = dict.fromkeys(folders, "NONE")
     options = replace(SMALL, repeats=1, vllm_args=("-O0", "--enable-lora"))
     assert load_conditions(measured(folders, options))["mode"] == "not compiled: -O0"
+
+
+def test_what_a_server_takes_of_a_gpu_is_told_beside_what_was_in_use_before(
+    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        def memory(self) -> int:
+            return 10**9 + sum({"dense": 8, "pruned": 7}[name] * 10**9 for name in fake.up)
+
+    monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
+    monkeypatch.setattr(load_run, "visible_gpus", lambda: [Gpu()])
+    report = measured(folders, replace(SMALL, repeats=2))
+    assert {name: m.gpu_memory for name, m in report.models.items()} == {"dense": 8 * 10**9, "pruned": 7 * 10**9}
+    table = server_table(report)
+    place = table.columns.index("GPU memory (MB)")
+    assert [row[place] for row in table.rows] == ["8,000", "7,000"]
+    assert "key-value cache and all" in table.note
+    monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
+    assert "GPU memory (MB)" not in server_table(measured(folders, replace(SMALL, repeats=1))).columns
 
 
 def test_a_file_that_sets_the_mode_is_no_default(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""NVIDIA GPUs as NVML tells of them: the energy and the memory that they use, without a CUDA context of our own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        nvml: NVIDIA's library.
+        handle: of the GPU, in that library.
+        name: such as "GPU 0", counted as NVML does.
+    """
+
+    nvml: Any
+    handle: Any
+    name: str
+
+    def joules(self) -> float:
+        """What it has used since its driver was loaded.
+
+        Raises:
+            OSError: it does not tell: it is older than Volta.
+        """
+        return float(self._told("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+
+    def memory(self) -> int:
+        """Bytes of its memory that are in use, by all processes.
+
+        Raises:
+            OSError: it does not tell.
+        """
+        return int(self._told("nvmlDeviceGetMemoryInfo").used)
+
+    def _told(self, function: str) -> Any:
+        try:
+            return getattr(self.nvml, function)(self.handle)
+        except self.nvml.NVMLError as error:
+            raise OSError(str(error)) from error
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible.
+
+    None without NVIDIA's driver or the package that reads it, and where the variable has indices of different GPUs and
+    CUDA_DEVICE_ORDER is not PCI_BUS_ID: which ones are meant, CUDA alone knows.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        handles = _handles(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [Gpu(pynvml, handle, f"GPU {pynvml.nvmlDeviceGetIndex(handle)}") for handle in handles]
+    except (pynvml.NVMLError, OSError):
+        return []
+
+
+def _handles(nvml: Any, visible: str | None) -> list[Any]:
+    """NVML's handles of the GPUs, which CUDA_VISIBLE_DEVICES names by their index or their UUID.
+
+    An index may be another GPU's to CUDA, which has the fastest one first unless it is told to go by the bus as NVML.
+    """
+    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if visible is None:
+        return every
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    kinds = {nvml.nvmlDeviceGetName(handle) for handle in every}
+    if len(kinds) > 1 and os.environ.get(ORDER) != "PCI_BUS_ID" and any(name.isdigit() for name in names):
+        return []
+    return [
+        nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+        for name in names
+    ]
+
+
+def memory_in_use(gpus: Sequence[Gpu]) -> int | None:
+    """Bytes in use on all of them; None where there is none, or one that does not tell."""
+    try:
+        return sum(gpu.memory() for gpu in gpus) if gpus else None
+    except OSError:
+        return None
