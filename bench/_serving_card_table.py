@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench._machine import machine_of
+from bench._machine import machine_of, release_of
 from bench._serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
 from bench._serving_card_plans import UNEQUAL, UNIFORM
 from pyprune.budget.profile import DENSE
@@ -17,12 +17,13 @@ from pyprune.plan import Sizes
 from pyprune.report import Cell, Table, markdown_table, noted_table
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.load.capacity import Capacity
-from pyprune.serving.load.table import TIME_COLUMNS, TIMES, milliseconds, start_seconds
+from pyprune.serving.load.table import GPU_MEMORY, TIME_COLUMNS, TIMES, milliseconds, start_seconds
 from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
 from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
 
 ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
+KINDS = ("engine", "load", "startup")
 CAPACITY_BYTES, CAPACITY_TOKENS = 2**30, (2048, 8192)
 SHORT_PROMPT = (1 + SHORT_PROMPT_TOKENS) / 2
 """Mean length of the prompts of a generation turn."""
@@ -52,13 +53,22 @@ def card(records: RecordFile) -> str:
 
 
 def _of_machine(records: RecordFile, rates: Json) -> list[str]:
-    """What was measured on the machine that has these rates."""
+    """What was measured on the machine that has these rates, release by release of vLLM."""
     machine = machine_of(rates["environment"])
+    everything = {
+        kind: [record for record in records.of(kind).values() if machine_of(record["environment"]) == machine]
+        for kind in KINDS
+    }
+    releases = dict.fromkeys(release_of(record["environment"]) for found in everything.values() for record in found)
+    return [line for release in releases for line in _of_release(everything, rates, release)]
+
+
+def _of_release(everything: Mapping[str, Sequence[Json]], rates: Json, release: str) -> list[str]:
+    """What was measured with one release of vLLM."""
     engines, loads, starts = (
-        [record for record in records.of(kind).values() if machine_of(record["environment"]) == machine]
-        for kind in ("engine", "load", "startup")
+        [record for record in everything[kind] if release_of(record["environment"]) == release] for kind in KINDS
     )
-    found = [_machine(rates)]
+    found = [_machine(rates, release)]
     for one in _firsts([*engines, *loads], "model"):
         found.append(capacity_table([r for r in (*engines, *loads) if r["model"] == one["model"]]))
     for one in _firsts(engines, "model", "mode"):
@@ -80,11 +90,11 @@ def _firsts(records: Sequence[Json], *names: str) -> list[Json]:
     return list(found.values())
 
 
-def _machine(rates: Mapping[str, Any]) -> str:
+def _machine(rates: Mapping[str, Any], release: str) -> str:
     environment = rates["environment"]
     on = f", on {rates['threads']} of them" if rates["threads"] else ""
     return (
-        f"{environment['device']} ({environment['cpus']} CPUs), bfloat16. At best{on}: "
+        f"{environment['device']} ({environment['cpus']} CPUs), vLLM {release or 'not told'}, bfloat16. At best{on}: "
         f"{rates['flops'] / 1e9:.0f} GFLOP/s, {rates['bytes'] / 1e9:.1f} GB/s."
     )
 
@@ -292,14 +302,17 @@ def servers_table(record: Json) -> str:
     Args:
         record: with the models of :class:`pyprune.serving.load.results.LoadReport`.
     """
+    memories = {"memory": "peak host memory (MB)"}
+    if any(record["models"][name].get("gpu_memory") for name in record["names"]):
+        memories["gpu_memory"] = GPU_MEMORY
     rows: list[tuple[Cell, ...]] = []
     for name in record["names"]:
         own = record["models"][name]
         held = own["capacity"] and f"{own['capacity']['sequences']:.2f} of {own['capacity']['context']:,}"
-        memory = own["memory"] and f"{own['memory'] / 1e6:,.0f}"
-        rows.append((name, start_seconds(own["load_seconds"]), memory, held))
+        taken = (own[memory] and f"{own[memory] / 1e6:,.0f}" for memory in memories)
+        rows.append((name, start_seconds(own["load_seconds"]), *taken, held))
     gib = f"{record['options']['kv_gib']:g} GiB"
-    columns = ("model", "until healthy (s)", "peak host memory (MB)", f"sequences in {gib}")
+    columns = ("model", "until healthy (s)", *memories.values(), f"sequences in {gib}")
     return markdown_table(Table("", columns, tuple(rows)))
 
 

@@ -14,8 +14,8 @@ same turn, and in how many answers every token is the dense model's (in bfloat16
 rounds otherwise than one token after the other).
 
 Drafts are kept in --cache, by what made them, and so is a training that was interrupted; a row is appended to --jsonl
-as soon as all turns are there, and not measured again. The table goes to stdout, progress to stderr. Exit codes: 0 all
-rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
+as soon as all turns are there, and not measured again with the same release of vLLM. The table goes to stdout,
+progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, named, serving_environment
+from bench._machine import machine_of, measured_here, named, release_of, serving_environment
 from bench.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
@@ -118,7 +118,8 @@ class Bench:
                 self._draft(layers)
             return
         wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
-        missing = [each for each in wanted if self._key(*each) not in self.records.of("draft")]
+        measured = measured_here(self.records.of("draft"), self.environment)
+        missing = [each for each in wanted if self._key(*each) not in measured]
         if missing:
             self._measure([Draft(layers, self._draft(layers), proposed) for layers, proposed in missing])
 
@@ -291,7 +292,7 @@ def _counted(server: Server, draft: Draft | str) -> dict[str, int]:
 
 
 COLUMNS = (
-    "machine", "mode", "draft", "training steps", "proposed at a time", "accepted", "tokens/s alone",
+    "machine", "vLLM", "mode", "draft", "training steps", "proposed at a time", "accepted", "tokens/s alone",
     "tokens/s with the draft", "speed-up", "same answers",
 )  # fmt: skip
 
@@ -309,6 +310,7 @@ def _row(row: Json) -> tuple[Cell, ...]:
     spread = (max(ratios) - min(ratios)) / 2
     return (
         named(machine_of(row["environment"])),
+        release_of(row["environment"]),
         row["mode"],
         f"{row['layers']} of {row['of_layers']} layers",
         row["made"]["steps"],

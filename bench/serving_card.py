@@ -20,8 +20,9 @@ the parameters less), and heads and FFN widths that differ between layers, of eq
 Where a prompt of --prompts plus one token is longer than the model reads (8,192 for SmolLM2-135M),
 max_position_embeddings of the written models is made larger; that changes no shape.
 
-A row is appended to --jsonl as soon as it is measured and not measured again. The tables go to stdout, progress to
-stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
+A row is appended to --jsonl as soon as it is measured, and not measured again with the same release of vLLM. The
+tables go to stdout, progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
-from bench._machine import machine_of, serving_environment
+from bench._machine import machine_of, measured_here, serving_environment
 from bench._serving_card_ideal import machine_rates
 from bench._serving_card_plans import UNEQUAL, UNIFORM, card_plans
 from bench._serving_card_table import STARTED_NAMES, card
@@ -147,6 +148,9 @@ class Bench:
         layers = {name: [layer.widths for layer in plan.layers] for name, plan in self.plans.items()}
         return digest([machine_of(self.environment), self.name, layers, *what])[:16]
 
+    def _measured(self, kind: str) -> set[str]:
+        return measured_here(self.records.of(kind), self.environment)
+
     def _machine(self) -> None:
         key = digest(machine_of(self.environment))[:16]
         if key not in self.records.of("machine"):
@@ -160,7 +164,7 @@ class Bench:
         for start in range(0, len(names), step):
             group = names[start : start + step]
             keys = {q: self._key("engine", mode, str(q), group, o.seed, o.repeats) for q in o.quantities}
-            missing = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
+            missing = {q: key for q, key in keys.items() if key not in self._measured("engine")}
             if missing:
                 self._group(mode, group, missing)
 
@@ -197,7 +201,7 @@ class Bench:
         options = self._load_options(mode)
         chosen = () if len(self.names) == len(self.plans) else (self.names,)  # a run of all has the key that it had
         key = self._key("load", mode, asdict(options), *chosen)
-        if key in self.records.of("load"):
+        if key in self._measured("load"):
             return
         found = measure_serving({name: self._model(name)[0] for name in self.names}, options)
         report = found.to_dict()
@@ -233,7 +237,7 @@ class Bench:
         """Start servers of stock models and of as large ones that the plugin serves in turn."""
         starts = self.options.starts
         key = self._key("startup", mode, starts, list(STARTED_NAMES))
-        if key in self.records.of("startup"):
+        if key in self._measured("startup"):
             return
         plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
         folders = self._started()

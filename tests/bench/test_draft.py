@@ -92,6 +92,11 @@ def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
     assert not Answers.started
     assert run(tmp_path, "--layers", "2", "--turns", "3") == 0
     assert len(Answers.started) == 3
+    now = draft.serving_environment()
+    later = {**now, "versions": {"vllm": "99.0"}}
+    monkeypatch.setattr(draft, "serving_environment", lambda: later)
+    assert run(tmp_path, "--layers", "2") == 0
+    assert len(Answers.started) == 6, "what an earlier release did is measured again"
 
 
 def test_a_draft_that_proposes_nothing_costs_no_other_its_row(

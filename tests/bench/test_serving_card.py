@@ -239,6 +239,11 @@ def test_engines_are_timed_once_for_each_mode(
     assert [o["eager"] for o in _Engine.options] == [True] * 5 + [False] * 5, "eager was recorded"
     assert serving_card.main([*given, "--mode", "compiled,eager"]) == 0
     assert len(_Engine.options) == 10
+    now = serving_card.serving_environment()
+    later = {**now, "versions": {"vllm": "99.0"}}
+    monkeypatch.setattr(serving_card, "serving_environment", lambda: later)
+    assert serving_card.main([*given, "--mode", "eager"]) == 0
+    assert len(_Engine.options) == 15, "what an earlier release did is measured again"
 
 
 @pytest.mark.usefixtures("engines")
@@ -337,6 +342,11 @@ def test_the_table_of_servers() -> None:
     """The same work as of generation: 4,480 and 480 FLOPs, of which half of the layers' is left."""
     printed = card(records_of(load_record(notes=["Wider than asked.", "Distrust these figures."])))
     assert "turns of each model and load: 3. Wider than asked. Distrust these figures." in printed
+    assert "GPU memory" not in printed
+    on_gpu = {"load_seconds": [9.0], "memory": 2e9, "gpu_memory": 7e9, "capacity": None}
+    printed_gpu = card(records_of(load_record(models=dict.fromkeys(("dense", "1 layers"), on_gpu))))
+    assert "| GPU memory (MB) |" in printed_gpu
+    assert "| 2,000 | 7,000 |" in printed_gpu
     printed = card(records_of(load_record(note="Distrust these figures.")))  # as records had it at first
     assert "Prompts of 2 tokens, 3 new ones; turns of each model and load: 3. Distrust these figures." in printed
     row, times = [line for line in printed.splitlines() if line.startswith("| 2 at once | 1 layers |")]
