@@ -86,10 +86,10 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def scaled_positions(config: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence by config.json, which linear and dynamic rotary scaling make longer; 0 = not said.
 
-    With the other kinds of scaling max_position_embeddings is the length after it.
+    With the other kinds of scaling, and in Gemma 3, max_position_embeddings is the length after it.
     """
     positions, (kind, factor) = int(config.get("max_position_embeddings") or 0), rotary_scaling(config)
-    if kind not in ("linear", "dynamic"):
+    if kind not in ("linear", "dynamic") or "gemma3" in str(config.get("model_type")):
         return positions
     if isinstance(factor, (int, float)) and 1 <= factor <= MAX_INDEX:
         return int(positions * factor)
@@ -365,6 +365,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     text = whole.get("text_config") or {}
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
+    refuse_damaged(config, path)
+    if "vocab_size" not in config:
+        raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
+    return config
+
+
+def refuse_damaged(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse values of a config.json that sizes could not be read from.
+
+    Raises:
+        CheckpointError: the message names the value.
+    """
     per_layer = config.get("per_layer_config") or {}
     if not isinstance(per_layer, dict) or not all(isinstance(own, dict) for own in per_layer.values()):
         raise CheckpointError(f"{path} is damaged: its per_layer_config is not a mapping from layers to their values.")
@@ -373,14 +385,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if not _is_own_value(name, value, sizes):
             found = f"{name} of layer {shown(layer)} is {shown(value)}"
             raise CheckpointError(f"{path} is damaged: in its per_layer_config, {found}.")
-    if "vocab_size" not in config:
-        raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(f"{path} is damaged: layer_types is {shown(kinds)}, not a list of kinds of attention.")
     for name in COUNTS:
         value = config.get(name)
         wrong = type(value) is not int or value < 1
-        if wrong and (value is not None or name == "vocab_size"):
+        if wrong and (value is not None or (name == "vocab_size" and name in config)):
             raise CheckpointError(f"{path} is damaged: {name} is {shown(value)}, not a whole number of at least 1.")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{path} is damaged: architectures is {shown(names)}, not a list of class names.")
-    return config

@@ -1,27 +1,19 @@
-"""Start ``vllm serve`` on a checkpoint: what is refused before it starts, the command line, and its cache on a CPU."""
+"""Start ``vllm serve`` on a checkpoint: what is refused before it starts, and the command line."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
-from pyprune.runtime.files import read_json
-from pyprune.runtime.progress import say, warn
-from pyprune.serving.checkpoints import (
-    Checkpoint,
-    architecture_of,
-    read_checkpoint,
-    refuse_unread_sizes,
-    rotary_scaling,
-    scaled_positions,
-)
-from pyprune.serving.engines import KV_CACHE_SPACE, PYTHON, engine_environment, vllm_installed
+from pyprune.runtime.progress import warn
+from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
+from pyprune.serving.cpu import cache_environment, memory_nodes_warning
+from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
 from pyprune.serving.limits import serving_warnings, why_not_rounded
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
@@ -33,30 +25,19 @@ from pyprune.serving.releases import (
     why_not_uncompiled_pipeline,
     why_not_unequal_heads,
 )
-from pyprune.serving.vllm_options import context_tokens, given_options, hub_of
+from pyprune.serving.vllm_options import draft_config, given_options, hub_of
 from pyprune.serving.widths import (
     PARTITION,
     LayerSizes,
-    cache_bytes,
     head_channels,
     layer_widths,
     scale_group,
     stages_of,
-    token_bytes_of,
     why_not_drafting,
     why_not_grouped,
     why_not_split,
     why_not_staged,
 )
-
-SERVE_KV_CACHE_GIB = 2
-"""Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
-vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
-
-THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-SIMULATED, VISIBLE = "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"
-"""Environment variables of vLLM that say what its ranks are bound to."""
-MEMORY = Path("/proc/self/status")
 
 DRAFT_MODEL, HEADS = "draft_model", ("eagle-", "eagle3", "dflash", "dspark")
 """vLLM's method of a draft that is a model of its own, and what it goes by in the names of drafts that are not, where
@@ -88,42 +69,13 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     if not verify:
         warn(f"The files of {folder} were not verified.")
     given = given_options(extra_args)
-    for warning in (*serving_warnings(checkpoint.config), *_memory_nodes_warning(given)):
+    for warning in (*serving_warnings(checkpoint.config), *memory_nodes_warning(given, vllm_version())):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.launch", "serve"]
     if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned
         return [*words, str(folder), *extra_args]
     unnamed = given.served_model_name is None
     return [*words, str(checkpoint.folder), *extra_args, *(["--served-model-name", str(folder)] if unnamed else [])]
-
-
-def _memory_nodes_warning(given: argparse.Namespace) -> tuple[str, ...]:
-    """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own."""
-    ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
-    binds = (os.environ.get(THREADS_BIND) or "auto") == "auto" and os.environ.get(SIMULATED, "0") in ("", "0")
-    elsewhere = given.nnodes is not None or given.distributed_executor_backend is not None  # not all ranks are here
-    if ranks == 1 or elsewhere or not binds or not is_cpu_build(vllm_version()):
-        return ()
-    nodes = memory_nodes(MEMORY.read_text(encoding="ascii", errors="replace") if MEMORY.is_file() else "")
-    if not 0 < nodes < ranks:
-        return ()
-    return (
-        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
-        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.',
-    )
-
-
-def memory_nodes(status: str) -> int:
-    """Memory nodes that a process may use; 0 where that is not said.
-
-    Args:
-        status: of the process, as /proc has it; CPU_VISIBLE_MEMORY_NODES leaves some of them out, as in vLLM.
-    """
-    line = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
-    spans = [span.split("-") for span in line[1].split(",")] if line else []
-    allowed = {str(node) for span in spans for node in range(int(span[0]), int(span[-1]) + 1)}
-    visible = os.environ.get(VISIBLE)
-    return len(allowed.intersection(visible.split(",")) if visible else allowed)
 
 
 def servable(
@@ -167,7 +119,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     # vLLM itself would end a stock architecture in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
-    draft = _draft_config(given)
+    draft = draft_config(given)
     if _drafts_with_a_model(given, draft):
         reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size)
         reason = reason or _why_not_draft(given, draft, version)
@@ -216,15 +168,6 @@ def _why_not_draft(given: argparse.Namespace, config: Mapping[str, Any], version
     return reason and f"of its draft {given.draft}: {reason}"
 
 
-def _draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
-    """config.json of the draft that vLLM's options name; empty without one in a local folder."""
-    try:
-        config = read_json(Path(given.draft) / "config.json") if given.draft else {}
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:
     """Replace this process by one that waits for ``vllm serve folder extra_args...``.
 
@@ -243,59 +186,11 @@ def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = 
     checkpoint = servable(folder, extra_args, verify=verify, server=server)
     command = _command(checkpoint, folder, extra_args, verify=verify)
     given = given_options(extra_args)
-    environment = {**engine_environment(), **_cache_environment(checkpoint, given), SERVER: server}
+    environment = {
+        **engine_environment(),
+        **cache_environment(checkpoint.config, given, vllm_version()),
+        SERVER: server,
+    }
     if not verify:
         environment[VERIFY] = "0"
     os.execve(command[0], command, environment)  # noqa: S606  (an argument list, no shell)
-
-
-def _cache_environment(checkpoint: Checkpoint, given: argparse.Namespace) -> dict[str, str]:
-    """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
-
-    That is in the model and in its draft; vLLM refuses to start with less. On a CPU the variable replaces both of its
-    options; each rank has so much.
-    """
-    sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
-    if sized or os.environ.get(KV_CACHE_SPACE):  # an empty one is none to vLLM either
-        return {}
-    config = checkpoint.config
-    context = context_tokens(given.max_model_len, _usual_context(config))
-    stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
-    tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
-    tokens[-1] += _rank_token_bytes(_draft_config(given), given)  # all of it is on the last rank
-    needed = -(-cache_bytes(1, context, max(tokens)) // 2**30)
-    if needed > SERVE_KV_CACHE_GIB and is_cpu_build(vllm_version()):
-        say(
-            f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "
-            f"{KV_CACHE_SPACE} sets it (GiB)."
-        )
-    return {KV_CACHE_SPACE: str(max(SERVE_KV_CACHE_GIB, needed))}
-
-
-def _rank_token_bytes(
-    config: Mapping[str, Any], given: argparse.Namespace, stage: tuple[int, int] | None = None
-) -> int:
-    """Bytes of cache that one token takes in the KV heads of all layers that one tensor parallel rank has.
-
-    Of the layers of a stage alone, where one is given. 0 where vLLM alone knows: windows, latents, other dtypes.
-    """
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
-    if kinds or is_windowed or config.get("kv_lora_rank") or given.kv_cache_dtype not in (None, "auto"):
-        return 0
-    dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
-    shared = max(1, given.tensor_parallel_size)  # ranks have KV heads of their own, or the same ones
-    widths = layer_widths(config)[slice(*stage) if stage else slice(None)]
-    layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in widths]
-    return token_bytes_of(layers, head_channels(config), dtype)
-
-
-def _usual_context(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
-
-    With longrope that is the length before the scaling, though more may be asked for.
-    """
-    kind, _ = rotary_scaling(config)
-    if kind in ("longrope", "su"):
-        return int(config.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
-    return scaled_positions(config)

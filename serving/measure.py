@@ -151,8 +151,13 @@ def _max_length(engine: EngineName, source: str | Path) -> int | None:
     if engine == "llamacpp" and is_gguf(source):
         return read_gguf(Path(source)).max_length
     found = read_checkpoint(source, verify=False)
-    if engine != "llamacpp":  # for which it is written as a file first, from what pyprune reads
-        refuse_unread_sizes(found, source)
+    if engine == "llamacpp":  # for which it is written as a file first, from what pyprune reads
+        from pyprune.serving.gguf.layout import open_model
+        from pyprune.serving.gguf.metadata import context_length
+
+        model = open_model(found.folder)
+        return context_length(model.config, model.form)[0]
+    refuse_unread_sizes(found, source)
     return found.max_length
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
-from pyprune.runtime.files import parse_json, read_bounded
-from pyprune.serving.checkpoints import Hub
+from pyprune.errors import CheckpointError
+from pyprune.runtime.files import parse_json, read_bounded, read_json
+from pyprune.serving.checkpoints import Hub, refuse_damaged
+
+COMPILATION_MODE = ("-cc.mode", "--compilation-config.mode")
+NO_COMPILATION = "TORCH_COMPILE_DISABLE"
+"""Environment variable that switches compilation off where it is 1."""
 
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
@@ -29,9 +36,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
         with_file: False = it is not.
 
     Returns:
-        The options by their long names, and "uncompiled": whether one of those is given that switch compilation off (on
-        a CPU adapters do), and none that says more of it than a level; "draft" and "draft_method": what drafts, and
-        how, empty where that is not said.
+        The options by their long names, and "uncompiled": whether compilation is switched off (on a CPU adapters do,
+        and TORCH_COMPILE_DISABLE); "draft" and "draft_method": what drafts, and how, empty where that is not said.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
@@ -42,7 +48,9 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
     parser.add_argument("--max-model-len")
     parser.add_argument("--max-num-seqs", type=int)
-    for name in ("max-num-batched-tokens", "performance-mode", "nnodes", "distributed-executor-backend"):
+    parser.add_argument("--nnodes", "-n")
+    parser.add_argument("--compilation-config", "-cc")
+    for name in ("max-num-batched-tokens", "performance-mode", "distributed-executor-backend"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--kv-cache-dtype")
     parser.add_argument("--dtype")
@@ -60,20 +68,57 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
         given = parser.parse_known_args(words)[0]
     except argparse.ArgumentError:
         given = parser.parse_args([])  # vLLM says what is wrong with it
-    is_off = given.enforce_eager or given.enable_lora or given.optimization_level == "0"
-    given.uncompiled = is_off and not any(word.startswith(("-cc", "--compilation-config")) for word in words)
+    given.uncompiled = _is_uncompiled(given, words)
     given.draft, given.draft_method = _speculation(given)
     return given
 
 
+def _is_uncompiled(given: argparse.Namespace, words: Sequence[str]) -> bool:
+    """As vLLM on a CPU decides: these three whatever else is said, then the mode, then the level."""
+    if given.enforce_eager or given.enable_lora or os.environ.get(NO_COMPILATION) == "1":
+        return True
+    mode = _value_of(words, COMPILATION_MODE) or _fields(given.compilation_config).get("mode")
+    return given.optimization_level == "0" if mode is None else str(mode).lower() in ("0", "none")
+
+
+def _value_of(words: Sequence[str], names: Sequence[str]) -> str:
+    """The last value that words give to a field of an option by its dotted name; empty without one."""
+    found = ""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found = value if equals else following
+    return found
+
+
+def _fields(given: str | None) -> dict[str, Any]:
+    """An option's fields, which it holds as JSON; none where it does not."""
+    try:
+        fields = parse_json(given or "{}")
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
 def _speculation(given: argparse.Namespace) -> tuple[str, str]:
     """What drafts, and the method, by options of their own or in the JSON that holds both."""
-    try:
-        options = parse_json(given.speculative_config or "{}")
-    except ValueError:
-        options = {}
-    options = options if isinstance(options, dict) else {}
+    options = _fields(given.speculative_config)
     return str(given.spec_model or options.get("model") or ""), str(given.spec_method or options.get("method") or "")
+
+
+def draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
+    """config.json of the draft that vLLM's options name; empty without one in a local folder, and where it is damaged,
+    which vLLM says.
+    """
+    path = Path(given.draft) / "config.json"
+    try:
+        config = read_json(path) if given.draft else {}
+        if not isinstance(config, dict):
+            return {}
+        refuse_damaged(config, path)
+    except (OSError, ValueError, CheckpointError):
+        return {}
+    return config
 
 
 def parallel_ranks(extra_args: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from pyprune.families.gguf_forms import GgufForm
+from pyprune.serving.checkpoints import scaled_positions
 from pyprune.serving.gguf.blocks import Array
 from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Model, rope_parameters, rope_type
 
@@ -25,7 +26,7 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
         Notes for the user, one sentence each.
     """
     config, sizes = model.config, model.sizes
-    length, notes = _context_length(config, model.form)
+    length, notes = context_length(config, model.form)
     heads, kv_heads, ffn = (list(column) for column in zip(*sizes.layers, strict=True))
     writer.add_context_length(length)
     writer.add_embedding_length(sizes.hidden)
@@ -70,9 +71,14 @@ def _add(writer: Any, key: str, value: int | float | str) -> None:
         writer.add_uint32(name, value)
 
 
-def _context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[str]]:
-    """Tokens for which the file is exact, and what is to be said about it."""
-    whole = int(config.max_position_embeddings)
+def context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[str]]:
+    """Tokens for which the file is exact, and what is to be said about it.
+
+    Args:
+        config: of the model.
+        form: the architecture of llama.cpp that it is written as.
+    """
+    whole = scaled_positions(config.to_dict())  # llama.cpp's server takes no longer sequences than the file says
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     unused = kinds is not None and "sliding_attention" not in kinds

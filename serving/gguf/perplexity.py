@@ -33,6 +33,8 @@ SLOTS = 4
 """Windows that are computed at once."""
 BIAS = 1e4
 """Added to the logit of the token that has to come; logits of real models stay far below it."""
+NO_LOSS = 1e38
+"""llama.cpp tells a probability of 0 as the lowest float32."""
 
 
 def gguf_perplexity(
@@ -81,8 +83,10 @@ def gguf_perplexity(
                 f"The text has token ids outside of the {facts.vocab_size} of {path}; tokenise it with its own."
             )
         losses = torch.tensor(_Losses(server, facts.vocab_size).of(windows.tolist()), dtype=torch.float64)
-    if not losses.isfinite().all():
-        raise EvaluationError(f"llama.cpp gave a loss that is not finite for {path}: its weights are broken.")
+    if not (losses.isfinite() & (losses < NO_LOSS)).all():
+        raise EvaluationError(
+            f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
+        )
     return PerplexityResult(
         averaged(losses, protocol), len(windows), windows.numel(), protocol, size, text.source, text.text_sha256
     )

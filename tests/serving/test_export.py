@@ -340,6 +340,24 @@ def test_the_cache_holds_the_sequence_of_the_draft_too(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    "damage", [{"per_layer_config": [1]}, {"per_layer_config": {"0": None}}, {"layer_types": 5}, {"head_dim": "many"}]
+)
+def test_a_damaged_draft_is_vllm_s_to_refuse(
+    damage: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("out", "draft"):
+        save_checkpoint(tiny_model("llama"), tiny_tokenizer(), tmp_path / name, plan=None, provenance={})
+    path = tmp_path / "draft" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    found: list[list[str]] = []
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(os, "execve", lambda _, command, __: found.append(command))
+    serve(tmp_path / "out", ["--spec-model", str(tmp_path / "draft"), "--spec-method", "draft_model"])
+    assert found
+
+
+@pytest.mark.usefixtures("with_vllm")
 def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stock one as well, which no plugin sees."""
     for name in ("llama", "gemma3"):

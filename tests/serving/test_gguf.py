@@ -252,6 +252,14 @@ def test_rows_that_are_no_whole_number_of_blocks_are_f16_and_named(tmp_path: Pat
     assert any("1 of " in note and "blk.1.ffn_down.weight" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("linear positions", 4 * 512), ("gemma3, linear positions", 512)])
+def test_positions_that_are_scaled_linearly_make_the_context_longer(name: str, tokens: int, tmp_path: Path) -> None:
+    """llama.cpp's server takes no longer sequences than the file says; Gemma 3 states the length after it."""
+    model, report = CASES[name].write(tmp_path)
+    assert model.config.max_position_embeddings == 512
+    assert values_of(report)[f"{report.architecture}.context_length"] == tokens
+
+
 def test_a_window_that_llama_cpp_lacks_bounds_the_context(tmp_path: Path) -> None:
     _, report = CASES["window"].write(tmp_path)
     assert values_of(report)["deci.context_length"] == 40

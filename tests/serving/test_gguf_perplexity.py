@@ -15,7 +15,8 @@ import torch
 
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import CheckpointError, ConfigError, DataError
-from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, perplexity
+from pyprune.quality.perplexity import EvaluationError, EvaluationText, evaluate_perplexity, perplexity
+from pyprune.serving.gguf import perplexity as gguf_measure
 from pyprune.serving.gguf.blocks import FORMATS, NARROW
 from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.server import LlamaServer
@@ -54,6 +55,15 @@ def test_in_float32_it_is_that_of_transformers(name: str, tmp_path: Path) -> Non
         assert (found.windows, found.tokens) == (wanted.windows, wanted.tokens) == (3, 3 * WINDOW)
         # The mean loss is off by less than the largest error of one log probability.
         assert abs(math.log(found.perplexity / wanted.perplexity)) < (TABLE if name in ("phi", "gemma3") else 1e-4)
+
+
+def test_a_probability_of_nothing_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp tells it as the lowest number that float32 has."""
+    _, report = CASES["equal"].write(tmp_path)
+    lowest = torch.finfo(torch.float32).min
+    monkeypatch.setattr(gguf_measure._Losses, "_log_probabilities", lambda *_: dict.fromkeys(range(100), lowest))
+    with pytest.raises(EvaluationError, match="or a probability of 0"):
+        gguf_perplexity(report.path, text(), "ppl-128", window=WINDOW, **EXACT)
 
 
 CUTS = {"equal": identity, "unequal": unequal, "no attention": no_attention, "no mlp": no_mlp}

@@ -23,6 +23,7 @@ from pyprune.serving.table import conditions, speed_table
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests.serving.llama_cpp import Case, identity
+from tests.serving.test_gguf import CASES
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -190,6 +191,15 @@ def test_a_model_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tiny_model("opt"), byte_level_tokenizer(), tmp_path / "opt", plan=None, provenance={})
     with pytest.raises(UnsupportedModelError, match="no architecture for OPT"):
         measure({"opt": tmp_path / "opt"}, engine="llamacpp", **SIZES)
+
+
+def test_the_length_is_the_one_that_the_file_will_state(tmp_path: Path) -> None:
+    """Found out before files are written: llama.cpp has no windows, and its file says so."""
+    CASES["window"].write(tmp_path)
+    with pytest.raises(ConfigError, match="windowed reads at most 40 tokens, the workload needs 61"):
+        workload_of({"windowed": tmp_path / "model"}, engine="llamacpp", prompt_tokens=60, new_tokens=4)
+    short = workload_of({"windowed": tmp_path / "model"}, engine="llamacpp", new_tokens=4)
+    assert short.prompt_tokens == 39
 
 
 def test_options_of_another_engine_are_refused(folder: Path) -> None:

@@ -16,7 +16,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
-from pyprune.serving import command
+from pyprune.serving import command, cpu
 from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
 from tests._support.cli import refused, run
@@ -138,27 +138,30 @@ def test_ranks_without_a_memory_node_each_are_warned_of(
         said = " ".join(capsys.readouterr().err.split())
         return "VLLM_CPU_OMP_THREADS_BIND=nobind" in said
 
-    for name in ("VLLM_TARGET_DEVICE", command.THREADS_BIND, command.SIMULATED, command.VISIBLE):
+    for name in ("VLLM_TARGET_DEVICE", cpu.THREADS_BIND, cpu.SIMULATED, cpu.VISIBLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr(command, "MEMORY", tmp_path / "status")
+    monkeypatch.setattr(cpu, "MEMORY", tmp_path / "status")
     monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0+cpu")
     assert not warned("-tp", "2"), "the system does not say"
-    command.MEMORY.write_text("Name:\tpython\nMems_allowed:\t1\nMems_allowed_list:\t0\n")
+    cpu.MEMORY.write_text("Name:\tpython\nMems_allowed:\t1\nMems_allowed_list:\t0\n")
     assert warned("-tp", "2")
     assert warned("-pp", "2")
     assert not warned("-tp", "1")
-    assert not warned("-tp", "2", "--nnodes", "2"), "a rank on each machine"
-    for value, expected in (("0", True), ("1", False)):
-        monkeypatch.setenv(command.SIMULATED, value)
+    for elsewhere in (["--nnodes", "2"], ["-n", "2"], ["--distributed-executor-backend", "ray"]):
+        assert not warned("-tp", "2", *elsewhere), "a rank on each machine"
+    for here in (["--nnodes", "1"], ["--distributed-executor-backend", "mp"]):
+        assert warned("-tp", "2", *here)
+    for value, expected in (("0", True), ("1", False), ("", False)):
+        monkeypatch.setenv(cpu.SIMULATED, value)
         assert warned("-tp", "2") == expected
-    monkeypatch.delenv(command.SIMULATED)
-    monkeypatch.setenv(command.THREADS_BIND, "nobind")
+    monkeypatch.delenv(cpu.SIMULATED)
+    monkeypatch.setenv(cpu.THREADS_BIND, "nobind")
     assert not warned("-tp", "2")
-    monkeypatch.delenv(command.THREADS_BIND)
-    command.MEMORY.write_text("Mems_allowed_list:\t0-1,3\n")
+    monkeypatch.delenv(cpu.THREADS_BIND)
+    cpu.MEMORY.write_text("Mems_allowed_list:\t0-1,3\n")
     assert not warned("-tp", "2")
-    monkeypatch.setenv(command.VISIBLE, "1,2")
+    monkeypatch.setenv(cpu.VISIBLE, "1,2")
     assert warned("-tp", "2"), "node 2 is not allowed"
     monkeypatch.setattr(command, "vllm_version", lambda: "0.32.0")
     assert not warned("-tp", "2"), "GPUs have no such rule"
@@ -178,7 +181,15 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     assert serve_command(folder, ["-pp", "2"])
     assert serve_command(folder, switch)
     assert serve_command(folder, ["-pp", "2", "-O3", "--no-enforce-eager"])
-    assert serve_command(folder, ["-pp", "2", *switch, "-cc.mode=3"]), "vLLM goes by the mode"
+    assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", "-cc.mode=NONE").split())
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2").split())
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    if "0" in switch[-1]:
+        assert serve_command(folder, ["-pp", "2", *switch, "-cc.mode=3"]), "vLLM goes by the mode"
+        assert serve_command(folder, ["-pp", "2", *switch, "-cc", '{"mode": 3}'])
+    for more in ("-cc.backend=inductor", "-cc.mode=none", '-cc={"mode": 0}'):
+        assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *switch, more).split())
     monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
     assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"
 

@@ -1,0 +1,120 @@
+"""What vLLM on a CPU is told before it starts, or warned of: the size of its cache, and memory nodes for its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyprune.runtime.progress import say
+from pyprune.serving.checkpoints import rotary_scaling, scaled_positions
+from pyprune.serving.engines import KV_CACHE_SPACE
+from pyprune.serving.releases import is_cpu_build
+from pyprune.serving.vllm_options import context_tokens, draft_config
+from pyprune.serving.widths import PARTITION, cache_bytes, head_channels, layer_widths, stages_of, token_bytes_of
+
+SERVE_KV_CACHE_GIB = 2
+"""Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
+vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
+
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+SIMULATED, VISIBLE = "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"
+"""Environment variables of vLLM that say what its ranks are bound to."""
+MEMORY = Path("/proc/self/status")
+
+
+def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, ...]:
+    """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own.
+
+    Args:
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        version: of vLLM.
+    """
+    ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
+    binds = (os.environ.get(THREADS_BIND) or "auto") == "auto" and os.environ.get(SIMULATED, "0") == "0"
+    # Not all ranks are on this machine, or vLLM's own processes are not what runs them.
+    elsewhere = given.nnodes not in (None, "1") or given.distributed_executor_backend not in (None, "mp")
+    if ranks == 1 or elsewhere or not binds or not is_cpu_build(version):
+        return ()
+    nodes = memory_nodes(MEMORY.read_text(encoding="ascii", errors="replace") if MEMORY.is_file() else "")
+    if not 0 < nodes < ranks:
+        return ()
+    return (
+        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
+        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.',
+    )
+
+
+def memory_nodes(status: str) -> int:
+    """Memory nodes that a process may use; 0 where that is not said.
+
+    Args:
+        status: of the process, as /proc has it; CPU_VISIBLE_MEMORY_NODES leaves some of them out, as in vLLM.
+    """
+    line = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
+    spans = [span.split("-") for span in line[1].split(",")] if line else []
+    allowed = {str(node) for span in spans for node in range(int(span[0]), int(span[-1]) + 1)}
+    visible = os.environ.get(VISIBLE)
+    return len(allowed.intersection(visible.split(",")) if visible else allowed)
+
+
+def cache_environment(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> dict[str, str]:
+    """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
+
+    That is in the model and in its draft; vLLM refuses to start with less. On a CPU the variable replaces both of its
+    options; each rank has so much.
+
+    Args:
+        config: config.json of the model.
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        version: of vLLM.
+
+    Returns:
+        The variables to set; none where the size is given.
+    """
+    sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
+    if sized or os.environ.get(KV_CACHE_SPACE):  # an empty one is none to vLLM either
+        return {}
+    context = context_tokens(given.max_model_len, _usual_context(config))
+    stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
+    tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
+    tokens[-1] += _rank_token_bytes(draft_config(given), given)  # all of it is on the last rank
+    needed = -(-cache_bytes(1, context, max(tokens)) // 2**30)
+    if needed > SERVE_KV_CACHE_GIB and is_cpu_build(version):
+        say(
+            f"Key-value cache: {needed} GiB, for one sequence of {context:,} tokens. --max-model-len makes it smaller, "
+            f"{KV_CACHE_SPACE} sets it (GiB)."
+        )
+    return {KV_CACHE_SPACE: str(max(SERVE_KV_CACHE_GIB, needed))}
+
+
+def _rank_token_bytes(
+    config: Mapping[str, Any], given: argparse.Namespace, stage: tuple[int, int] | None = None
+) -> int:
+    """Bytes of cache that one token takes in the KV heads of all layers that one tensor parallel rank has.
+
+    Of the layers of a stage alone, where one is given. 0 where vLLM alone knows: windows, latents, other dtypes.
+    """
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
+    if kinds or is_windowed or config.get("kv_lora_rank") or given.kv_cache_dtype not in (None, "auto"):
+        return 0
+    dtype = "float32" if given.dtype in ("float32", "float") else "bfloat16"
+    shared = max(1, given.tensor_parallel_size)  # ranks have KV heads of their own, or the same ones
+    widths = layer_widths(config)[slice(*stage) if stage else slice(None)]
+    layers = [(heads, -(-kv_heads // shared), ffn) for heads, kv_heads, ffn in widths]
+    return token_bytes_of(layers, head_channels(config), dtype)
+
+
+def _usual_context(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
+
+    With longrope that is the length before the scaling, though more may be asked for.
+    """
+    kind, _ = rotary_scaling(config)
+    if kind in ("longrope", "su"):
+        return int(config.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 0)
+    return scaled_positions(config)
