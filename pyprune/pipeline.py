@@ -16,6 +16,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
+from pyprune.data.sampling import TokenSamples
 from pyprune.data.sources import check_sources
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
@@ -130,27 +131,28 @@ def _pruned(
     if division.on_host:
         _say_where(model_id, config, taught_in, **reading)
     earlier = inherited_facts(model_id, revision=revision)
+    marks = earlier.get("training_marks", "")
     with run_folder(out, source, config, resume=resume, overwrite=overwrite) as work:
         note = why_loaded(model_id, config, **reading)
         if note is None and processes.count() > 1:
             note = "The model was loaded: several processes do not stream it from file to file."
         stored = StoredRun(model_id, config, revision=revision, work=work) if note is None else None
         if stored is not None:
-            model, data, result = stored.model, stored.data, stored.result()
+            model, data = stored.model, stored.data
+            again = _trained_again(config, data, marks)
+            result = stored.result()
         else:
             model, tokenizer = _load(model_id, config, division, **reading)
             data = draw_samples(model, tokenizer, config)
+            again = _trained_again(config, data, marks)
             run = StageRun(model, StageText.of(data), config, work, dense if config.recover.distill else None)
             if division.on_host:
                 run.division = division
                 run.stored, run.cutting = beside_files(model_id, config, work.path, **reading)
             result = _through(run)
             result.notes += [note] if note else []
-        marks = earlier.get("training_marks", "")
+        result.warnings += again
         if shapes_the_result(config):
-            again = [text for samples in data.values() for text in trained_before(marks, samples)]
-            result.warnings += again
-            say_warnings(again)
             marks = training_marks(data.values(), marks)
         provenance = {
             "method": config.method,
@@ -177,6 +179,14 @@ def _pruned(
                 dtype=config.export_dtype or _stored_dtype(model_id, **reading),
             )
     return result
+
+
+def _trained_again(config: PruneConfig, data: Mapping[str, TokenSamples], marks: str) -> list[str]:
+    """Say before any work which text the model was trained on already, and return the sentences."""
+    found = [text for samples in data.values() for text in trained_before(marks, samples)]
+    found = found if shapes_the_result(config) else []
+    say_warnings(found)
+    return found
 
 
 def _load(model_id: str | Path, config: PruneConfig, division: Division, **reading: Any) -> tuple[PreTrainedModel, Any]:

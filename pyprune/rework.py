@@ -32,8 +32,8 @@ from pyprune.runtime import processes
 from pyprune.runtime.device import resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
-from pyprune.runtime.progress import say, warn
-from pyprune.stages import one_kind_of_text, was_rotated
+from pyprune.runtime.progress import say
+from pyprune.stages import one_kind_of_text, say_warnings, was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
 
@@ -197,6 +197,7 @@ def _recovered(
             work.adapter = work.folder.path / ADAPTER
             if processes.first():
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
+        say_warnings(work.warnings)
         loaded = None if dense.model is None else dense.teacher(config, place=place, dtype=teacher_dtype(config))
         with processes.dividing(Division(resolve_device(config.device), "files")):
             report = recover(
@@ -209,6 +210,7 @@ def _recovered(
                 resume=resume,
                 adapter_out=work.adapter if processes.first() else None,
             )
+        say_warnings(report.warnings)
         report.warnings += work.warnings
         work.report = report.to_dict()
     return report
@@ -296,8 +298,7 @@ def reconstruct_checkpoint(
             raise ConfigError(
                 f"{pruned} holds no plan, which says what was removed; give a checkpoint that pyprune prune wrote."
             )
-        for warning in work.warnings:  # the report is of the systems and has no room for them
-            warn(warning)
+        say_warnings(work.warnings)
         for note in one_kind_of_text(work.samples, "data.source"):
             say(note)
         walked, place = source.walk(dtype=config.dtype, device=config.device), resolve_device(config.device)

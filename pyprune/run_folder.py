@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.config.train import OF_NO_RESULT
-from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, PypruneError, shown
+from pyprune.errors import CheckpointError, ConfigError, OutputError, PlanError, shown
 from pyprune.methods.base import PlanDecision
 from pyprune.plan import PrunePlan
 from pyprune.runtime import processes
@@ -181,7 +181,7 @@ def run_folder(
                     work.clear()
                 raise
             reached = _holds_training(path) if isinstance(error, ConfigError) else _kept_in(path)
-            if isinstance(error, PypruneError | KeyboardInterrupt) and not (reached or resume):
+            if not (reached or resume):
                 work.clear()
             raise
 

@@ -49,6 +49,8 @@ PROBE_SAMPLES = 2
 ROTATED = "rotated"
 """Entry of a decision's details: the hidden channels that the plan counts are those of a rotated stream."""
 
+STAGES_OF_TEXT = ("regularise", "cut", "recover")
+"""What text is given for, by name."""
 NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
 
 Teacher = PreTrainedModel | Callable[[], PreTrainedModel]
@@ -116,7 +118,15 @@ class StageText:
 
     @classmethod
     def of(cls, data: Mapping[str, Batch | Tensor]) -> StageText:
-        """Take token ids, int64 [N, T], under "regularise" and, where they are others, "cut" and "recover"."""
+        """Take token ids, int64 [N, T], under "regularise" and, where they are others, "cut" and "recover".
+
+        Raises:
+            ConfigError: they are under another name.
+        """
+        if unknown := sorted(set(data) - set(STAGES_OF_TEXT)):
+            raise ConfigError(
+                f"data has {unknown[0]!r}, which no stage reads; the names are {', '.join(STAGES_OF_TEXT)}."
+            )
         before = data.get("regularise", NO_SAMPLES)
         drawn = tuple(samples for samples in data.values() if isinstance(samples, TokenSamples))
         return cls(Batch.of(before), Batch.of(data.get("cut", before)), Batch.of(data.get("recover", before)), drawn)
@@ -272,6 +282,10 @@ class StageRun:
         """Around what the first process does while the others wait for it."""
         return processes.alone() if self.division.on_host else nullcontext()
 
+    def _cutting_together(self) -> AbstractContextManager[None]:
+        """Around what all processes do to the weights that each of them has."""
+        return nullcontext() if self.division.on_host else dividing()
+
     def _new_decision(self) -> PlanDecision | None:
         """What this process decides; None where that is left to the first."""
         config = self.config
@@ -359,7 +373,8 @@ class StageRun:
             )
             return
         ids, result = self.text.before.ids, self.result
-        result.notes += self.cutting.prepare(method.prepare, self.model, result.plan, ids, result.decision)
+        with self._cutting_together():
+            result.notes += self.cutting.prepare(method.prepare, self.model, result.plan, ids, result.decision)
         if method.rotates:
             self.result.decision[ROTATED] = True
 
@@ -371,7 +386,7 @@ class StageRun:
             (result.notes if means.blocks else result.warnings).extend(means.notes())
             result.decision["compensation"] = vars(means)
         elif cut.reconstruct == "least_squares":
-            with nullcontext() if self.division.on_host else dividing():
+            with self._cutting_together():
                 solved = self.cutting.reconstruct(
                     model, result.plan, self.text.cut, options=cut.least_squares, batch_size=cut.batch_size
                 )

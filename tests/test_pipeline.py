@@ -30,7 +30,7 @@ from pyprune.run_folder import interrupted_run, run_folder
 from pyprune.runtime import device
 from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
-from pyprune.stages import wanted_text
+from pyprune.stages import draw_samples, wanted_text
 from pyprune.train.loop import _Run
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
@@ -355,6 +355,24 @@ def test_an_interruption_after_the_output_leaves_no_work_folder(written: bool, t
     assert (out.exists(), (tmp_path / ".out.work").exists()) == (written, not written)
 
 
+def test_an_error_of_the_machine_leaves_no_work_folder(tmp_path: Path) -> None:
+    def run() -> None:
+        with run_folder(tmp_path / "out", {}, PruneConfig(method="elder"), resume=False, overwrite=False):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run()
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_text_under_a_name_that_no_stage_reads_is_refused(model_folder: Path, text: Path) -> None:
+    model, tokenizer = load_model(model_folder)
+    settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
+    samples = draw_samples(model, tokenizer, settings)
+    with pytest.raises(ConfigError, match="data has 'recovery', which no stage reads; the names are regularise, cut"):
+        prune_(model, {**samples, "recovery": torch.zeros(1, 8, dtype=torch.int64)}, settings)
+
+
 def test_a_run_with_other_weights_is_not_resumed(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,7 +481,7 @@ def test_a_damaged_record_of_an_interrupted_run_is_refused(
 def test_another_revision_is_another_run(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.pipeline._through", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("pyprune.stages.snapshot", lambda *a, **k: 1 / 0)  # there is a plan, which is kept
     with pytest.raises(ZeroDivisionError):
         prune(model_folder, config(text), out=tmp_path / "out", revision="main")
     with pytest.raises(ConfigError, match="revision was 'main', now None"):

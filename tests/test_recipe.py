@@ -232,6 +232,8 @@ def test_off_is_a_word_where_it_is_an_option() -> None:
     [
         ("dress-anneal", [], "dress.penalty_weight=0.1", "dress.schedule 'anneal'"),
         ("dress-anneal", [], "dress.solver=prox", "dress.schedule 'anneal'"),
+        ("dress-anneal", [], "dress.norm=l1", "dress.schedule 'anneal'"),
+        ("loraprune-paper", [], "loraprune.train.checkpoint_interval=4", "loraprune.train, which keeps nothing"),
         ("dress-paper", [], "dress.anneal_share=0.1", "dress.schedule 'published'"),
         ("dress-paper", [], "dress.prox_step=0.1", "dress.solver 'subgradient'"),
         ("dress-paper", [], "dress.segments=3", "dress.select 'last'"),

@@ -105,6 +105,25 @@ def test_a_checkpoint_that_is_cut_already_is_reconstructed(dense: Path, plan: Pa
     assert model.config.architectures == ["LlamaForCausalLM"]
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+def test_biases_that_the_cut_added_are_no_part_of_the_dense_model(name: str, text: Path, tmp_path: Path) -> None:
+    """They are zero where nothing was removed, and what is behind them is exact still."""
+    model = tiny_model(name)
+    dense, plan = write_model(model, tmp_path / "dense"), family_for(model).plan(model.config)
+    for layer in plan.layers:
+        plan = plan.with_layer(layer.index, ffn=layer.ffn[: len(layer.ffn) // 2])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    pruned = tmp_path / "pruned"
+    given = arguments(dense, tmp_path / "plan.json", text, pruned, "--set", "cut.reconstruct=bias")
+    assert run(*given).exit_code == 0
+    added = load_file(pruned / "model.safetensors").keys() - load_file(dense / "model.safetensors").keys()
+    assert any(weight.endswith("layers.0.mlp.up_proj.bias") for weight in added)
+    data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
+    done = run("reconstruct", pruned, "--dense", dense, "--out", tmp_path / "solved", *data)
+    assert done.exit_code == 0, done.output
+    assert distance(tmp_path / "solved", dense) < distance(pruned, dense)
+
+
 def test_tokens_that_the_model_has_no_embedding_for_are_refused(
     dense: Path, plan: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -18,12 +18,14 @@ from typer.testing import CliRunner
 from pyprune import pipeline, rework
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
-from pyprune.checkpoint.trained_on import assert_not_trained_on
+from pyprune.checkpoint.trained_on import assert_not_trained_on, training_marks, unguarded
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, StageConfig
+from pyprune.data.overlap import SHINGLE
 from pyprune.data.sampling import sample_sequences
+from pyprune.data.tokens import IGNORED
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
@@ -204,12 +206,28 @@ def test_masked_prompts_are_refused_where_every_token_counts(text: Path, records
         prune_(tiny_model("llama"), {"regularise": windows, "recover": samples}, settings)
 
 
+def test_records_that_are_too_short_to_be_known_again_are_warned_of(records: Path) -> None:
+    samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
+    assert unguarded([samples]) == []
+    samples.ids[:, SHINGLE - 1 :] = IGNORED
+    assert training_marks([samples]) == ""
+    (said,) = unguarded([samples])
+    assert said.startswith("All records are shorter than 64 and leave no marks")
+
+
 # pyprune recover
 
 
 @pytest.mark.parametrize("adapters", ["lora", "none"])
 def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
-    pruned: Path, dense: Path, text: Path, records: Path, tmp_path: Path, adapters: str
+    pruned: Path,
+    dense: Path,
+    text: Path,
+    records: Path,
+    tmp_path: Path,
+    adapters: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = run_config(records, recover={"adapters": adapters})
     report = recover_checkpoint(pruned, config, out=tmp_path / "out", teacher=dense)
@@ -244,6 +262,11 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
     again = recover_checkpoint(tmp_path / "out", config, out=tmp_path / "twice", teacher=dense)
     assert any("training text of this checkpoint already" in w for w in again.warnings)
     assert len(read_pruning_json(tmp_path / "twice").provenance["recoveries"]) == 2
+    capsys.readouterr()
+    monkeypatch.setattr("pyprune.rework.recover", lambda *_, **__: pytest.fail("training"))
+    with pytest.raises(pytest.fail.Exception):
+        recover_checkpoint(tmp_path / "out", config, out=tmp_path / "not-there", teacher=dense)
+    assert "training text of this checkpoint already" in " ".join(capsys.readouterr().err.split()), "before it trains"
 
 
 def pipeline_text(source: Path) -> list[str]:

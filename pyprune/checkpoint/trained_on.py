@@ -67,12 +67,12 @@ def _long(samples: TokenSamples) -> bool:
 
 def unguarded(samples: Iterable[TokenSamples]) -> list[str]:
     """What to warn of where sequences are too short to be marked, one sentence a length."""
-    lengths = sorted({s.ids.shape[1] for s in samples if not _long(s)})
-    return [
-        f"Sequences of {length} tokens are shorter than {SHINGLE} and leave no marks: pyprune eval cannot tell that a "
-        "test text was read here."
-        for length in lengths
-    ]
+    what = f"shorter than {SHINGLE} and leave no marks: pyprune eval cannot tell that a test text was read here."
+    given = list(samples)
+    lengths = sorted({s.ids.shape[1] for s in given if not _long(s)})
+    found = [f"Sequences of {length} tokens are {what}" for length in lengths]
+    records = [s for s in given if s.records and _long(s)]
+    return found + [f"All records are {what}" for s in records if not bool((s.ids[:, SHINGLE - 1] >= 0).any())]
 
 
 def marked_passages(marks: str, tokens: Tensor) -> int:

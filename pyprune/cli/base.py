@@ -229,6 +229,23 @@ def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
     refuse_idle(options, f"beside {present}; leave one of them out.")
 
 
+def refuse_others_beside(context: typer.Context, present: str, *read: str) -> None:
+    """Refuse every argument and option that was given beside one, other than those that it reads.
+
+    Args:
+        context: of the command.
+        present: that option, as it is written.
+        read: names of the parameters that are allowed, its own among them.
+    """
+    given = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name not in read:
+            written = next((word for word in parameter.opts if word.startswith("--")), str(parameter.name).upper())
+            given[written] = source is not None and source.name == "COMMANDLINE"
+    refuse_beside(present, given)
+
+
 def refuse_idle(options: Mapping[str, bool], why: str) -> None:
     """Refuse options that were given and do nothing.
 

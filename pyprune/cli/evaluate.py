@@ -108,19 +108,23 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     measured, scores = found.perplexity, found.tasks
+    conditions = {"dtype": dtype, "split": split, "field": field, "max_tokens": max_tokens, "limit": limit}
+    conditions |= {"gguf_file": gguf_file, "revision": revision}
+    told = [f"{name} {value}" for name, value in conditions.items() if value not in (None, "float32")]
+    note = f"Measured with: {', '.join(told)}." if told else ""
     tables = []
     if measured:
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
-        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows))
+        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, note))
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
         if found.mean_accuracy is not None:
             left_out = found.without_accuracy
             of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
             flat.append((f"mean of {of}", "acc", found.mean_accuracy))
-        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat)))
+        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), "" if measured else note))
     output(
-        {"model": model, **found.to_dict()}, json_file, *tables
+        {"model": model, "conditions": conditions, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}

@@ -135,8 +135,6 @@ def _print_recovered(report: TrainReport, out: Path) -> None:
     ]
     rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
     print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
-    for warning in report.warnings:
-        warn(warning)
     print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
 
 

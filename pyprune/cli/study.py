@@ -16,7 +16,7 @@ from pyprune.cli.base import (
     comma_separated,
     guarded,
     output,
-    refuse_beside,
+    refuse_others_beside,
 )
 from pyprune.errors import ConfigError, OutputError, shown
 from pyprune.methods.registry import score_presets
@@ -28,6 +28,7 @@ LONGEST_NUMBER = 20
 
 @guarded
 def robustness(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name) of a dense model.")
     ] = None,
@@ -123,15 +124,7 @@ def robustness(
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
     if theorem:
-        of_comparison = {
-            "MODEL": model,
-            "--ppl": ppl,
-            "--set": set_,
-            "--calibration": calibration,
-            "--samples": samples,
-        }
-        of_comparison |= {"--sequence-length": sequence_length, "--tokens": tokens, "--revision": revision}
-        refuse_beside("--check-theorem", {option: value is not None for option, value in of_comparison.items()})
+        refuse_others_beside(context, "--check-theorem", "theorem", "json_file", "debug")
         _print_theorem(json_file)
         return
     if model is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -270,7 +271,9 @@ class CompactedLayers(CutSide):
 
         def of_step(layer: nn.Module) -> dict[str, Tensor]:
             named = dict(layer.named_parameters())
-            blocks = {name: self.family.match(f"{place}.{name}")[0].block for name in named}
+            # By the weight beside it: a bias that the cut has added is in no table of the dense model's.
+            beside = {name: re.sub(r"\.bias$", ".weight", name) for name in named}
+            blocks = {name: self.family.match(f"{place}.{beside[name]}")[0].block for name in named}
             return {name: weight for name, weight in named.items() if blocks[name] in step.part.blocks}
 
         with dense.layer(index) as whole:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from pyprune.config.data import MIXTURES
 from pyprune.data.documents import Corpus as Corpus
@@ -78,8 +79,8 @@ def check_source(source: str) -> None:
     Of a mixture, the sources in it are checked one by one (``DataConfig.sources``).
 
     Raises:
-        DataError: a local file (or one of a package) that is not there, is no regular file, is too large or may not be
-            read; or a name that is no source at all, or is that of a mixture.
+        DataError: a local file (or one of a package) that is not there, is no regular file, is too large, may not be
+            read or is JSON as a whole; or a name that is no source at all, or is that of a mixture.
         MissingDependencyError: a hub data set without the package `datasets`.
     """
     if source in MIXTURES:
@@ -88,9 +89,9 @@ def check_source(source: str) -> None:
             f"for example {MIXTURES[source][0].source!r}."
         )
     if source.startswith(PACKAGE_PREFIX):
-        check_file(packaged_file(source.removeprefix(PACKAGE_PREFIX)))
+        _check_text_file(packaged_file(source.removeprefix(PACKAGE_PREFIX)))
     elif source not in HUB_SOURCES and _is_local(source):
-        check_file(local_path(source))
+        _check_text_file(local_path(source))
     elif source in HUB_SOURCES or _HUB_ID.fullmatch(source):
         check_datasets(source)
     else:
@@ -117,10 +118,24 @@ def _is_local(source: str) -> bool:
     return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
 
 
+def _kind(name: str) -> str:
+    """The ending of a file's name that says what it holds, such as ".jsonl": of what is packed, the one before."""
+    return os.path.splitext(name.lower().removesuffix(".gz"))[1]
+
+
+def _check_text_file(path: Path) -> None:
+    check_file(path)
+    if _kind(path.name) == ".json":
+        raise DataError(
+            f"{shown(str(path))} is JSON as a whole, which would be read as prose. Give a .jsonl file with one "
+            "object a line; jq -c '.[]' FILE.json > FILE.jsonl makes it of a list."
+        )
+
+
 def _read_local(source: str, field: str | None) -> Corpus:
     path = local_path(source)
     text = read_text(path)
-    if path.name.removesuffix(".gz").endswith(".jsonl"):
+    if _kind(path.name) == ".jsonl":
         return parse_jsonl(source, text, field)
     _refuse_field(source, field)
     return parse_plain(source, text)
@@ -130,7 +145,7 @@ def _read_packaged(source: str, field: str | None) -> Corpus:
     name = source.removeprefix(PACKAGE_PREFIX)
     text = packaged_text(name)
     file_name = name.rsplit("/", 1)[-1]
-    if file_name.endswith(".jsonl"):
+    if _kind(file_name) == ".jsonl":
         return parse_jsonl(source, text, field)
     _refuse_field(source, field)
     return parse_packaged(source, file_name, text)

@@ -39,7 +39,7 @@ class EvaluationText:
     """A test text, joined and tokenised once.
 
     Attributes:
-        source: as the user wrote it, with the split of a hub data set.
+        source: as the user wrote it.
         token_ids: int64 [N], with the tokenizer's own special tokens (a LLaMA tokenizer puts one bos in front).
         text_sha256: of the joined text.
         max_windows: most windows the protocol uses (C4: 256); None = all.

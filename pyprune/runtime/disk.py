@@ -54,8 +54,12 @@ def existing_parent(path: Path) -> Path:
 
 
 def in_place(path: Path) -> bool:
-    """Whether a path is written to as it is: a device, a pipe, or whatever /dev and /proc name."""
-    if os.path.abspath(path).startswith(("/dev/", "/proc/")):
+    """Whether a path is written to as it is: a device, a pipe, or whatever /dev and /proc name.
+
+    /dev/shm is a disk in memory, whose files are like any other's.
+    """
+    place = Path(os.path.abspath(path)).parts
+    if place[:2] in (("/", "dev"), ("/", "proc")) and place[2:3] != ("shm",):
         return True
     try:
         return not stat.S_ISREG(path.stat().st_mode)

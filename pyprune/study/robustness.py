@@ -50,6 +50,7 @@ from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, evaluation_text
 from pyprune.report import to_markdown
+from pyprune.runtime.disk import in_place
 from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
@@ -96,13 +97,15 @@ def check_rows_file(out: Path) -> None:
     """Refuse before any work a file of rows that cannot be written, or whose tables would replace another file.
 
     Raises:
-        OutputError: ``out`` ends in .md, as the tables' file does; it or that file cannot be written; or that file
-            exists and holds something else.
+        OutputError: ``out`` is no regular file; it ends in .md, as the tables' file does; it or that file cannot be
+            written; or that file exists and holds something else.
     """
+    check_file(out)
+    if in_place(out):
+        raise OutputError(f"{out} is no regular file, so the tables have no place beside it; give --out another name.")
     tables = out.with_suffix(".md")
     if out == tables:
         raise OutputError(f"{out} is where the tables are written; give the rows another name, for example .jsonl.")
-    check_file(out)
     check_file(tables)
     if tables.is_file() and tables.stat().st_size:
         with tables.open("rb") as stream:

@@ -188,7 +188,9 @@ def test_eval_measures_and_annotates(pruned: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     result = run("eval", pruned, "--ppl", test_text, "--protocol", "ppl-128", "--json", out, "--annotate")
     assert result.exit_code == 0, result.output
-    figures = json.loads(out.read_text())["perplexity"]
+    found = json.loads(out.read_text())
+    assert {name: value for name, value in found["conditions"].items() if value is not None} == {"dtype": "float32"}
+    figures = found["perplexity"]
     assert figures[0]["protocol"] == "ppl-128"
     assert figures[0]["perplexity"] > 1
     assert "ppl-128" in result.stdout
@@ -279,6 +281,7 @@ def test_eval_warns_of_a_dtype_that_this_machine_lacks(
     result = run("eval", checkpoint, "--ppl", text, "--max-tokens", "256", "--protocol", "ppl-128", "--dtype", dtype)
     assert result.exit_code == 0, result.output
     assert ("has no bfloat16 arithmetic" in result.stderr) is (dtype == "bfloat16")
+    assert ("dtype bfloat16, max_tokens 256" in result.stdout) is (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from pyprune.errors import OutputError
 from pyprune.runtime.files import (
     MARK,
     atomic_folder,
+    check_file,
     check_output,
     claimed,
     foreign_names,
@@ -274,6 +276,19 @@ def test_devices_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     reader.join()
     assert read == ["through"]
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no disk in memory")
+def test_a_disk_in_memory_is_no_device() -> None:
+    """Its files are replaced, not appended to."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "file"
+        for text in ("1", "2"):
+            write_text(path, text)
+            assert path.read_text() == text
+        check_file(path)
+        with pytest.raises(OutputError, match="there is no folder"):
+            check_file(Path(folder) / "none" / "file")
 
 
 def test_standard_output_is_written_to_in_place(tmp_path: Path) -> None:

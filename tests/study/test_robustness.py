@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -519,9 +520,19 @@ def test_wrong_options_of_the_command(more: list[str], words: str, texts: tuple[
 
 
 def test_the_check_of_the_theorem_takes_no_model() -> None:
-    done = CliRunner().invoke(app, ["robustness", "model", "--check-theorem", "--ppl", "x.txt"])
+    given = ["model", "--ppl", "x.txt", "--seeds", "0", "--out", "mine.jsonl"]
+    done = CliRunner().invoke(app, ["robustness", "--check-theorem", *given])
     assert done.exit_code == ERROR_CODE
-    assert "MODEL, --ppl do nothing beside --check-theorem" in done.stderr
+    said = " ".join(done.stderr.split())
+    assert "MODEL, --seeds, --ppl, --out do nothing beside --check-theorem" in said
+
+
+@pytest.mark.parametrize("out", [".", "", os.devnull])
+def test_rows_need_a_file_of_their_own(out: str, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, arguments(texts, tmp_path, "--out", out))
+    assert done.exit_code == ERROR_CODE
+    said = " ".join(done.stderr.split())
+    assert "is a folder; name a file" in said or "is no regular file" in said
 
 
 def test_a_model_is_needed() -> None:

@@ -192,6 +192,12 @@ class Ranking:
     def _heads_in(self, axis: ScoreAxis) -> int:
         return self.scope.dense.group_size if axis == "heads" and self.scope.whole_groups else 1
 
+    def rounding_notes(self) -> tuple[str, ...]:
+        """What is to be said of the hidden size that a ratio comes to."""
+        if self.score.counts or self.scope.axes != ("hidden",):
+            return ()
+        return decide_hidden_count(self.request, usual="parameters").notes
+
     def _hidden_by_ratio(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
         (order,) = orders
         decision = decide_hidden_count(self.request, usual="parameters")

@@ -242,7 +242,7 @@ def decide_by_scores(
     share = share_of_parameters(request.family, request.shapes, plan)
     losses = losses_by_axis(ranking, plan)
     left = parameters_after(request.family, request.shapes, plan)
-    notes = [_goal_note(request, share, left), losses_note(losses), *run.notes]
+    notes = [*ranking.rounding_notes(), _goal_note(request, share, left), losses_note(losses), *run.notes]
     warnings += untouched_axes(ranking, losses, standardised=run.scores.standardised)
     warnings += _shortfall(ranking, share)
     if request.score.uniform:
@@ -305,7 +305,8 @@ def _goal_note(request: PlanRequest, share: float, left: int) -> str:
         counts = ", ".join(f"{axis} {count}" for axis, count in request.score.counts.items())
         asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
     else:
-        asked = f"asked for {request.ratio:.2%}"
+        unit = " of the hidden channels" * (request.ratio_of == "hidden")
+        asked = f"asked for {request.ratio:.2%}{unit}"
     return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
 
 

@@ -16,12 +16,13 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import ConfigError, DataError, ScoreError, UnsupportedModelError
 from pyprune.families import family_for, named_axes
-from pyprune.methods.hidden.pca import PcaOptions
+from pyprune.methods.hidden.pca import PcaOptions, directions
 from pyprune.methods.hidden.pca.directions import principal_directions, stream_moment
 from pyprune.methods.registry import preset, read_config
 from pyprune.pipeline import make_plan, prune, prune_
 from pyprune.probe.energy import stream_energy
 from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
+from pyprune.runtime import processes
 from tests._support.cli import run
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
@@ -99,6 +100,14 @@ def test_the_moment_is_that_of_the_streams_between_the_layers(name: str, alike: 
     assert float(found.trace()) == pytest.approx(len(streams))
     if not alike:
         torch.testing.assert_close(found.diagonal(), stream_energy(model, SAMPLES), rtol=1e-6, atol=0)
+
+
+def test_processes_that_cut_together_take_the_first_one_s_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, first = torch.eye(3), torch.eye(3).flip(0)
+    monkeypatch.setattr(processes, "from_first", lambda rotation: first)
+    assert directions._of_all(mine) is mine
+    monkeypatch.setattr(processes, "divided", lambda: True)
+    assert torch.equal(directions._of_all(mine), first)
 
 
 @pytest.mark.parametrize("alike", [False, True])

@@ -97,6 +97,17 @@ def test_every_tensor_with_a_hidden_axis_is_penalised_in_R_only(family: str) -> 
         assert gradient[:36].abs().sum() == 0, param.name
 
 
+def test_the_penalty_that_is_told_is_the_one_that_was_trained_on() -> None:
+    """In the full-parameter ablation it is of every channel."""
+    told = {}
+    for penalise in ("removed", "all"):
+        config = DressOptions(penalise=penalise, penalty_weight=0.01, train=replace(TRAIN, steps=1))  # type: ignore[arg-type]
+        report = regularise_dress(tiny_model(), samples(), R, config)
+        assert 0.01 * report.penalty_before == pytest.approx(report.train.history[0].penalty, rel=1e-5)
+        told[penalise] = report.penalty_before
+    assert told["all"] > 2 * told["removed"]
+
+
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_subgradient_brings_the_penalised_part_down_and_not_the_rest(norm: str) -> None:
     model = tiny_model()

@@ -33,6 +33,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
 from pyprune.probe.moments import add_moments_
 from pyprune.probe.streams import LayerRunner
+from pyprune.runtime import processes
 from pyprune.runtime.progress import track
 
 NO_TEXT = "The directions of the stream are found on calibration text; give samples."
@@ -77,7 +78,7 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
     """
     tokens = details["pca"]["tokens"]
     moment = stream_moment(layers, samples, alike=tokens == "alike")
-    rotation = principal_directions(moment)
+    rotation = _of_all(principal_directions(moment))
     before = _logits(layers, samples)
     rotate_(layers, rotation)
     moved = _relative_change(before, _logits(layers, samples))
@@ -96,6 +97,13 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
         f"directions hold {rotated:.3%} of its energy on the calibration text, the strongest {kept} channels held "
         f"{plain:.3%} ({counted}).",
     )
+
+
+def _of_all(rotation: Tensor) -> Tensor:
+    """One rotation for all processes that cut: where they round differently, directions of like strength mix."""
+    if not processes.divided():
+        return rotation
+    return processes.from_first(rotation.cpu()).to(rotation.device)
 
 
 @torch.no_grad()

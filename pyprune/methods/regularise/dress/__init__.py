@@ -71,7 +71,7 @@ class DressOptions(MethodOptions):
     @override
     def idle(self) -> dict[str, str]:
         annealed = self.schedule == "anneal"
-        off = ("penalty_weight", "solver", "prox_step") if annealed else ("anneal_share",)
+        off = ("penalty_weight", "norm", "solver", "prox_step") if annealed else ("anneal_share",)
         found = dict.fromkeys(off, f"schedule {self.schedule!r}")
         if self.solver != "prox":
             found.setdefault("prox_step", f"solver {self.solver!r}")

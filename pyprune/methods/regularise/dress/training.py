@@ -160,9 +160,7 @@ class DressObjective(Objective):
             )
 
     def _penalised(self, model: PreTrainedModel) -> tuple[int, ...]:
-        if self.config.penalise == "all":
-            return tuple(range(model.config.hidden_size))
-        return self.removed
+        return penalised(model, self.removed, self.config)
 
     @property
     def annealed(self) -> bool:
@@ -388,7 +386,13 @@ def _looked_at(
 def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> float:
     if not removed:
         return 0.0
-    return sum(float(slices.penalty(config.norm)) for slices in hidden_slices(model, removed))
+    channels = penalised(model, removed, config)
+    return sum(float(slices.penalty(config.norm)) for slices in hidden_slices(model, channels))
+
+
+def penalised(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> tuple[int, ...]:
+    """The hidden channels that the penalty is of: R, or in the full-parameter ablation all."""
+    return tuple(range(model.config.hidden_size)) if config.penalise == "all" else tuple(removed)
 
 
 def objective(plan: PrunePlan, options: DressOptions) -> DressObjective:

@@ -39,6 +39,12 @@ class LoraPruneOptions(MethodOptions):
         )
     )
 
+    @property
+    @override
+    def idle(self) -> dict[str, str]:
+        kept = ("checkpoint_interval", "copies", "last_good_interval", "validation_interval", "early_stop_min_delta")
+        return {f"train.{name}": "train, which keeps nothing and validates on nothing" for name in kept}
+
     @override
     def problems(self) -> list[str]:
         found: list[str] = []
