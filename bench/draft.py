@@ -33,7 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, measured_here, named, release_of, serving_environment
+from bench._machine import machine_of, named, named_release, release_of, serving_environment
 from bench.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
@@ -118,14 +118,13 @@ class Bench:
                 self._draft(layers)
             return
         wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
-        measured = measured_here(self.records.of("draft"), self.environment)
-        missing = [each for each in wanted if self._key(*each) not in measured]
+        missing = [each for each in wanted if self._key(*each) not in self.records.of("draft")]
         if missing:
             self._measure([Draft(layers, self._draft(layers), proposed) for layers, proposed in missing])
 
     def _key(self, layers: int, proposed: int) -> str:
         o = self.options
-        asked = [o.mode, o.prompts, o.prompt_tokens, o.new_tokens, o.turns]
+        asked = [o.mode, o.prompts, o.prompt_tokens, o.new_tokens, o.turns, *named_release(self.environment)]
         return digest([machine_of(self.environment), self.name, self._made(layers), proposed, *asked])[:16]
 
     def _made(self, layers: int) -> Json:
@@ -299,9 +298,13 @@ COLUMNS = (
 
 def table(records: RecordFile) -> str:
     """Every recorded draft, machine by machine."""
-    rows = sorted(records.of("draft").values(), key=lambda r: (named(machine_of(r["environment"])), r["mode"]))
+    rows = sorted(records.of("draft").values(), key=_order)
     note = "Speed-up: median of the turns, each beside the dense model in the same turn, and half of their range."
     return noted_table(Table("The pruned model as the draft of its dense model", COLUMNS, tuple(map(_row, rows)), note))
+
+
+def _order(row: Json) -> tuple[str, str, str]:
+    return named(machine_of(row["environment"])), release_of(row["environment"]), row["mode"]
 
 
 def _row(row: Json) -> tuple[Cell, ...]:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status, known
 from bench._demo_data import MODEL_NAME, config_folder
-from bench._machine import machine_of, measured_here, serving_environment
+from bench._machine import machine_of, named_release, serving_environment
 from bench._serving_card_ideal import machine_rates
 from bench._serving_card_plans import UNEQUAL, UNIFORM, card_plans
 from bench._serving_card_table import STARTED_NAMES, card
@@ -146,10 +146,8 @@ class Bench:
 
     def _key(self, *what: Any) -> str:
         layers = {name: [layer.widths for layer in plan.layers] for name, plan in self.plans.items()}
-        return digest([machine_of(self.environment), self.name, layers, *what])[:16]
-
-    def _measured(self, kind: str) -> set[str]:
-        return measured_here(self.records.of(kind), self.environment)
+        release = named_release(self.environment)
+        return digest([machine_of(self.environment), self.name, layers, *what, *release])[:16]
 
     def _machine(self) -> None:
         key = digest(machine_of(self.environment))[:16]
@@ -164,7 +162,7 @@ class Bench:
         for start in range(0, len(names), step):
             group = names[start : start + step]
             keys = {q: self._key("engine", mode, str(q), group, o.seed, o.repeats) for q in o.quantities}
-            missing = {q: key for q, key in keys.items() if key not in self._measured("engine")}
+            missing = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
             if missing:
                 self._group(mode, group, missing)
 
@@ -201,7 +199,7 @@ class Bench:
         options = self._load_options(mode)
         chosen = () if len(self.names) == len(self.plans) else (self.names,)  # a run of all has the key that it had
         key = self._key("load", mode, asdict(options), *chosen)
-        if key in self._measured("load"):
+        if key in self.records.of("load"):
             return
         found = measure_serving({name: self._model(name)[0] for name in self.names}, options)
         report = found.to_dict()
@@ -237,7 +235,7 @@ class Bench:
         """Start servers of stock models and of as large ones that the plugin serves in turn."""
         starts = self.options.starts
         key = self._key("startup", mode, starts, list(STARTED_NAMES))
-        if key in self._measured("startup"):
+        if key in self.records.of("startup"):
             return
         plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
         folders = self._started()

@@ -183,8 +183,9 @@ def _pruned(
 
 def _trained_again(config: PruneConfig, data: Mapping[str, TokenSamples], marks: str) -> list[str]:
     """Say before any work which text the model was trained on already, and return the sentences."""
+    if not shapes_the_result(config):
+        return []
     found = [text for samples in data.values() for text in trained_before(marks, samples)]
-    found = found if shapes_the_result(config) else []
     say_warnings(found)
     return found
 

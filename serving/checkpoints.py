@@ -365,9 +365,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     text = whole.get("text_config") or {}
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
-    refuse_damaged(config, path)
     if "vocab_size" not in config:
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
+    refuse_damaged(config, path)
     return config
 
 

@@ -68,7 +68,8 @@ def why_not_uncompiled_pipeline(ranks: int, version: str) -> str:
         return ""
     return (
         f"pipeline_parallel_size is {ranks} and the model is not compiled, which ends vLLM {version} on a CPU at the "
-        "first request. Leave out what switches compilation off (--enforce-eager, -O0, --enable-lora), or use "
+        "first request. Leave out what switches compilation off (--enforce-eager, -O0, --enable-lora, mode 0 of "
+        "--compilation-config, the variable TORCH_COMPILE_DISABLE), or use "
         f"--tensor-parallel-size instead; where triton has a backend for CPUs, {RUNNER}=1 takes another runner."
     )
 

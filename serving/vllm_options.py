@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ from pyprune.errors import CheckpointError
 from pyprune.runtime.files import parse_json, read_bounded, read_json
 from pyprune.serving.checkpoints import Hub, refuse_damaged
 
-COMPILATION_MODE = ("-cc.mode", "--compilation-config.mode")
 NO_COMPILATION = "TORCH_COMPILE_DISABLE"
 """Environment variable that switches compilation off where it is 1."""
 
@@ -56,8 +54,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     parser.add_argument("--dtype")
     parser.add_argument("--optimization-level", "-O")
     parser.add_argument("--speculative-config", "-sc")
-    parser.add_argument("--spec-method", "--speculative-config.method", "-sc.method")
-    parser.add_argument("--spec-model", "--speculative-config.model", "-sc.model")
+    parser.add_argument("--spec-method")
+    parser.add_argument("--spec-model")
     for switch in ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
@@ -65,38 +63,50 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     # As in vLLM: what the file holds stands before the options, which replace it.
     words = [*(words_of_file(arguments) if with_file else ()), *dashed_words(arguments)]
     try:
-        given = parser.parse_known_args(words)[0]
+        given = parser.parse_known_args(_folded(words))[0]
     except argparse.ArgumentError:
         given = parser.parse_args([])  # vLLM says what is wrong with it
-    given.uncompiled = _is_uncompiled(given, words)
+    given.uncompiled = _is_uncompiled(given)
     given.draft, given.draft_method = _speculation(given)
     return given
 
 
-def _is_uncompiled(given: argparse.Namespace, words: Sequence[str]) -> bool:
+def _is_uncompiled(given: argparse.Namespace) -> bool:
     """As vLLM on a CPU decides: these three whatever else is said, then the mode, then the level."""
     if given.enforce_eager or given.enable_lora or os.environ.get(NO_COMPILATION) == "1":
         return True
-    mode = _value_of(words, COMPILATION_MODE) or _fields(given.compilation_config).get("mode")
+    mode = _fields(given.compilation_config).get("mode")
     return given.optimization_level == "0" if mode is None else str(mode).lower() in ("0", "none")
 
 
-def _value_of(words: Sequence[str], names: Sequence[str]) -> str:
-    """The last value that words give to a field of an option by its dotted name; empty without one."""
-    found = ""
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
+def _folded(words: Sequence[str]) -> list[str]:
+    """Fields that have words of their own, such as -cc.mode=3, as one JSON object for each option behind the others.
+
+    So does vLLM, for which these then replace the option's JSON whole.
+    """
+    found: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    left = iter(words)
+    for word in left:
         name, equals, value = word.partition("=")
-        if name in names:
-            found = value if equals else following
-    return found
+        if not name.startswith("-") or "." not in name:
+            found.append(word)
+            continue
+        option, field = name.split(".")[:2]
+        objects.setdefault(option, {})[field] = _json_or_text(value if equals else next(left, ""))
+    return found + [word for option, fields in objects.items() for word in (option, json.dumps(fields))]
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
 
 
 def _fields(given: str | None) -> dict[str, Any]:
     """An option's fields, which it holds as JSON; none where it does not."""
-    try:
-        fields = parse_json(given or "{}")
-    except ValueError:
-        return {}
+    fields = _json_or_text(given or "")
     return fields if isinstance(fields, dict) else {}
 
 

@@ -108,27 +108,33 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     measured, scores = found.perplexity, found.tasks
-    conditions = {"dtype": dtype, "split": split, "field": field, "max_tokens": max_tokens, "limit": limit}
-    conditions |= {"gguf_file": gguf_file, "revision": revision}
-    told = [f"{name} {value}" for name, value in conditions.items() if value not in (None, "float32")]
-    note = f"Measured with: {', '.join(told)}." if told else ""
+    of_all = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision}
+    of_texts, of_tasks = {"split": split, "field": field, "max_tokens": max_tokens}, {"limit": limit}
     tables = []
     if measured:
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
-        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, note))
+        tables.append(
+            Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _told(of_all | of_texts))
+        )
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
         if found.mean_accuracy is not None:
             left_out = found.without_accuracy
             of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
             flat.append((f"mean of {of}", "acc", found.mean_accuracy))
-        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), "" if measured else note))
+        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _told(of_all | of_tasks)))
     output(
-        {"model": model, "conditions": conditions, **found.to_dict()}, json_file, *tables
+        {"model": model, "conditions": of_all | of_texts | of_tasks, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
         add_to_record(model, quality=_facts(found, parts, limit, dtype))
+
+
+def _told(conditions: Mapping[str, str | int | None]) -> str:
+    """What is not as usual, for the line below a table."""
+    told = [f"{name} {value}" for name, value in conditions.items() if value not in (None, "float32")]
+    return f"Measured with: {', '.join(told)}." if told else ""
 
 
 def _facts(found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str) -> dict[str, float]:

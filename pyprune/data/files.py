@@ -57,7 +57,7 @@ def read_text(path: Path) -> str:
         DataError: it cannot be read, is damaged, too long once it is unpacked, or not UTF-8.
     """
     check_file(path)
-    opened = gzip.open if path.suffix == ".gz" else open
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
     data = bytearray()
     try:
         with opened(path, "rb") as stream:

@@ -118,24 +118,24 @@ def _is_local(source: str) -> bool:
     return source.endswith(_LOCAL_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
 
 
-def _kind(name: str) -> str:
-    """The ending of a file's name that says what it holds, such as ".jsonl": of what is packed, the one before."""
-    return os.path.splitext(name.lower().removesuffix(".gz"))[1]
+def _ends(name: str, ending: str) -> bool:
+    """Whether a file is called so, packed or not, in any spelling."""
+    return name.lower().removesuffix(".gz").endswith(ending)
 
 
 def _check_text_file(path: Path) -> None:
     check_file(path)
-    if _kind(path.name) == ".json":
+    if _ends(path.name, ".json"):
         raise DataError(
-            f"{shown(str(path))} is JSON as a whole, which would be read as prose. Give a .jsonl file with one "
-            "object a line; jq -c '.[]' FILE.json > FILE.jsonl makes it of a list."
+            f"{shown(str(path))} is JSON by its name, which would be read as prose. If it has one object a line, call "
+            "it .jsonl; a list becomes that with: jq -c '.[]' FILE.json > FILE.jsonl"
         )
 
 
 def _read_local(source: str, field: str | None) -> Corpus:
     path = local_path(source)
     text = read_text(path)
-    if _kind(path.name) == ".jsonl":
+    if _ends(path.name, ".jsonl"):
         return parse_jsonl(source, text, field)
     _refuse_field(source, field)
     return parse_plain(source, text)
@@ -145,7 +145,7 @@ def _read_packaged(source: str, field: str | None) -> Corpus:
     name = source.removeprefix(PACKAGE_PREFIX)
     text = packaged_text(name)
     file_name = name.rsplit("/", 1)[-1]
-    if _kind(file_name) == ".jsonl":
+    if _ends(file_name, ".jsonl"):
         return parse_jsonl(source, text, field)
     _refuse_field(source, field)
     return parse_packaged(source, file_name, text)

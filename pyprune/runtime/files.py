@@ -137,8 +137,8 @@ def check_file(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file so that it is either the old one or the whole new one, never a part.
 
-    Symbolic links are followed. Devices and pipes are written to as they are, and so is whatever /dev and /proc name:
-    replacing /dev/stdout would cut off what it stands for.
+    Symbolic links are followed. Devices and pipes are written to as they are, and so is whatever /dev (but /dev/shm)
+    and /proc name: replacing /dev/stdout would cut off what it stands for.
 
     Raises:
         OutputError: the file cannot be written (a full disk, a missing permission).

@@ -70,17 +70,20 @@ def _handles(nvml: Any, visible: str | None) -> list[Any]:
 
     An index may be another GPU's to CUDA, which has the fastest one first unless it is told to go by the bus as NVML.
     """
-    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
-        return every
+        return _every(nvml)
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    kinds = {nvml.nvmlDeviceGetName(handle) for handle in every}
-    if len(kinds) > 1 and os.environ.get(ORDER) != "PCI_BUS_ID" and any(name.isdigit() for name in names):
+    by_index = any(name.isdigit() for name in names) and os.environ.get(ORDER) != "PCI_BUS_ID"
+    if by_index and len({nvml.nvmlDeviceGetName(handle) for handle in _every(nvml)}) > 1:
         return []
     return [
         nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
         for name in names
     ]
+
+
+def _every(nvml: Any) -> list[Any]:
+    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def memory_in_use(gpus: Sequence[Gpu]) -> int | None:

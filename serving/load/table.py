@@ -200,7 +200,11 @@ def _gpu_memory(report: LoadReport) -> dict[str, str]:
     env = report.environment
     if env["device"] == env["cpu"] or any(model.gpu_memory is not None for model in report.models.values()):
         return {}
-    return {"GPU memory": "not told: NVML cannot be read here (pip install nvidia-ml-py)"}
+    why = (
+        "NVML was not read (it needs nvidia-ml-py; where CUDA_VISIBLE_DEVICES picks some of several kinds, their UUIDs "
+        "or CUDA_DEVICE_ORDER=PCI_BUS_ID)"
+    )
+    return {"GPU memory": f"not told: {why}"}
 
 
 def _turns(report: LoadReport) -> int:

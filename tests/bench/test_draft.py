@@ -97,6 +97,10 @@ def test_a_draft_is_trained_once_and_measured_beside_the_dense_model(
     monkeypatch.setattr(draft, "serving_environment", lambda: later)
     assert run(tmp_path, "--layers", "2") == 0
     assert len(Answers.started) == 6, "what an earlier release did is measured again"
+    assert len(RecordFile(tmp_path / "rows.jsonl").of("draft")) == 2 + 2 + 2, "and is kept"
+    capsys.readouterr()
+    assert run(tmp_path, "--layers", "2", "--only-table") == 0
+    assert capsys.readouterr().out.count("| 99.0 |") == 2
 
 
 def test_a_draft_that_proposes_nothing_costs_no_other_its_row(

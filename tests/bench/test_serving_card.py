@@ -242,8 +242,12 @@ def test_engines_are_timed_once_for_each_mode(
     now = serving_card.serving_environment()
     later = {**now, "versions": {"vllm": "99.0"}}
     monkeypatch.setattr(serving_card, "serving_environment", lambda: later)
+    capsys.readouterr()
     assert serving_card.main([*given, "--mode", "eager"]) == 0
     assert len(_Engine.options) == 15, "what an earlier release did is measured again"
+    printed = capsys.readouterr().out
+    assert printed.count(", engine, eager") == 2, "in a table of its own"
+    assert "vLLM 99.0, bfloat16" in printed
 
 
 @pytest.mark.usefixtures("engines")

@@ -65,12 +65,14 @@ def test_paths_that_are_no_files(source: str, words: str) -> None:
 @pytest.mark.parametrize("name", ["alpaca_data.json", "DATA.JSON", "more.json.gz"])
 def test_json_as_a_whole_is_no_prose(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('[{"instruction": "Add.", "input": "1 2", "output": "3"}]')
-    refused(str(tmp_path / name), "is JSON as a whole, which would be read as prose")
+    refused(str(tmp_path / name), "is JSON by its name, which would be read as prose")
 
 
 def test_lines_of_json_are_known_by_any_spelling_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "DATA.JSONL").write_text('{"text": "words"}\n')
     assert read_documents(str(tmp_path / "DATA.JSONL")) == ["words"]
+    (tmp_path / "PACKED.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
+    assert read_documents(str(tmp_path / "PACKED.JSONL.GZ")) == ["packed"]
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed words"}\n'))
     monkeypatch.setattr("pyprune.data.sources.packaged_file", lambda _: tmp_path / "x.jsonl.gz")
     monkeypatch.setattr("pyprune.data.packages.packaged_file", lambda _: tmp_path / "x.jsonl.gz")

@@ -181,14 +181,17 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     assert serve_command(folder, ["-pp", "2"])
     assert serve_command(folder, switch)
     assert serve_command(folder, ["-pp", "2", "-O3", "--no-enforce-eager"])
-    assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", "-cc.mode=NONE").split())
+    for off in (["-cc.mode=NONE"], ["--compilation.mode", "0"]):
+        assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *off).split())
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2").split())
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     if "0" in switch[-1]:
         assert serve_command(folder, ["-pp", "2", *switch, "-cc.mode=3"]), "vLLM goes by the mode"
         assert serve_command(folder, ["-pp", "2", *switch, "-cc", '{"mode": 3}'])
-    for more in ("-cc.backend=inductor", "-cc.mode=none", '-cc={"mode": 0}'):
+    replaced = ["-cc", '{"mode": 3}', "-cc.backend=inductor"]  # the JSON whole, as vLLM has it
+    assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *switch, *replaced).split())
+    for more in ("-cc.backend=inductor", "-cc.mode=none", '-cc={"mode": 0}', "-cc.mode=null"):
         assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *switch, more).split())
     monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
     assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"

@@ -193,8 +193,8 @@ class Ranking:
         return self.scope.dense.group_size if axis == "heads" and self.scope.whole_groups else 1
 
     def rounding_notes(self) -> tuple[str, ...]:
-        """What is to be said of the hidden size that a ratio comes to."""
-        if self.score.counts or self.scope.axes != ("hidden",):
+        """What is to be said of the hidden size that a share of it comes to."""
+        if self.score.counts or self.scope.axes != ("hidden",) or self.request.ratio_of != "hidden":
             return ()
         return decide_hidden_count(self.request, usual="parameters").notes
 

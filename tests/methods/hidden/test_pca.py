@@ -16,7 +16,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import ConfigError, DataError, ScoreError, UnsupportedModelError
 from pyprune.families import family_for, named_axes
-from pyprune.methods.hidden.pca import PcaOptions, directions
+from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.directions import principal_directions, stream_moment
 from pyprune.methods.registry import preset, read_config
 from pyprune.pipeline import make_plan, prune, prune_
@@ -103,11 +103,19 @@ def test_the_moment_is_that_of_the_streams_between_the_layers(name: str, alike: 
 
 
 def test_processes_that_cut_together_take_the_first_one_s_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, first = torch.eye(3), torch.eye(3).flip(0)
-    monkeypatch.setattr(processes, "from_first", lambda rotation: first)
-    assert directions._of_all(mine) is mine
-    monkeypatch.setattr(processes, "divided", lambda: True)
-    assert torch.equal(directions._of_all(mine), first)
+    shared: list[Tensor] = []
+
+    def from_first(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            shared.append(value)
+        return value
+
+    monkeypatch.setattr(processes, "from_first", from_first)
+    prune_(tiny_model("llama"), samples(), config())
+    assert shared == [], "one process has its own"
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    prune_(tiny_model("llama"), samples(), config())
+    assert [rotation.shape for rotation in shared] == [(48, 48)]
 
 
 @pytest.mark.parametrize("alike", [False, True])
