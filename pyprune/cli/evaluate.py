@@ -108,23 +108,22 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     measured, scores = found.perplexity, found.tasks
-    of_all = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision}
-    of_texts, of_tasks = {"split": split, "field": field, "max_tokens": max_tokens}, {"limit": limit}
+    of_all: dict[str, str | int | None] = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision}
+    of_texts = {**of_all, "split": split, "field": field, "max_tokens": max_tokens}
+    of_tasks = {**of_all, "limit": limit}
     tables = []
     if measured:
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
-        tables.append(
-            Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _told(of_all | of_texts))
-        )
+        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _told(of_texts)))
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
         if found.mean_accuracy is not None:
             left_out = found.without_accuracy
             of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
             flat.append((f"mean of {of}", "acc", found.mean_accuracy))
-        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _told(of_all | of_tasks)))
+        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _told(of_tasks)))
     output(
-        {"model": model, "conditions": of_all | of_texts | of_tasks, **found.to_dict()}, json_file, *tables
+        {"model": model, "conditions": of_texts | of_tasks, **found.to_dict()}, json_file, *tables
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
