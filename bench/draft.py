@@ -33,7 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, named, named_release, release_of, serving_environment
+from bench._machine import machine_of, named, named_release, serving_environment
 from bench.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
@@ -45,6 +45,7 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.measure import fills_gpu
+from pyprune.serving.stats import vllm_release
 
 if TYPE_CHECKING:
     from pyprune.serving.load.server import Server
@@ -304,7 +305,7 @@ def table(records: RecordFile) -> str:
 
 
 def _order(row: Json) -> tuple[str, str, str]:
-    return named(machine_of(row["environment"])), release_of(row["environment"]), row["mode"]
+    return named(machine_of(row["environment"])), vllm_release(row["environment"]), row["mode"]
 
 
 def _row(row: Json) -> tuple[Cell, ...]:
@@ -313,7 +314,7 @@ def _row(row: Json) -> tuple[Cell, ...]:
     spread = (max(ratios) - min(ratios)) / 2
     return (
         named(machine_of(row["environment"])),
-        release_of(row["environment"]),
+        vllm_release(row["environment"]),
         row["mode"],
         f"{row['layers']} of {row['of_layers']} layers",
         row["made"]["steps"],

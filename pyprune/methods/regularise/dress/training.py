@@ -139,7 +139,7 @@ class DressObjective(Objective):
         if not self.removed:
             return
         dense = cast(PreTrainedModel, model)
-        self.slices = hidden_slices(dense, self._penalised(dense))
+        self.slices = hidden_slices(dense, penalised(dense, self.removed, self.config))
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
@@ -158,9 +158,6 @@ class DressObjective(Objective):
                 "optimizer's pass, where bfloat16 weights would round its small steps to nothing. Set dress.solver to "
                 "subgradient, or dress.train.memory to full."
             )
-
-    def _penalised(self, model: PreTrainedModel) -> tuple[int, ...]:
-        return penalised(model, self.removed, self.config)
 
     @property
     def annealed(self) -> bool:
