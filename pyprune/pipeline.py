@@ -24,7 +24,16 @@ from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
-from pyprune.rework import TEACHER_DTYPE, Dense, Loaded, check_alike, say_what_is_copied, teacher_dtype, trained_before
+from pyprune.rework import (
+    TEACHER_DTYPE,
+    Dense,
+    Loaded,
+    check_alike,
+    judged_on_read_text,
+    say_what_is_copied,
+    teacher_dtype,
+    trained_before,
+)
 from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
 from pyprune.run_memory import Source, learns_from_files, placed
 from pyprune.runtime import processes
@@ -139,12 +148,12 @@ def _pruned(
         stored = StoredRun(model_id, config, revision=revision, work=work) if note is None else None
         if stored is not None:
             model, data = stored.model, stored.data
-            again = _trained_again(config, data, marks)
+            again = _of_the_text(config, data, marks)
             result = stored.result()
         else:
             model, tokenizer = _load(model_id, config, division, **reading)
             data = draw_samples(model, tokenizer, config)
-            again = _trained_again(config, data, marks)
+            again = _of_the_text(config, data, marks)
             run = StageRun(model, StageText.of(data), config, work, dense if config.recover.distill else None)
             if division.on_host:
                 run.division = division
@@ -177,15 +186,17 @@ def _pruned(
                 provenance=provenance,
                 overwrite=overwrite,
                 dtype=config.export_dtype or _stored_dtype(model_id, **reading),
+                trained=bool(result.stages),
             )
     return result
 
 
-def _trained_again(config: PruneConfig, data: Mapping[str, TokenSamples], marks: str) -> list[str]:
-    """Say before any work which text the model was trained on already, and return the sentences."""
+def _of_the_text(config: PruneConfig, data: Mapping[str, TokenSamples], marks: str) -> list[str]:
+    """Say before any work what is wrong with the text (trained on already, overlapping), and return the sentences."""
     if not shapes_the_result(config):
         return []
     found = [text for samples in data.values() for text in trained_before(marks, samples)]
+    found += judged_on_read_text(config)
     say_warnings(found)
     return found
 

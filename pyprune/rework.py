@@ -367,6 +367,7 @@ def _reworked(
         check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
         marks = known.get("training_marks", "")
         warnings = [*_other_weights(known, dense, pruned), *trained_before(marks, samples), *unguarded([samples])]
+        warnings += judged_on_read_text(config)
         work = _Work(model, samples, plan, folder, warnings=warnings)
         yield work
         earlier = take_measured(known)
@@ -389,6 +390,7 @@ def _reworked(
             overwrite=overwrite,
             dtype=dtype,
             convert=work.add_adapter,
+            trained=True,
         )
 
 
@@ -488,6 +490,23 @@ def _other_weights(known: Mapping[str, Any], dense: Dense, pruned: str | Path) -
     return [
         f"The files of {dense.model} are others than those of the model that {pruned} was made from ({source}). Where "
         "its weights are others too, the result is pulled towards another model."
+    ]
+
+
+def judged_on_read_text(config: PruneConfig | RecoverCheckpointConfig | ReconstructCheckpointConfig) -> list[str]:
+    """What to warn of where sequences that are held back share text with the others (``data.overlap``)."""
+    if isinstance(config, ReconstructCheckpointConfig):
+        judged = {"least_squares.held_back": config.data.overlap}
+    else:
+        stopped = [t for t in config.trainings() if t.train.early_stop_patience is not None]
+        judged = {f"{t.name}.early_stop_patience": t.data.overlap for t in stopped}
+        if isinstance(config, PruneConfig) and config.stages.prune and config.cut.reconstruct == "least_squares":
+            judged["cut.least_squares.held_back"] = (config.cut.data or config.data).overlap
+    return [
+        f"The sequences that {name} holds back may share up to {overlap:.0%} of their tokens with each of the others "
+        "(overlap): what is measured on them is better than on new text."
+        for name, overlap in judged.items()
+        if overlap
     ]
 
 

@@ -28,16 +28,20 @@ from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text, written_at
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
+from pyprune.train.state import is_step
 
 Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
 AnyRun = PruneConfig | RecoverCheckpointConfig | ReconstructCheckpointConfig
 
+LAST_GOOD = "the last good weights"
+"""What a training at whose start a value was not finite has kept: nothing that could be continued."""
 RUN, ARITHMETIC, TEXT, DECISION = "run.json", "arithmetic.json", "text.json", "decision.json"
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
     """What an interrupted run to ``out`` has kept to continue from, in words; None without any of it."""
-    return _kept_in(work_folder(out))
+    kept = _kept_in(work_folder(out))
+    return None if kept == LAST_GOOD else kept
 
 
 def refuse_kept(folder: Path) -> None:
@@ -46,7 +50,12 @@ def refuse_kept(folder: Path) -> None:
     Raises:
         OutputError: it does.
     """
-    if kept := _kept_in(folder):
+    kept = _kept_in(folder)
+    if kept == LAST_GOOD:
+        raise OutputError(
+            f"A run whose training failed has kept {kept} in {folder}. Give --overwrite to drop them and start again."
+        )
+    if kept:
         raise OutputError(
             f"An interrupted run has kept {kept} in {folder}. Give --resume to continue it, or --overwrite to drop it "
             "and start again."
@@ -121,17 +130,18 @@ def of_result(facts: Any) -> Any:
 
 
 def _kept_in(folder: Path) -> str | None:
-    found = ["training checkpoints"] if _holds_training(folder) else []
+    states = _states_in(folder)
+    found = ["training checkpoints"] if any(map(is_step, states)) else []
     found += ["its plan"] if (folder / DECISION).is_file() else []
-    return " and ".join(found) or None
+    return " and ".join(found) or (LAST_GOOD if states else None)
 
 
-def _holds_training(folder: Path) -> bool:
-    """Whether training has left a state in a work folder.
+def _states_in(folder: Path) -> list[str]:
+    """Names of the folders of states that training has left in a work folder.
 
     Path.glob fails on a folder that another process renames while it looks; os.walk goes past it.
     """
-    return any("state.json" in names for _, _, names in os.walk(folder))
+    return [os.path.basename(path) for path, _, names in os.walk(folder) if "state.json" in names]
 
 
 @contextmanager
@@ -180,7 +190,7 @@ def run_folder(
                 with interrupts_deferred():
                     work.clear()
                 raise
-            reached = _holds_training(path) if isinstance(error, ConfigError) else _kept_in(path)
+            reached = _states_in(path) if isinstance(error, ConfigError) else _kept_in(path)
             if not (reached or resume):
                 work.clear()
             raise

@@ -39,6 +39,7 @@ from pyprune.runtime import processes
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.processes import Division, dividing, from_first
 from pyprune.runtime.progress import warn
+from pyprune.train.distill import check_pair
 from pyprune.train.lora import check_rank, target_names
 from pyprune.train.recover import finetune, recover
 from pyprune.train.samples import check_trainable
@@ -466,6 +467,8 @@ class StageRun:
                 "recover.distill learns from the dense model, but the model in memory is cut in place. Give teacher: a "
                 "second copy (copy.deepcopy(model)), or a function that loads one when it is needed."
             )
+        if isinstance(self.teacher, PreTrainedModel):
+            check_pair(model, self.teacher)
         regularises_after = "regularise" in config.stages.after and not after.counts_every_token
         if not before.counts_every_token or regularises_after:
             raise ConfigError(

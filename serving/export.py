@@ -112,7 +112,7 @@ def export(
         if target == "pruned" and not is_pruned(model.config):
             model = as_pruned(model)
         rounding = choose_quantisation(model, quantise) if quantise is not None else None
-        options: dict[str, Any] = {"overwrite": overwrite, "dtype": dtype}
+        options: dict[str, Any] = {"overwrite": overwrite, "dtype": dtype, "trained": _was_trained(facts)}
         if rounding is not None:
             facts["weights"] = rounding.summary
             options["convert"] = rounding.apply
@@ -128,6 +128,11 @@ def export(
         bytes=written.bytes,
         weights=rounding.summary if rounding is not None else "",
     )
+
+
+def _was_trained(facts: Mapping[str, Any]) -> bool:
+    """Whether a record names a training, after the cut or of a run of its own."""
+    return bool(facts.get("recoveries") or (facts.get("report") or {}).get("stages"))
 
 
 def _not_stock(config: Any, reasons: Sequence[str]) -> str:

@@ -21,7 +21,15 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.mask import masked
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.tokens import Batch
-from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError, PlanError, UnsupportedModelError
+from pyprune.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OutputError,
+    PlanError,
+    TrainingError,
+    UnsupportedModelError,
+)
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
 from pyprune.pipeline import decision_for, make_plan, prune, prune_
@@ -32,6 +40,7 @@ from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
 from pyprune.stages import draw_samples, wanted_text
 from pyprune.train.loop import _Run
+from pyprune.train.state import TrainState, save_state
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -335,6 +344,35 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
         patch.setattr("pyprune.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
+
+
+def test_a_model_in_float64_is_trained_as_it_is() -> None:
+    """The options allow lean memory, which bfloat16 weights would have."""
+    settings = read_config({**OPTIONS, "elder": {**OPTIONS["elder"], "train": {**TRAIN, "dtype": "auto"}}})
+    model = tiny_model().double()
+    prune_(model, {"regularise": tiny_batch(1, 6, 32)}, settings)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_the_last_good_weights_of_a_failed_run_are_nothing_to_continue_from(tmp_path: Path) -> None:
+    out, config = tmp_path / "out", PruneConfig(method="elder")
+    start = partial(run_folder, out, {}, config, resume=False)
+
+    def fail() -> None:
+        with start(overwrite=False) as work:
+            save_state(work.path / "regularise", TrainState(0, {}, {}), name="last-good")
+            raise TrainingError("a loss is not finite", step=1)
+
+    with pytest.raises(TrainingError):
+        fail()
+    with (
+        pytest.raises(OutputError, match=r"kept the last good weights in .*\. Give --overwrite to drop them and start"),
+        start(overwrite=False),
+    ):
+        pass
+    assert not interrupted_run(out, config)
+    with start(overwrite=True) as work:
+        assert not (work.path / "regularise").exists()
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -11,7 +11,7 @@ from typing import Any, Never
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -22,7 +22,7 @@ from pyprune.checkpoint.trained_on import assert_not_trained_on, training_marks,
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.config.recoveries import RECOVERIES
-from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, StageConfig
+from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig, StageConfig
 from pyprune.data.overlap import SHINGLE
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.tokens import IGNORED
@@ -97,6 +97,62 @@ def run_config(records: Path, **changes: Any) -> RecoverCheckpointConfig:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def share_kept(before: Path, trained: Path, written: Path) -> float:
+    """How much of the change between two checkpoints is in a third one, by projection on it."""
+    start, end, found = (weights(folder) for folder in (before, trained, written))
+    changes = {name: end[name].float() - start[name].float() for name in start}
+    kept = sum(float(((found[n].float() - start[n].float()) * change).sum()) for n, change in changes.items())
+    return kept / sum(float(change.square().sum()) for change in changes.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bfloat16_checkpoint_keeps_what_a_small_recovery_changed(
+    dense: Path, records: Path, tmp_path: Path, dtype: str
+) -> None:
+    """The default: a bfloat16 checkpoint is written in bfloat16, whose numbers are further apart than most updates."""
+    half = tmp_path / "half"
+    assert run("export", dense, "--out", half, "--dtype", "bfloat16").exit_code == 0
+    train = {**TRAIN, "steps": 2, "learning_rate": 1e-4}
+    config = run_config(records, recover={"distill": None, "train": train})
+    recover_checkpoint(half, replace(config, dtype=dtype), out=tmp_path / "out")
+    recover_checkpoint(half, replace(config, export_dtype="float32"), out=tmp_path / "wide")
+    assert {w.dtype for w in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert 0.5 < share_kept(half, tmp_path / "wide", tmp_path / "out") < 1.5
+    assert run("export", tmp_path / "wide", "--out", tmp_path / "later", "--dtype", "bfloat16").exit_code == 0
+    assert 0.5 < share_kept(half, tmp_path / "wide", tmp_path / "later") < 1.5
+    nearest = {name: weight.bfloat16() for name, weight in weights(tmp_path / "wide").items()}
+    save_file(nearest, tmp_path / "later" / "model.safetensors")
+    assert share_kept(half, tmp_path / "wide", tmp_path / "later") < 0.4
+
+
+def test_held_back_text_that_overlaps_is_warned_of(dense: Path, text: Path, tmp_path: Path) -> None:
+    data = {"source": str(text), "samples": 20, "sequence_length": 200, "overlap": 0.5}
+    stopped = {"train": {**TRAIN, "early_stop_patience": 2}}
+    prune_ = prune_config(
+        tmp_path, text, data=data, stages={"after": ["recover"]}, recover=stopped, cut={"reconstruct": "least_squares"}
+    )
+    said = [warning for warning in prune(dense, prune_, out=tmp_path / "out").warnings if "holds back" in warning]
+    assert [warning.split()[3] for warning in said] == [
+        "recover.train.early_stop_patience",
+        "cut.least_squares.held_back",
+    ]
+    recover_ = RecoverCheckpointConfig.from_dict({"data": data, "recover": stopped})
+    assert len(rework.judged_on_read_text(recover_)) == 1
+    assert not rework.judged_on_read_text(RecoverCheckpointConfig.from_dict({"data": {**data, "overlap": 0.0}}))
+    solved = {"data": {**data, "source": str(text)}}
+    assert "holds back" in rework.judged_on_read_text(ReconstructCheckpointConfig.from_dict(solved))[0]
+
+
+def test_a_teacher_that_is_the_model_itself_is_refused_before_the_cut(text: Path, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    config = prune_config(tmp_path, text, stages={"after": ["recover"]}, recover={"distill": DISTILL})
+    samples = torch.randint(3, 300, (4, 32))
+    for teacher in (model, copy.copy(model)):
+        with pytest.raises(ConfigError, match="shares weights with the student"):
+            prune_(model, {"regularise": samples, "recover": samples}, config, teacher=teacher)
+    assert model.config.num_hidden_layers == tiny_model("llama").config.num_hidden_layers, "nothing was cut"
 
 
 # after pyprune prune

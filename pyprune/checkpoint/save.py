@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from pyprune.checkpoint.record import PruningRecord, write_record
 from pyprune.errors import OutputError
 from pyprune.families import count_parameters
+from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.files import atomic_folder
@@ -29,6 +30,7 @@ def save_checkpoint(
     overwrite: bool = False,
     dtype: str | None = None,
     convert: Callable[[Path], None] | None = None,
+    trained: bool = False,
 ) -> Path:
     """Write a checkpoint folder: safetensors, config, tokenizer, generation config, model card, pruning.json.
 
@@ -44,6 +46,8 @@ def save_checkpoint(
         overwrite: replace an existing folder.
         dtype: float32, bfloat16 or float16 to convert the written weights to; None keeps the model's.
         convert: is given the folder with weights and configuration, which it may change, before the record is written.
+        trained: the weights were trained, in a wider dtype than the written one: what that changed stays in bfloat16
+            too (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
 
     Returns:
         The folder.
@@ -56,7 +60,7 @@ def save_checkpoint(
     facts["architecture"] = type(model).__name__
     facts["dtype"] = dtype or str(model.dtype).removeprefix("torch.")
     with atomic_folder(out, overwrite=overwrite) as temporary:
-        _save_weights(model, temporary, dtype)
+        _save_weights(model, temporary, dtype, trained=trained)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         if convert is not None:
@@ -65,14 +69,14 @@ def save_checkpoint(
     return Path(out)
 
 
-def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> None:
+def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, trained: bool) -> None:
     if dtype is None or DTYPES[dtype] == model.dtype:
         with _generation_config_as_it_is(model, folder):
             model.save_pretrained(folder)
         return
     kept = model.config.dtype
     # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
-    state = {name: converted(name, t.detach(), DTYPES[dtype]) for name, t in model.named_parameters()}
+    state = {name: converted(name, t.detach(), DTYPES[dtype], trained=trained) for name, t in model.named_parameters()}
     try:
         model.config.dtype = DTYPES[dtype]
         with _generation_config_as_it_is(model, folder):
@@ -85,15 +89,16 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def converted(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight in the dtype that it is written in.
+def converted(name: str, weight: torch.Tensor, dtype: torch.dtype, *, trained: bool = False) -> torch.Tensor:
+    """A weight in the dtype that it is written in; ``trained`` as in :func:`save_checkpoint`.
 
     Raises:
         OutputError: a finite value is beyond the range of that dtype.
     """
     if weight.dtype == dtype:
         return weight
-    result = weight.to(dtype)
+    keeping = trained and weight.dtype == torch.float32 and dtype == torch.bfloat16
+    result = changed_to_bfloat16(weight, name) if keeping else weight.to(dtype)
     if not torch.isfinite(result).all() and torch.isfinite(weight).all():
         largest, limit = float(weight.abs().max()), torch.finfo(dtype).max
         raise OutputError(

@@ -213,7 +213,8 @@ def _compare_once(folder: Path, record: PruningRecord, server: str) -> None:
             return
         _compare(folder, record)
         if file is not None and _facts(folder, record, server) == facts and _are_settled(folder, record):
-            os.pwrite(file, VERDICT, 0)
+            with suppress(OSError):  # a full disk; half a verdict is none, and the next process compares for itself
+                os.pwrite(file, VERDICT, 0)
             _remove_old_verdicts()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
+    from pyprune.config.run import PruneConfig
     from pyprune.report import Cell
     from pyprune.stages import PruneResult
 
@@ -106,8 +108,9 @@ def prune(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Text to train on: mixture (prose, web, code, other languages), mixture-offline, wikitext2, ptb, "
-            "c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) file. Default: the preset's.",
+            help="Text to score, to reconstruct and to train on: mixture (prose, web, code, other languages), "
+            "mixture-offline, wikitext2, ptb, c4, alpaca, bookcorpus (more names: pyprune options), a datasets id, or "
+            "a .txt/.jsonl(.gz) file. Default: the preset's.",
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
@@ -162,6 +165,7 @@ def prune(
         },
         settings=set_ or (),
     )
+    _warn_of_unread_text(options, calibration, samples, sequence_length)
     from pyprune import pipeline
 
     source: dict[str, Any] = {
@@ -183,6 +187,30 @@ def prune(
         _print_pruned(result)
         if result.compact is not None:
             warn_of_slow_checkpoint(out, config=options)
+
+
+def _warn_of_unread_text(
+    config: PruneConfig, calibration: str | None, samples: int | None, sequence_length: int | None
+) -> None:
+    """Say which options of the text no text has that this run reads.
+
+    A warning, not a refusal: a script may give every method the same options.
+    """
+    from pyprune.stages import wanted_text
+
+    read = wanted_text(config)
+    if "regularise" in read:
+        return
+    given: dict[str, tuple[object, Sequence[object]]] = {
+        "--calibration": (calibration, [data.source for data in read.values()]),
+        "--samples": (samples, [data.samples for data in read.values()]),
+        "--sequence-length": (sequence_length, [data.sequence_length for data in read.values()]),
+    }
+    idle = [name for name, (value, used) in given.items() if value is not None and value not in used]
+    if idle:
+        why = "the plan says what goes" if config.plan is not None else f"method {config.method!r} decides without text"
+        rest = f"the text of {' and '.join(read)} is another one" if read else "nothing else of this run reads text"
+        warn(f"{', '.join(idle)} would do nothing: {why}, and {rest}.")
 
 
 def _print_pruned(result: PruneResult) -> None:

@@ -88,7 +88,7 @@ class DataConfig(Config):
             Each sample comes from one text and carries its kind.
         overlap: largest share of a window that it may have in common with another window of the same samples, in
             [0, 1); 0 = none. The papers draw windows anywhere: 1,000 of 2,048 tokens are more than PTB has (0.5 is
-            enough), 8,000 more than WikiText-2 (0.9). Samples of different uses never have a token in common.
+            enough), 8,000 more than WikiText-2 (0.85). Samples of different uses never have a token in common.
         cross_documents: whether a window may run on from one document into the next; null = as the source's
             literature draws it (bookcorpus: no, so that each window is part of one record; every other source: yes).
     """

@@ -49,6 +49,12 @@ class Training(NamedTuple):
         found: list[str] = []
         lean = dtype == "bfloat16" and self.may_be_lean
         _require(
+            self.all_weights or dtype != "float16",
+            f"dtype is 'float16', whose smallest number is above most of the gradients of {self.action}; set dtype to "
+            "bfloat16 or float32 (export_dtype says what is written).",
+            found,
+        )
+        _require(
             not self.all_weights or dtype not in HALF_DTYPES or lean,
             f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
             f"set dtype to float32 ({self.name}.dtype says what is computed in), or both dtypes to bfloat16 and "
@@ -305,6 +311,8 @@ class PruneConfig(Config):
     def problems(self) -> list[str]:
         found: list[str] = []
         found += dict.fromkeys(problem for training in self.trainings() for problem in training.problems(self.dtype))
+        if self.dtype == "float16" and self.data.sequence_length > 0 and (deciding := self.deciding()) is not None:
+            found += deciding.problems(self.dtype)
         found += _mixed_memory(list(self.trainings()))
         _require(
             self.stages.prune or not self.verify,

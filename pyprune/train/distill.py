@@ -78,7 +78,7 @@ class Distillation:
         self.student_stream: dict[int, Tensor] = {}
         self.teacher_stream: dict[int, Tensor] = {}
         self.rows: Tensor | None = None
-        _check_pair(student, teacher)
+        check_pair(student, teacher)
         self.view = _StreamView(student, teacher, plan) if config.hidden else None
 
     def run_facts(self) -> dict[str, Any]:
@@ -260,7 +260,12 @@ def _in_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: 
     return cast(tuple[Tensor, Tensor], cast(Any, _InChunks).apply(loss, size, wanted, states, *weights))
 
 
-def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Refuse a teacher that a student cannot learn from.
+
+    Raises:
+        ConfigError: it shares weights with the student, or has another vocabulary.
+    """
     own = {id(p) for p in student.parameters()}
     if any(id(p) in own for p in teacher.parameters()):
         raise ConfigError(

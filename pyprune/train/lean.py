@@ -28,9 +28,15 @@ def decided(config: TrainConfig, model: nn.Module) -> TrainConfig:
 
 def computing(config: TrainConfig, model: nn.Module, device: torch.device) -> TrainConfig:
     """The options with ``dtype`` decided: auto is bfloat16 where weights are (in lean memory), else what is faster."""
-    if config.dtype == "auto" and any(p.dtype == torch.bfloat16 for p in model.parameters()):
+    if config.dtype == "auto" and computed_in(config, model) == "bfloat16":
         return replace(config, dtype="bfloat16")
     return replace(config, dtype=working_dtype(config.dtype, device))
+
+
+def computed_in(config: TrainConfig, model: nn.Module) -> str:
+    """The dtype of most products, ``dtype`` decided: float32 leaves bfloat16 weights under adapters as they are."""
+    half = any(p.dtype == torch.bfloat16 for p in model.parameters())
+    return "bfloat16" if half else config.dtype
 
 
 def to_bfloat16(model: nn.Module) -> None:

@@ -39,7 +39,15 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
 from pyprune.runtime.progress import console
 from pyprune.train.compiled import compiled_layers
-from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward, to_bfloat16
+from pyprune.train.lean import (
+    autocast,
+    computed_in,
+    computing,
+    decided,
+    place_of_copies,
+    steps_in_backward,
+    to_bfloat16,
+)
 from pyprune.train.objective import LossTerms, Objective, StepRecord, TrainReport
 from pyprune.train.optimizer import (
     Clipping,
@@ -52,7 +60,14 @@ from pyprune.train.optimizer import (
     uses_own_optimizer,
 )
 from pyprune.train.progress import _StepProgress
-from pyprune.train.samples import _hold_out, batch_indices, check_samples, check_trainable
+from pyprune.train.samples import (
+    _hold_out,
+    batch_indices,
+    check_gradients_fit,
+    check_not_wide,
+    check_samples,
+    check_trainable,
+)
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
 from pyprune.train.sharded import Whole, sharding
 from pyprune.train.state import TrainState, check_same_run, latest_state
@@ -125,8 +140,10 @@ def train(
         check_samples(model, held_out, "validation")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
+    check_gradients_fit(model)
     config = decided(config, model)
     if config.memory == "lean":
+        check_not_wide(model)
         to_bfloat16(model)
     shards = sharding(model, config)
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
@@ -169,7 +186,7 @@ class _Run:
         self.config = config = computing(config, self.model, self.device)
         self.copies = place_of_copies(config, self.device)
         self.keep_last_good = keep_last_good and self.copies is not None
-        self.report = TrainReport(objective.name, config.dtype)
+        self.report = TrainReport(objective.name, computed_in(config, self.model))
         self.parameters: dict[str, nn.Parameter] = {}
         self.last_good: dict[str, Tensor] = {}
         self.last_good_step = 0
@@ -411,23 +428,26 @@ class _Run:
         if 0 < self.report.steps != validated and not self.done:
             # A fresh objective does not know yet how far its schedule is.
             self.objective.before_step(self.model, self.report.steps)
-            self._validate_if_due()
+            if (found := self._loss_if_due()) is not None:
+                self._note_validation(found)
 
     def _validate_and_checkpoint(self) -> None:
+        found = self._loss_if_due()  # minutes on large texts; who stops it meanwhile does not wait for it
         with interrupts_deferred():
-            self._validate_if_due()
+            if found is not None:
+                self._note_validation(found)
             step, interval = self.report.steps, self.shards.checkpoint_interval(self.config)
             due = interval is not None and step % interval == 0 and step < self.config.steps
             if due and self.checkpoint_dir is not None:
                 self._save(self.checkpoint_dir)
 
-    def _validate_if_due(self) -> None:
+    def _loss_if_due(self) -> float | None:
         step, config = self.report.steps, self.config
-        if self.validation is not None and (step == config.steps or step % config.validation_interval == 0):
-            self._validate(step, self.validation)
+        due = step == config.steps or step % config.validation_interval == 0
+        return self._validation_loss(self.validation) if self.validation is not None and due else None
 
-    def _validate(self, step: int, samples: Batch) -> None:
-        loss = self._validation_loss(samples)
+    def _note_validation(self, loss: float) -> None:
+        step = self.report.steps
         self.report.validation.append((step, loss))
         patience = self.config.early_stop_patience
         if patience is None or not self.objective.settled(step):

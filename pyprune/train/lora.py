@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import RecoverConfig
 from pyprune.errors import ConfigError, MissingDependencyError, UnsupportedModelError
+from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.runtime.files import CARD_NAME, atomic_folder
 
 
@@ -136,6 +137,25 @@ def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) 
         model.train(training)
         if hasattr(model, "peft_config"):
             del model.peft_config
+
+
+def merge(adapted: Any) -> None:
+    """Add trained adapters to the weights below them, in float32 at least; the caller unloads them then.
+
+    bfloat16 weights are rounded so that small updates stay (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
+
+    Args:
+        adapted: a model wrapped by :func:`adapters`.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            weight = layer.get_base_layer().weight
+            for adapter in layer.active_adapters:
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                merged = weight.data.to(wide) + layer.get_delta_weight(adapter).to(wide)
+                weight.data.copy_(changed_to_bfloat16(merged, name) if weight.dtype == torch.bfloat16 else merged)
 
 
 def save_adapters(adapted: Any, out: Path) -> None:

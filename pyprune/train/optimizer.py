@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.ops import available_isas
+from pyprune.ops import available_isas, no_triton
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 from pyprune.train.objective import ParameterGroup
 
@@ -385,7 +385,7 @@ def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:
 
     Without kernels torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
     """
-    kernels = device.type != "cpu" or bool(available_isas())
+    kernels = bool(available_isas()) if device.type == "cpu" else no_triton() is None
     return config.memory == "lean" or (config.optimizer == "fused_adamw" and kernels)
 
 

@@ -16,7 +16,7 @@ from pyprune.runtime import processes
 from pyprune.runtime.files import check_output
 from pyprune.train.distill import Distillation
 from pyprune.train.loop import train
-from pyprune.train.lora import adapters, save_adapters, target_names
+from pyprune.train.lora import adapters, merge, save_adapters, target_names
 from pyprune.train.objective import LossTerms, Objective, TrainReport
 
 
@@ -73,7 +73,7 @@ def recover(
     that were reached. (Where several processes have the model on the host, all this is of the first one.)
 
     Args:
-        model: a causal LM, dense or pruned. Base weights under adapters may be half precision.
+        model: a causal LM, dense or pruned. Base weights under adapters may be bfloat16.
         samples: token ids, int64 [N, T], or :class:`Batch` with labels (instruction records).
         config: what is trained, on which loss, and the training options.
         teacher: the dense model, for distillation; it comes back as it was. It takes its own weights'
@@ -115,9 +115,8 @@ def recover(
             raise
         finally:
             if keep and processes.gets_result():
-                adapted.merge_and_unload()
-            else:
-                adapted.unload()
+                merge(adapted)
+            adapted.unload()
     return report
 
 

@@ -84,6 +84,37 @@ def check_trainable(parameters: Mapping[str, nn.Parameter], *, lean: bool = Fals
         )
 
 
+def check_not_wide(model: nn.Module) -> None:
+    """Refuse float64 weights in lean memory, which trains bfloat16 ones.
+
+    Raises:
+        ConfigError: some that are trained are float64.
+    """
+    wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
+    if wide:
+        raise ConfigError(
+            f"{len(wide)} trained parameters (first: {wide[0]}) are float64, which memory 'lean' does not train; set "
+            "memory to full, or load the model with dtype bfloat16."
+        )
+
+
+def check_gradients_fit(model: nn.Module) -> None:
+    """Refuse float16 weights, trained or under adapters and gates: their gradients are float16 as well.
+
+    A loss is a mean over many tokens, so that of most words' logits the gradient is below 6e-8, the smallest number of
+    float16, and nothing here scales a loss. bfloat16 has the range of float32.
+
+    Raises:
+        ConfigError: some are float16.
+    """
+    half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            f"{len(half)} parameters (first: {half[0]}) are float16, whose smallest number is above most of the "
+            "gradients of a training. Load the model with dtype bfloat16 or float32."
+        )
+
+
 def _hold_out(samples: Batch) -> tuple[Batch, Batch, str]:
     if len(samples) < 2:
         raise ConfigError(

@@ -107,11 +107,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def is_step(name: str) -> bool:
+    """Whether a folder of this name is a state that training continues from; the last good weights are none."""
+    return _STEP.match(name) is not None
+
+
 def latest_state(folder: Path) -> Path | None:
     """The newest complete checkpoint in ``folder``, or None."""
     if not folder.is_dir():
         return None
-    found = [p for p in folder.iterdir() if _STEP.match(p.name) and (p / "state.json").is_file()]
+    found = [p for p in folder.iterdir() if is_step(p.name) and (p / "state.json").is_file()]
     return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -215,6 +216,20 @@ def test_a_server_hashes_every_file_once(written: Path, hashed: Counter[str], mo
     monkeypatch.setenv(verify.SERVER, "another")
     verify_checkpoint(written)
     assert hashed == Counter(files * 2)
+
+
+def test_a_verdict_that_cannot_be_written_ends_no_server(
+    written: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are right; each process of the server then finds that out for itself."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for _ in range(2):
+        verify_checkpoint(written)
+    assert hashed == Counter(list(read_pruning_json(written).files) * 2)
 
 
 def test_a_command_always_hashes(written: Path, hashed: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

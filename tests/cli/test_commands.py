@@ -57,6 +57,38 @@ def test_by_default_a_cut_is_reconstructed_and_then_trained_on_text_and_logits(
     assert not torch.equal(weights["solved"][written], weights["trained"][written])
 
 
+OTHER_TEXT = [
+    "--set", "stages.after=[recover]", "--set", "recovery_data={source: TEXT, samples: 5, sequence_length: 16}"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--method", "last"], "method 'last' decides without text, and nothing else of this run reads text"),
+        (["--plan", "PLAN"], "the plan says what goes, and nothing else of this run reads text"),
+        (
+            ["--method", "last", *OTHER_TEXT],
+            "'last' decides without text, and the text of recover is another one",
+        ),
+        (["--method", "last", "--set", "verify=true"], None),
+        (["--method", "taylor"], None),
+    ],
+)
+def test_text_that_nothing_reads_is_said(
+    more: list[str], said: str | None, checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(family_for(tiny_model()).plan(tiny_model().config).drop_layers([1]).to_json())
+    more = [part.replace("PLAN", str(plan)).replace("TEXT", str(text)) for part in more]
+    given = ["--calibration", text, "--samples", "3", "--sequence-length", "24"]
+    done = run("prune", checkpoint, *more, *given, "--dry-run")
+    assert done.exit_code == 0, done.output
+    printed = " ".join(done.output.split())
+    assert ("--samples, --sequence-length would do nothing: " in printed) is (said is not None), printed
+    assert said is None or said in printed
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
     faster: bool, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

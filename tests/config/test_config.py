@@ -300,8 +300,14 @@ def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
     for method in ("moreau", "elder"):
         untrained = {"method": method, "stages": {"before": []}, "dtype": "bfloat16"}
         assert read_config(untrained).dtype == "bfloat16"
-    lora = {"method": "taylor", "stages": {"before": [], "after": ["recover"]}, "dtype": "float16"}
-    assert read_config(lora).recover.adapters == "lora"
+    lora = {"method": "taylor", "stages": {"before": [], "after": ["recover"]}}
+    assert read_config({**lora, "dtype": "bfloat16"}).recover.adapters == "lora"
+    with pytest.raises(ConfigError, match="dtype is 'float16', whose smallest number is above most of the gradients"):
+        read_config({**lora, "dtype": "float16"})
+    gates = {"method": "elder", "stages": {"before": [], "after": []}, "dtype": "float16"}
+    with pytest.raises(ConfigError, match="most of the gradients of decide"):
+        read_config(gates)
+    assert read_config({**gates, "elder": {"layers": [1]}}).deciding() is None
     assert RecoverCheckpointConfig.from_dict({"dtype": "bfloat16"}).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="recover trains all weights"):
         RecoverCheckpointConfig.from_dict({"dtype": "bfloat16", "recover": {"adapters": "none"}})

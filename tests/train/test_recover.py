@@ -57,6 +57,26 @@ def test_recovery_learns_and_leaves_an_ordinary_model(family: str, uniform: bool
     assert causal_loss(model, samples()).item() < report.losses[0]
 
 
+def test_a_small_recovery_of_bfloat16_weights_is_not_rounded_away() -> None:
+    """A change of a weight of 0.02 by less than 6e-5 is no other bfloat16 number."""
+    config = replace(CONFIG, train=replace(TRAIN, steps=2, learning_rate=1e-4))
+    wide, half = (pruned_model("llama").to(torch.bfloat16) for _ in range(2))
+    wide.float()
+    before = {name: weight.detach().clone() for name, weight in wide.named_parameters()}
+    for model in (wide, half):
+        recover(model, samples(), config)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    changes = {n: p.detach() - before[n] for n, p in wide.named_parameters() if not torch.equal(p, before[n])}
+    parts = {
+        "stayed": half.state_dict(),
+        "to nearest": {n: p.bfloat16() for n, p in wide.state_dict().items()},
+    }
+    for name, weights in parts.items():
+        kept = sum(float(((weights[n].float() - before[n]) * change).sum()) for n, change in changes.items())
+        share = kept / sum(float(change.square().sum()) for change in changes.values())
+        assert (0.5 < share < 1.5) if name == "stayed" else share < 0.3, (name, share)
+
+
 def test_recovery_with_gradient_checkpointing_is_the_same() -> None:
     plain, checkpointed = tiny_model(), tiny_model()
     recover(plain, samples(), CONFIG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -265,8 +266,8 @@ def test_ctrl_c_in_the_validation_that_stops_a_run_does_not_restart_it(tmp_path:
     config = replace(CONFIG, early_stop_patience=2, validation_interval=1)
 
     class Worsening(Objective):
-        def __init__(self, pressed_at: int = 0) -> None:
-            self.pressed_at, self.validations = pressed_at, 0
+        def __init__(self, pressed_at: int = 0, validations: int = 0) -> None:
+            self.pressed_at, self.validations = pressed_at, validations
 
         def validation_penalty(self, model: nn.Module) -> float:
             self.validations += 1
@@ -279,9 +280,11 @@ def test_ctrl_c_in_the_validation_that_stops_a_run_does_not_restart_it(tmp_path:
     assert (expected.steps, expected.stopped) == (3, "early_stop")
     with pytest.raises(KeyboardInterrupt):
         train(model, samples(), config, Worsening(3), validation=samples(4, 9), checkpoint_dir=tmp_path)
-    report = train(
-        model, samples(), config, Worsening(), validation=samples(4, 9), checkpoint_dir=tmp_path, resume=True
-    )
+    done = json.loads((tmp_path / "step-000003" / "state.json").read_text())
+    assert [step for step, _ in done["validation"]] == [1, 2], "nobody waited for the third to end"
+    third = Worsening(validations=2)
+    report = train(model, samples(), config, third, validation=samples(4, 9), checkpoint_dir=tmp_path, resume=True)
+    assert report.validation == expected.validation
     assert (report.steps, report.stopped) == (3, "early_stop")
     assert_equal(whole, model)
 
@@ -468,5 +471,10 @@ def test_half_precision_weights_are_refused() -> None:
     for memory in ("auto", "lean"):
         with pytest.raises(ConfigError, match="float16"):
             train(tiny_model().to(torch.float16), samples(), replace(CONFIG, dtype="bfloat16", memory=memory))
+    frozen = tiny_model().to(torch.float16).requires_grad_(False)
+    with pytest.raises(ConfigError, match="are float16, whose smallest number is above most of the gradients"):
+        train(frozen, samples(), CONFIG)
+    with pytest.raises(ConfigError, match="float64, which memory 'lean' does not train"):
+        train(tiny_model().double(), samples(), replace(CONFIG, dtype="bfloat16", memory="lean"))
     with pytest.raises(ConfigError, match="weight_decay"):
         train(tiny_model(), samples(), replace(CONFIG, optimizer="adam", weight_decay=0.1))

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyprune.ops._dispatch import rounded_scalar
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.philox import BLOCK, random16
+from pyprune.ops.rounding import round_stochastically
 
 PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND, PURPOSE_PROX = range(4)
 FIRST_BITS, SECOND_BITS = 3, 4
@@ -244,18 +245,6 @@ def _store(weight: Tensor, value: Tensor, random: Randomness, purpose: int, *, s
         bits = random.bits(weight.numel(), purpose, weight.device).view(weight.shape)
         value = round_stochastically(value, bits)
     weight.detach().copy_(value)
-
-
-def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """float32 to the nearest bfloat16 value below or above it, with probabilities that make the mean exact.
-
-    Args:
-        value: float32.
-        bits: 16 random bits for each element, int64.
-    """
-    raw = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    rounded = ((raw + bits) & 0xFFFF0000).to(torch.int32).view(torch.float32)
-    return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
 
 
 def read_moments(moments: Moments, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
