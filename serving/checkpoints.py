@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX
-from pyprune.serving.widths import size_fields
+from pyprune.serving.widths import BITS_OF_A_WORD, size_fields
 
 if TYPE_CHECKING:
     from pyprune.checkpoint.shards import TensorFiles
@@ -29,7 +29,6 @@ BESIDE_WORDS = re.compile(r"(.*\.)(?:scales|qzeros|g_idx)")
 """Tensors that GPTQ and AWQ store beside ``qweight``, which are no parameters of the model."""
 WORDS = ".qweight"
 """End of the name of a weight whose values GPTQ or AWQ packed into words."""
-BITS_OF_A_WORD = 32
 FORMAT_KEY = "pyprune.quantise"
 """Where a GGUF file of pyprune's says which format its matrices were asked for in."""
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.bpe")
@@ -74,7 +73,15 @@ class Checkpoint:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """Number of token ids.
+
+        Raises:
+            CheckpointError: config.json leaves it to a default.
+        """
+        if "vocab_size" not in self.config:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'} does not say vocab_size. Write it in, to draw prompts."
+            )
         return int(self.config["vocab_size"])
 
 
@@ -365,7 +372,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     text = whole.get("text_config") or {}
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
-    if "vocab_size" not in config:
+    if "vocab_size" not in config and not (text and isinstance(text, dict)):  # Gemma 3 leaves it to its default
         raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
     refuse_damaged(config, path)
     return config

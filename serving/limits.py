@@ -7,6 +7,7 @@ from typing import Any
 
 from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.plugin import architectures
+from pyprune.serving.stats import cpu_flags
 from pyprune.serving.widths import ffn_field, head_channels, layer_widths, named_layers, off_multiples
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -15,6 +16,9 @@ VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 ON_TRANSFORMERS = ("PhiForCausalLM", "Starcoder2ForCausalLM", "Olmo2ForCausalLM")
 """Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers. The plugin has layers
 for the pruned architectures of these families."""
+
+AMX_INPUTS = 32
+"""Of a block that vLLM's int8 product for AMX reads at once; layers of other sizes take the one for all CPUs."""
 
 WIDTH_MULTIPLE = 8
 """Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
@@ -42,6 +46,28 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
 def why_not_rounded(config: Mapping[str, Any], architecture: str) -> str:
     """Why vLLM on a CPU ends with quantised weights, at its start or the first request; empty where it does not."""
     return next(filter(None, _rounding_reasons(config, architecture)), "")
+
+
+def why_not_adapted(config: Mapping[str, Any], ranks: int) -> str:
+    """Why vLLM 0.32 on this CPU ends at its start where adapters (LoRA) lie on quantised weights; empty where not.
+
+    Its int8 product keeps its own copy of a weight and None in the weight's place, whose device vLLM asks for. With AMX
+    it is another product, which keeps the weight, where every layer reads whole blocks of inputs.
+
+    Args:
+        config: config.json as plain data.
+        ranks: of tensor parallelism.
+    """
+    rounding = config.get("quantization_config")
+    layout = rounding.get("format") if isinstance(rounding, Mapping) else None
+    read = {config.get("hidden_size") or 0}
+    read |= {size // ranks for q, _, ffn in layer_widths(config) for size in (q * head_channels(config), ffn)}
+    if layout != "int-quantized" or ("amx_tile" in cpu_flags() and not any(size % AMX_INPUTS for size in read)):
+        return ""
+    return (
+        "vLLM 0.32's int8 product on this CPU takes no adapters (--enable-lora). Serve it without, merge the adapter "
+        "and export again, or export with --quantise w4a16."
+    )
 
 
 def _rounding_reasons(config: Mapping[str, Any], architecture: str) -> tuple[str, ...]:

@@ -118,6 +118,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def cpu_flags() -> frozenset[str]:
+    """Return the CPU's feature flags; empty where the system does not list them."""
+    return _cpu()[1]
+
+
 def _cpu() -> tuple[str, frozenset[str]]:
     """Return the CPU's name and its feature flags (empty where the system does not list them).
 

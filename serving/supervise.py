@@ -21,6 +21,9 @@ _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 _ASKING = {signal.SIGTERM, signal.SIGINT}
 _PR_SET_PDEATHSIG = 1
 
+END_WITH = "PYPRUNE_END_WITH"
+"""Variable with the process that a measured server is to end with, which may be killed and then ends none itself."""
+
 
 def supervised(run: Callable[[], object]) -> int:
     """Call ``run`` in a child process and return the status with which this process is to end.
@@ -39,7 +42,7 @@ def supervised(run: Callable[[], object]) -> int:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _end_with(parent)
+        end_with(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         run()
         return _RETURNED
@@ -52,7 +55,7 @@ def supervised(run: Callable[[], object]) -> int:
     return ENDED_BY_ITSELF
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have this process asked to end when its parent is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was killed before that

@@ -6,6 +6,7 @@ hands it on, and does not build a sub-block that was removed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNor
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.models.gemma3 import Gemma3Attention, Gemma3MLP
 from vllm.model_executor.models.granite import GraniteAttention
-from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
 from pyprune.modeling.layers import VirtualLayerNorm
@@ -115,10 +116,12 @@ class Surroundings:
     Attributes:
         model_class: embedding, layers and last norm.
         head_bias: the head adds a bias to the logits.
+        embedding_modules: what vLLM prepares for adapters beside the projections.
     """
 
     model_class: type[LlamaModel] = LlamaModel
     head_bias = False
+    embedding_modules: Mapping[str, str] = getattr(LlamaForCausalLM, "embedding_modules", {})
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
@@ -278,6 +281,7 @@ class GemmaDecoderLayer(OwnDecoderLayer):
     """Gemma 3: norms before and after each sub-block."""
 
     model_class = GemmaModel
+    embedding_modules: Mapping[str, str] = {}  # vLLM takes no adapters on a head of 262,144 words
 
     def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
         """See :meth:`OwnDecoderLayer.build`."""

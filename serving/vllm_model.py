@@ -26,7 +26,9 @@ from pyprune.families import Family, all_families, resolve
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
+from pyprune.serving.limits import why_not_adapted
 from pyprune.serving.releases import (
+    is_tried_cpu_build,
     vllm_version,
     why_not_draft_in_pipeline,
     why_not_uncompiled_pipeline,
@@ -35,8 +37,8 @@ from pyprune.serving.releases import (
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
 from pyprune.serving.widths import (
     head_channels,
+    inputs_together,
     layer_widths,
-    scale_group,
     why_not_drafting,
     why_not_grouped,
     why_not_split,
@@ -71,9 +73,12 @@ def check_served(vllm_config: VllmConfig) -> None:
     if vllm_config.compilation_config.mode == CompilationMode.NONE and not vllm_config.use_v2_model_runner:
         reason = reason or why_not_uncompiled_pipeline(ranks, vllm_version())
     reason = reason or why_not_grouped(
-        widths, head_channels(config), scale_group(config), parallel.tensor_parallel_size
+        widths, head_channels(config), inputs_together(config), parallel.tensor_parallel_size
     )
-    if not reason and _is_draft(vllm_config):
+    drafts = _is_draft(vllm_config)  # adapters are for its target
+    if vllm_config.lora_config is not None and not drafts and is_tried_cpu_build(vllm_version()):
+        reason = reason or why_not_adapted(config, parallel.tensor_parallel_size)
+    if not reason and drafts:
         kinds = config.get("layer_types") or ()
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         whole = vllm_config.speculative_config.target_parallel_config  # the draft's own says one rank
@@ -177,6 +182,7 @@ def _made(family: Family) -> type[PrunedCausalLM]:
         "__module__": __name__,
         "__doc__": f"{family.pruned_model.removeprefix('Pruned')} with per-layer sizes.",
         "layer_class": layer_class,
+        "embedding_modules": layer_class.embedding_modules,
         "hf_to_vllm_mapper": layer_class.model_class.hf_to_vllm_mapper,
     }
     fused = {row.pattern.split(".")[-2] for row in family.rows if row.fused_dim is not None}

@@ -35,7 +35,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
 
     Returns:
         The options by their long names, and "uncompiled": whether compilation is switched off (on a CPU adapters do,
-        and TORCH_COMPILE_DISABLE); "draft" and "draft_method": what drafts, and how, empty where that is not said.
+        and TORCH_COMPILE_DISABLE); "draft" and "draft_method": what drafts, and how, empty where that is not said;
+        "draft_ranks": its tensor parallel size, None = the target's.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
     parser.add_argument("--revision")
@@ -68,6 +69,7 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
         given = parser.parse_args([])  # vLLM says what is wrong with it
     given.uncompiled = _is_uncompiled(given)
     given.draft, given.draft_method = _speculation(given)
+    given.draft_ranks = _fields(given.speculative_config).get("draft_tensor_parallel_size")
     return given
 
 

@@ -84,6 +84,10 @@ def named_layers(indices: list[int]) -> str:
     return f"layer {indices[0]}" if len(indices) == 1 else f"layers {format_ranges(indices)}"
 
 
+BITS_OF_A_WORD = 32
+"""Of the numbers into which quantised weights are packed."""
+
+
 def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
     """Why vLLM cannot share these layers among the ranks of tensor parallelism; empty where it can.
 
@@ -116,7 +120,7 @@ def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
 
 
 def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ranks: int) -> str:
-    """Why vLLM cannot share weights whose inputs share scales in groups; empty where it can.
+    """Why vLLM cannot share weights whose inputs are stored several together; empty where it can.
 
     The inputs of what leaves a block (of the heads together, of the FFN channels) are divided among the ranks, and each
     needs whole groups of them.
@@ -124,7 +128,7 @@ def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ran
     Args:
         widths: of every layer.
         head_dim: channels of a head.
-        group: inputs that share a scale; 0 = a scale is of a whole row.
+        group: of :func:`inputs_together`; 0 = each is stored by itself.
         ranks: tensor parallel size.
     """
     if ranks < 2 or group < 1:
@@ -137,14 +141,16 @@ def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ran
             have = "has" if len(layers) == 1 else "have"
             return (
                 f"{named_layers(layers)} {have} {size} {COLUMNS[column]}, of which each of {ranks} tensor parallel "
-                f"ranks would read {size * channels / ranks:g} inputs, and {group} of them share a scale (w4a16). Use "
-                "fewer ranks, or a format whose scales are of whole rows (w8a16, w8a8-int8)."
+                f"ranks would read {size * channels / ranks:g} inputs, and {group} of them are stored together (a "
+                "scale of w4a16, four bytes of w8a16). Use fewer ranks, or w8a8-int8."
             )
     return ""
 
 
-def scale_group(config: Mapping[str, Any]) -> int:
-    """How many inputs share a scale in a folder that compressed-tensors quantised; 0 where a scale is of a whole row.
+def inputs_together(config: Mapping[str, Any]) -> int:
+    """How many inputs share a scale, or else a number of four bytes, in a folder that compressed-tensors quantised.
+
+    0 where each input is stored by itself, and a scale is of a whole row.
 
     Args:
         config: config.json as plain data.
@@ -152,7 +158,10 @@ def scale_group(config: Mapping[str, Any]) -> int:
     rounding = config.get("quantization_config")
     groups = rounding.get("config_groups") if isinstance(rounding, Mapping) else None
     weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
-    return max((int(found.get("group_size") or 0) for found in weights), default=0)
+    group = max((int(found.get("group_size") or 0) for found in weights), default=0)
+    if group or not isinstance(rounding, Mapping) or rounding.get("format") != "pack-quantized":
+        return group
+    return max((BITS_OF_A_WORD // max(1, int(found.get("num_bits") or 8)) for found in weights), default=0)
 
 
 def head_channels(config: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from pyprune.serving.engines import (
     measured_environment,
 )
 from pyprune.serving.load.capacity import ServerFacts, server_facts
+from pyprune.serving.supervise import END_WITH
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
@@ -213,7 +215,7 @@ class Server:
 def server_environment() -> dict[str, str]:
     """The environment of a measured server: it answers without a key, and its log says what is read from it."""
     ours = {name: value for name, value in measured_environment().items() if name != "VLLM_API_KEY"}
-    return {**ours, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1"}
+    return {**ours, END_WITH: str(os.getpid()), "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1"}
 
 
 def free_port() -> int:

@@ -23,10 +23,11 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
+from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.command import serve, serve_command
 from pyprune.serving.export import export
 from pyprune.serving.launch import VariantFinder
-from pyprune.serving.limits import serving_warnings
+from pyprune.serving.limits import serving_warnings, why_not_adapted
 from pyprune.serving.plugin import look_for_platform
 from pyprune.serving.vllm_options import given_options, hub_of
 from tests._support.models import tiny_batch, tiny_model
@@ -172,6 +173,49 @@ def test_eight_bit_weights_alone_are_warned_of_and_refused(tmp_path: Path, monke
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     assert serve_command(tmp_path / "w8a16"), "GPUs have one"
+
+
+def test_adapters_on_int8_weights_are_refused_where_vllm_ends_at_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan, quantise="w8a8-int8")
+    adapted = ["--enable-lora", "--lora-modules", "a=folder"]
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.limits.cpu_flags", lambda: frozenset({"avx512f"}))
+    with pytest.raises(CheckpointError, match="int8 product on this CPU takes no adapters"):
+        serve_command(tmp_path / "out", adapted)
+    assert serve_command(tmp_path / "out")
+    monkeypatch.setattr("pyprune.serving.limits.cpu_flags", lambda: frozenset({"avx512f", "amx_tile"}))
+    with pytest.raises(CheckpointError, match="takes no adapters"):  # inputs in blocks of 32, or the same product
+        serve_command(tmp_path / "out", adapted)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
+    config = {**sizes, "quantization_config": {"format": "int-quantized"}}
+    assert [bool(why_not_adapted(config, ranks)) for ranks in (1, 2)] == [False, True]
+    assert why_not_adapted({**config, "per_layer_config": {"1": {"intermediate_size": 90}}}, 1)
+    export(model, tmp_path / "plain", plan=plan)
+    assert serve_command(tmp_path / "plain", adapted)
+
+
+def test_a_vocabulary_that_config_json_leaves_to_its_default_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Gemma 3 with images, whose text_config names few sizes; prompts cannot be drawn then."""
+    export(tiny_model("llama"), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    del config["vocab_size"]
+    path.write_text(json.dumps({**config, "text_config": {"hidden_size": config["hidden_size"]}}))
+    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    assert serve_command(tmp_path / "out", verify=False)
+    checkpoint = read_checkpoint(tmp_path / "out", verify=False)
+    with pytest.raises(CheckpointError, match=r"config\.json does not say vocab_size\. Write it in"):
+        assert checkpoint.vocab_size
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="it has no vocab_size"):
+        serve_command(tmp_path / "out", verify=False)
 
 
 @pytest.fixture
@@ -389,6 +433,34 @@ def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(CheckpointError, match=r"its draft \S+unequal is a PrunedLlama.* VLLM_PLUGINS=other,pyprune"):
         serve(tmp_path / "llama", unequal)
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_the_ranks_must_be_able_to_share_the_draft_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has the ranks of its target unless one is asked for; a GPU's as well."""
+    pytest.importorskip("compressed_tensors")
+    export(tiny_model("llama"), tmp_path / "dense")
+    model = tiny_model("llama")
+    odd = family_for(model).plan(model.config)
+    for layer in range(model.config.num_hidden_layers):
+        odd = odd.with_layer(layer, ffn=range(39))
+    compact_(model, odd)
+    export(model, tmp_path / "odd", plan=odd)
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "w8a16", plan=plan, quantise="w8a16")
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    two = ["-tp", "2", "--speculative-config"]
+    drafts = {"model": str(tmp_path / "odd"), "num_speculative_tokens": 2}
+    with pytest.raises(CheckpointError, match=r"of its draft \S+odd: layers 0-\d have 39 FFN channels"):
+        serve(tmp_path / "dense", [*two, json.dumps(drafts)])
+    serve(tmp_path / "dense", [*two, json.dumps({**drafts, "draft_tensor_parallel_size": 1})])
+    serve(tmp_path / "dense", ["--spec-model", str(tmp_path / "odd")])
+    assert len(started) == 2
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    with pytest.raises(CheckpointError, match=r"of its draft \S+w8a16: vLLM's CPU backend has no kernel for 8-bit"):
+        serve(tmp_path / "dense", ["--spec-model", str(tmp_path / "w8a16")])
 
 
 @pytest.mark.usefixtures("with_vllm")

@@ -151,6 +151,22 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
     assert distance < _distance(served[name], plain), "the rounded weights were not used"
 
 
+def test_adapters_are_prepared_where_those_of_the_dense_family_are() -> None:
+    """vLLM refuses them on a head of more than 258,048 words, which Gemma 3 has and its class leaves out."""
+    code = (
+        "from pyprune.serving.vllm_model import PrunedGemma3ForCausalLM, PrunedLlamaForCausalLM\n"
+        "from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM\n"
+        "from vllm.model_executor.models.llama import LlamaForCausalLM\n"
+        "classes = PrunedGemma3ForCausalLM, Gemma3ForCausalLM, PrunedLlamaForCausalLM, LlamaForCausalLM\n"
+        "print(*(len(found.embedding_modules) for found in classes))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=engine_environment(), timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().splitlines()[-1] == "0 0 2 2"
+
+
 def test_stock_configurations_are_read_as_ever(root: Path) -> None:
     """The plugin registers the pruned configurations; a plain LLaMA stays what vLLM reads."""
     from transformers import LlamaConfig

@@ -161,6 +161,25 @@ def test_a_closed_terminal_ends_the_server() -> None:
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
 
 
+def test_a_measured_server_ends_with_a_measurement_that_was_killed() -> None:
+    """It is in a session of its own; nothing else would end it, its memory and its port stay taken."""
+    server = "from pyprune.serving import launch; launch.run_vllm = lambda: (print('up', flush=True), time.sleep(600))"
+    measured = f"import sys, time; {server}; sys.argv[1:] = ['serve']; launch.main()"
+    script = (
+        "import os, subprocess, sys, time\n"
+        "from pyprune.serving.load.server import server_environment\n"
+        f"command = [sys.executable, '-c', {measured!r}]\n"
+        "subprocess.Popen(command, env=server_environment(), stdin=subprocess.DEVNULL, start_new_session=True)\n"
+        "time.sleep(600)"
+    )
+    measurement = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert measurement.stdout is not None
+    assert measurement.stdout.readline() == "up\n"
+    measurement.kill()
+    # The pipe closes when nobody is left who could write to it.
+    assert measurement.communicate(timeout=WAIT_S)[0] == ""
+
+
 def test_a_killed_first_process_takes_the_server_with_it(start: Start) -> None:
     process = start(STOPPED)
     line(process)

@@ -15,10 +15,10 @@ from pyprune.serving.limits import serving_warnings
 from pyprune.serving.widths import (
     LayerSizes,
     head_channels,
+    inputs_together,
     layer_widths,
     named_layers,
     off_multiples,
-    scale_group,
     token_bytes,
     why_not_drafting,
     why_not_grouped,
@@ -135,6 +135,13 @@ def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSize
         ([(32, 8, 12288), (0, 0, 512), (32, 8, 0)], 128, 4, ""),
         ([(14, 2, 4864)], 0, 2, ""),
         ([(14, 2, 4864)], 128, 1, ""),
+        (
+            [(4, 2, 1100)],
+            4,
+            2,
+            "layer 0 has 1100 FFN channels, of which each of 2 tensor parallel",
+        ),
+        ([(4, 2, 1096)], 4, 2, ""),
     ],
 )
 def test_ranks_need_whole_groups_of_inputs_that_share_a_scale(
@@ -147,12 +154,15 @@ def test_ranks_need_whole_groups_of_inputs_that_share_a_scale(
 def test_the_group_of_scales_is_read_from_the_configuration() -> None:
     grouped = {"quantization_config": {"config_groups": {"group_0": {"weights": {"group_size": 64}}}}}
     rows = {"quantization_config": {"config_groups": {"group_0": {"weights": {"group_size": None}}}}}
-    assert [scale_group(config) for config in (grouped, rows, {}, {"quantization_config": {"bits": 4}})] == [
+    assert [inputs_together(config) for config in (grouped, rows, {}, {"quantization_config": {"bits": 4}})] == [
         64,
         0,
         0,
         0,
     ]
+    packed = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+    assert inputs_together({"quantization_config": packed}) == 4
+    assert inputs_together({"quantization_config": {**packed, "format": "int-quantized"}}) == 0
     assert [head_channels(c) for c in ({"head_dim": 80}, {"hidden_size": 64, "num_attention_heads": 4})] == [80, 16]
 
 
