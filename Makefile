@@ -95,7 +95,7 @@ bench-optimizer: setup
 	$(PY) -m bench.train_step
 	$(PY) bench/optimizer.py
 
-# Not after `setup`: a borrowed machine has a torch for its GPU and often no network. Where there is no complete
+# Not after `setup`: a machine with a GPU has a torch for it, and often no network. Where there is no complete
 # environment, the packages of PYTHON serve, to which only pyprune itself is added. CARD="--parts kernels" runs one part.
 GPU_PY = $(if $(wildcard $(VENV)/.stamp-package),$(PY),$(PYTHON))
 gpu-card:

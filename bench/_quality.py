@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from pyprune.quality.perplexity import EvaluationText, PerplexityResult
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path("data")
 ELSEWHERE = {
     "ptb": "ptb/ptb.valid.txt",
     "wikitext-2": "wikitext2_raw/test.txt",

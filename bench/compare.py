@@ -12,8 +12,8 @@ Wikipedia alone. A seed draws the texts and the order of training.
 
 Perplexities are PPL-2048 of the weights in bfloat16, as they are served: in domain (Wikipedia, the test of the demo),
 and on C4, code and other languages (documents of the package exllamav3 that nothing is trained on). Where
-../shared/data is there, WikiText-2 (raw), PTB and a novel are measured as well. Seconds are wall and processor time of
-an arm's own steps; memory is the peak of the process above what it held when the step began.
+the folder of --data has them, WikiText-2 (raw), PTB and a novel are measured as well. Seconds are wall and processor
+time of an arm's own steps; memory is the peak of the process above what it held when the step began.
 
 A row is appended to --jsonl as soon as it is measured and not measured again. The table goes to stdout, progress to
 stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
@@ -297,7 +297,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="A,B")
     labels = dict.fromkeys(label for case in CASES.values() for label in case.arms)
     parser.add_argument("--arm", action="append", choices=labels, metavar="LABEL", help="only this arm; repeatable")
-    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=DATA,
+        metavar="DIR",
+        help="folder of the data sets (default: data; what it lacks is not measured)",
+    )
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of each text out of domain")
     parser.add_argument("--steps", type=int, metavar="N", help=f"of every training (default: {Settings.steps})")
     parser.add_argument(

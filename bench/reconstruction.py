@@ -13,7 +13,7 @@ are chosen on the calibration text, the directions with each token counting alik
 
 Calibration is 144 sequences of 256 tokens, drawn with one seed: prose is Wikipedia alone, as in `make demo`; mixture is
 Wikipedia, C4, code and other languages. All of it, and the tests of those kinds, come from the package exllamav3, whose
-documents are split once into calibration and test. Where ../shared/data is there, PTB, WikiText-2 and a book are
+documents are split once into calibration and test. Where the folder data is there, PTB, WikiText-2 and a book are
 measured as well. Perplexities are PPL-2048 in --dtype over the first tokens of each text.
 
 Records are appended to --jsonl as soon as a row ends. The table goes to stdout, progress to stderr.
