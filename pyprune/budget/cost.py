@@ -41,6 +41,7 @@ class ExactCosts:
         outer: row and dense shape of every parameter outside the layers; a tied head is not among them.
         inner: the same for the parameters of one layer.
         beside: bytes of exported tensors that are no parameters: rotary factors in a GGUF file.
+        ranks: of tensor parallelism; each of them holds a KV head, the same one where there are fewer.
     """
 
     family: Family
@@ -50,10 +51,17 @@ class ExactCosts:
     outer: tuple[tuple[Row, Shape], ...]
     inner: tuple[tuple[Row, Shape], ...]
     beside: int = 0
+    ranks: int = 1
 
     @classmethod
     def of(
-        cls, config: PretrainedConfig, weights: str = "bfloat16", *, kv_item: int | None = None, multiple: int = 0
+        cls,
+        config: PretrainedConfig,
+        weights: str = "bfloat16",
+        *,
+        kv_item: int | None = None,
+        multiple: int = 0,
+        ranks: int = 1,
     ) -> ExactCosts:
         """Count for plans of a dense model.
 
@@ -63,6 +71,7 @@ class ExactCosts:
             kv_item: bytes of an element of the key/value cache; None = what engines use for the format.
             multiple: of which all widths of the plans are multiples, beside those of the dense model; 0 = nothing is
                 known. Groups that share a scale are as large as divides every width (w4a16).
+            ranks: of tensor parallelism, over which the cache is counted.
 
         Raises:
             ConfigError: an unknown format.
@@ -72,7 +81,7 @@ class ExactCosts:
         found = cls.of_shapes(family, config, dense_shapes(config), weights, kv_item=kv_item)
         sizes = found.sizes
         widths = (sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size, multiple)
-        return replace(found, weights=found.weights.grouped(widths))
+        return replace(found, weights=found.weights.grouped(widths), ranks=ranks)
 
     @classmethod
     def of_plan(cls, config: PretrainedConfig, weights: str, plan: PrunePlan) -> ExactCosts:
@@ -90,19 +99,22 @@ class ExactCosts:
         return replace(found, weights=found.weights.grouped((common_multiple(plan),)))
 
     @classmethod
-    def of_choices(cls, config: PretrainedConfig, weights: str, choices: ChoiceOptions) -> ExactCosts:
+    def of_choices(
+        cls, config: PretrainedConfig, weights: str, choices: ChoiceOptions, *, ranks: int = 1
+    ) -> ExactCosts:
         """Count for every plan that a search may find among these choices.
 
         Args:
             config: see :meth:`of`.
             weights: see :meth:`of`.
             choices: whose widths and hidden sizes the plans have.
+            ranks: see :meth:`of`.
 
         Raises:
             ConfigError, UnsupportedModelError: see :meth:`of`.
         """
         head_dim = family_for(config).sizes(config).head_dim
-        return cls.of(config, weights, multiple=gcd(choices.ffn_multiple, head_dim, *choices.hidden))
+        return cls.of(config, weights, multiple=gcd(choices.ffn_multiple, head_dim, *choices.hidden), ranks=ranks)
 
     @classmethod
     def of_shapes(
@@ -198,7 +210,8 @@ class ExactCosts:
         return row.role == ("embedding" if tied else "head") and row.axes[0] == "vocab"
 
     def _cache(self, quantity: Quantity, widths: Widths) -> int:
-        return 2 * widths.kv_heads * self.sizes.head_dim * self.kv_item * quantity.tokens * quantity.batch
+        heads = max(widths.kv_heads, self.ranks) if widths.kv_heads else 0
+        return 2 * heads * self.sizes.head_dim * self.kv_item * quantity.tokens * quantity.batch
 
     def _zero_ffn(self, hidden: int) -> int:
         """Bytes of the FFN of zeros that stands for a skipped MLP in a GGUF file."""

@@ -298,7 +298,7 @@ def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> 
                 start = time.perf_counter()
                 result = torch.nn.functional.linear(torch.nn.functional.linear(rows, up), down)
                 if place.type == "cuda":
-                    torch.cuda.synchronize()
+                    torch.cuda.synchronize(place)
                 del result
                 if repeat >= 0:
                     found.append(Product(multiple, width, time.perf_counter() - start))

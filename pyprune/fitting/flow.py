@@ -44,7 +44,7 @@ from pyprune.run_memory import Source, within_memory
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
-from pyprune.serving.engines import EngineError
+from pyprune.serving.engines import EngineError, choose_engine
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
@@ -108,7 +108,7 @@ def fit(
     kept = kept_of_a_run(place)
     if recover:
         _check_training(Source(model_id, reading), options, weights, place)
-    fitting = _opened(model_id, [wanted], place, options, profile, cache, engine, **settings)
+    fitting = _opened(model_id, [wanted], place, options, profile, cache, engine, timed=timed, **settings)
     if enough := fitting.dense_keeps(wanted):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
@@ -225,7 +225,7 @@ def sweep(
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
     check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
     check_charts()
-    fitting = _opened(model_id, wanted, place, options, profile, cache, **settings)
+    fitting = _opened(model_id, wanted, place, options, profile, cache, timed=timed, **settings)
     for enough in filter(None, map(fitting.dense_keeps, wanted)):
         warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
@@ -325,10 +325,14 @@ def _opened(
     profile: Profile | None,
     cache: str | Path | None,
     engine: str = "auto",
+    *,
+    timed: bool,
     **settings: Any,
 ) -> Fitting:
     """Refuse what cannot be done, then load the model."""
     check_cache(cache, out)
+    if timed and profile is not None and any(budget.timed for budget in budgets):
+        choose_engine(profile.engine)  # which runs the winners, hours later
     runner = profile.engine if profile is not None else engine
     check_devices(budgets, options, settings["weights"], runner, allow=settings["allow_mismatch"])
     for budget in budgets:
@@ -522,7 +526,7 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     identity = family_for(config).plan(config)
 
     def check(budget: Budget, choices: ChoiceOptions) -> None:
-        costs = Costs(ExactCosts.of_choices(config, weights, choices))
+        costs = Costs(ExactCosts.of_choices(config, weights, choices, ranks=options.tensor_parallel))
         check_feasible(Space.of(identity, choices).without_losses(), budget, costs, options.solve)
 
     steps = (usual.ffn_multiple, *(step * options.tensor_parallel for step in MULTIPLES))

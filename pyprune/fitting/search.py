@@ -215,12 +215,14 @@ class Fitting:
     def costs(self) -> Costs:
         """Counts parameters and bytes, and predicts times where there is a profile."""
         measured = MeasuredCosts(self.profile) if self.profile is not None else None
-        return Costs(ExactCosts.of_choices(self.model.config, self.weights, self.choices), measured)
+        ranks = self.options.tensor_parallel
+        return Costs(ExactCosts.of_choices(self.model.config, self.weights, self.choices, ranks=ranks), measured)
 
     @cached_property
     def dense_costs(self) -> Costs:
         """The same for the dense model alone: in w4a16 its scales are of larger groups than most plans allow."""
-        return Costs(ExactCosts.of(self.model.config, self.weights), self.costs.measured)
+        ranks = self.options.tensor_parallel
+        return Costs(ExactCosts.of(self.model.config, self.weights, ranks=ranks), self.costs.measured)
 
     @cached_property
     def choices(self) -> ChoiceOptions:

@@ -198,7 +198,10 @@ def profile_of(
     if before is not None:
         before(config, weights)
     usual = ProfileOptions(engine=chosen, dtype=dtype).within(position_limit(config))
-    wanted = dict.fromkeys([*(known.quantities if known else usual.quantities), *quantities])
+    # A model of the same sizes, by which profiles are named, may read more than this one.
+    limit = position_limit(config) or math.inf
+    kept = [q for q in known.quantities if longest_sequence(q) <= limit] if known else usual.quantities
+    wanted = dict.fromkeys([*kept, *quantities])
     check_stored()
     say("There is no profile for this budget: measuring what models of this family and size take here (once).")
     options = replace(

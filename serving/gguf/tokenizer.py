@@ -14,6 +14,8 @@ from pyprune.errors import CheckpointError, shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """GGUF's kinds of tokens."""
+SPECIAL = ("bos", "eos", "unk", "pad")
+"""Tokens that a file names by id."""
 SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
@@ -21,6 +23,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
 """Pattern by which a tokenizer splits text -> llama.cpp's name for it."""
+COMPOSES = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
 IGNORES_MERGES = "llama-bpe"
 """The one of these names under which llama.cpp takes a whole word of the vocabulary without merging."""
 
@@ -38,6 +41,7 @@ class Vocabulary:
         scores: by id, of SentencePiece; a higher one is merged first.
         space_prefix: a space is put before the text (SentencePiece).
         composes: the tokenizer composes characters first (NFC), which llama.cpp does not.
+        left_out: texts of added tokens that have no row, so that the model cannot read them.
     """
 
     model: str
@@ -48,6 +52,7 @@ class Vocabulary:
     scores: list[float] = field(default_factory=list)
     space_prefix: bool = False
     composes: bool = False
+    left_out: list[str] = field(default_factory=list)
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
@@ -74,14 +79,15 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
         writer.add_add_space_prefix(vocabulary.space_prefix)
     else:
         writer.add_token_merges(vocabulary.merges)
-    for kind in ("bos", "eos", "unk", "pad"):
+    for kind in SPECIAL:
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
     writer.add_add_bos_token(before)
     writer.add_add_eos_token(after)
-    note = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
-    return [note] * vocabulary.composes + _add_chat_template(writer, tokenizer.chat_template)
+    notes = [f"Tokens without a row in the embedding are left out: {', '.join(vocabulary.left_out)}."]
+    notes = notes * bool(vocabulary.left_out) + [COMPOSES] * vocabulary.composes
+    return notes + _add_chat_template(writer, tokenizer.chat_template)
 
 
 def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, bool]]:
@@ -142,6 +148,7 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     model = data["model"]
     if model.get("type") != "BPE":
         raise _refused(f"its model is {model.get('type')}, not BPE")
+    left_out = _without_row(tokenizer, data, rows)
     tokens, types = _tokens(data, rows)
     steps = list(_steps(data.get("pre_tokenizer"), "pretokenizers"))
     if any(step["type"] == "ByteLevel" for step in steps):
@@ -150,9 +157,10 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
         if not merges:
             raise _refused("it has no merges, without which llama.cpp does not load a file")
         composes = any(step["type"] == "NFC" for step in _steps(data.get("normalizer"), "normalizers"))
-        return Vocabulary("gpt2", pre, tokens, types, merges=merges, composes=composes)
+        return Vocabulary("gpt2", pre, tokens, types, merges=merges, composes=composes, left_out=left_out)
     prefix = _space_prefix(data, steps)
-    return Vocabulary("llama", "default", tokens, types, scores=_scores(data, tokens), space_prefix=prefix)
+    scores = _scores(data, tokens)
+    return Vocabulary("llama", "default", tokens, types, scores=scores, space_prefix=prefix, left_out=left_out)
 
 
 def _refused(reason: str) -> CheckpointError:
@@ -162,16 +170,33 @@ def _refused(reason: str) -> CheckpointError:
     )
 
 
+def _without_row(tokenizer: Any, data: Mapping[str, Any], rows: int) -> list[str]:
+    """Texts of added tokens behind the embedding's last row: Gemma 3's tokenizer has one of the models with images.
+
+    Raises:
+        CheckpointError: other ids are behind it: of the vocabulary itself, or of bos, eos, unk and pad.
+    """
+    vocabulary: Mapping[str, int] = data["model"]["vocab"]
+    ids = [*vocabulary.values(), *(getattr(tokenizer, f"{kind}_token_id", None) for kind in SPECIAL)]
+    largest = max(number for number in ids if number is not None)
+    if largest >= rows:
+        raise _refused(f"it has the id {largest}, but the embedding has {rows} rows")
+    return [added["content"] for added in data.get("added_tokens", ()) if added["id"] >= rows]
+
+
 def _tokens(data: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Texts and kinds by id."""
+    """Texts and kinds by id, of those that have a row."""
     model = data["model"]
     vocabulary = dict(model["vocab"])
     kinds = {}
+    made = {"".join(_pair(merge)) for merge in model.get("merges", ())}
     for added in data.get("added_tokens", ()):
+        if added["id"] >= rows:
+            continue
         vocabulary.setdefault(added["content"], added["id"])
-        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    if max(vocabulary.values()) >= rows:
-        raise _refused(f"it has the id {max(vocabulary.values())}, but the embedding has {rows} rows")
+        # llama.cpp writes a space for SPACE only in tokens of the vocabulary itself.
+        merged = SPACE in added["content"] and added["content"] in made
+        kinds[added["id"]] = CONTROL if added["special"] else NORMAL if merged else USER_DEFINED
     tokens = [f"[UNUSED{i}]" for i in range(rows)]
     types = [UNUSED] * rows
     bytes_too = bool(model.get("byte_fallback"))

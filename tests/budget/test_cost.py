@@ -96,6 +96,16 @@ def test_the_cache_counts_kv_heads_where_attention_is() -> None:
     )
 
 
+def test_ranks_that_hold_the_same_kv_head_each_have_a_cache_of_it() -> None:
+    config = tiny_model("llama-head-dim").config
+    plan = _identity(tiny_model("llama-head-dim"))
+    skipped = plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, query_heads=[0, 1, 2], kv_heads=[0])
+    for ranks, heads in ((1, 5), (2, 6), (4, 12)):
+        costs = ExactCosts.of(config, "float32", ranks=ranks)
+        weights = predicted(costs, Quantity("memory", 0), skipped)
+        assert predicted(costs, Quantity("memory", 100), skipped) - weights == heads * 2 * 16 * 4 * 100
+
+
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_memory_is_the_bytes_of_quantised_tensors(name: str, scheme: str, tmp_path: Path) -> None:

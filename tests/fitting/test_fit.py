@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1078,6 +1079,42 @@ def test_limits_on_times_need_a_profile(place: Path, tmp_path: Path) -> None:
         fit(place / "dense", "speedup=1.2", out=tmp_path / "out", options=options(place))
     assert "nosuch" in refused(*arguments(place, tmp_path / "out", "speedup=1.2"), "--profile", "nosuch")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_is_not_installed_is_found_out_before_the_search(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profile from another machine, whose engine would be asked for after hours."""
+    saved = profile_of_dense().save(tmp_path / "profile.json")
+
+    def missing(_: str) -> None:
+        raise MissingDependencyError("vllm", "vllm", "Timing")
+
+    monkeypatch.setattr(flow, "choose_engine", missing)
+    monkeypatch.setattr(flow.Fitting, "of", lambda *_, **__: pytest.fail("it began"))
+    given = [*arguments(place, tmp_path / "out", "prefill@64=90%", timing=True), "--profile", saved, "--allow-mismatch"]
+    assert "pip install" in refused(*given)
+    assert "pip install" in refused(*given, "--sweep")
+
+
+def test_workloads_that_only_another_model_of_the_same_sizes_can_read_are_not_measured(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Profiles are named by sizes, which do not tell how many positions a model has."""
+    asked: list[ProfileOptions] = []
+
+    def take_profile(_model: Any, profile: ProfileOptions, **_: Any) -> Profile:
+        asked.append(profile)
+        raise BudgetError("Nothing is measured here.")
+
+    known = SimpleNamespace(quantities=[Quantity("prefill", 4096), Quantity("prefill", 32)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(timed, "_stored", lambda *_, **__: known)
+    monkeypatch.setattr(timed, "_knows", lambda *_: False)
+    monkeypatch.setattr(timed, "take_profile", take_profile)
+    with pytest.raises(BudgetError, match="Nothing is measured here"):
+        timed.profile_of(place / "dense", engine="transformers", dtype="float32", quantities=[Quantity("prefill", 16)])
+    assert asked[0].prefill == (32, 16)
 
 
 @pytest.mark.parametrize(("counted", "measures"), [("parameters=1k", False), ("memory@64=99%", True)])

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
-from pyprune.serving.gguf.tokenizer import SPLITS
+from pyprune.serving.gguf.tokenizer import NORMAL, SPACE, SPLITS
 from pyprune.serving.gguf.write import export_gguf
 from tests._support.models import tiny_model
 from tests.serving.llama_cpp import (
@@ -90,6 +90,24 @@ def test_sentencepiece_tokens(tmp_path: Path) -> None:
     with LlamaCpp(report.path) as server:
         for text in ("the thing in the garden", "and then the other ant ran on", "caf\u00e9 \u732b", "a"):
             assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+
+
+def test_added_tokens_of_gemmas_kind(tmp_path: Path) -> None:
+    """One of a model with images has no row here; runs of spaces stand among the added tokens too."""
+    tokenizer = sentencepiece_tokenizer()
+    rows, the = len(tokenizer), tokenizer.convert_tokens_to_ids(f"{SPACE}the")
+    tokenizer.add_tokens([AddedToken(f"{SPACE}the", normalized=False), AddedToken("<image>", special=True)])
+    assert tokenizer.convert_tokens_to_ids("<image>") == rows
+    _, report = Case("llama", identity, "llama", values={"vocab_size": rows}).write(tmp_path, tokenizer=tokenizer)
+    assert "Tokens without a row in the embedding are left out: <image>." in report.notes
+    assert values_of(report)["tokenizer.ggml.token_type"][the] == NORMAL
+    with LlamaCpp(report.path) as server:
+        text = "the thing in the garden"
+        assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"]
+        assert server.post("/detokenize", tokens=[the, the])["content"].strip() == "the the"
+    too_few = Case("llama", identity, "llama", values={"vocab_size": rows - 1})
+    with pytest.raises(CheckpointError, match=f"it has the id {rows - 1}, but the embedding has {rows - 1} rows"):
+        too_few.write(tmp_path / "fewer", tokenizer=tokenizer)
 
 
 def changed(tokenizer: Any, **parts: Any) -> Any:
