@@ -106,6 +106,7 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
         "layer 0 has 2 query and 2 KV heads",
     ),
     "float16": ("gemma3-per-layer", {"dtype": "float16"}, "vLLM does not run gemma3_text in float16. Numerical"),
+    "adapters": ("llama-per-layer", {"int8": True}, "int8 product on this CPU takes no adapters (--enable-lora)."),
     "draft-stages": (
         "llama-per-layer",
         {"draft": True, "stages": 2},

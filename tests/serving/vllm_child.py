@@ -71,14 +71,20 @@ def _built(
     dtype: str = "float32",
     streamed: str = "",
     compiled: bool = True,
+    int8: bool = False,
 ) -> str | None:
-    """How the class refuses to be built in a rank; no rank is there, so that nothing else can come of it."""
+    """How the class refuses to be built in a rank; no rank is there, so that nothing else can come of it.
+
+    With ``int8`` its weights are said to be, and adapters on them asked for.
+    """
     import torch
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import CompilationMode
 
     config = AutoConfig.from_pretrained(model)
+    if int8:
+        config.quantization_config = {"format": "int-quantized"}
     facts: dict[str, Any] = {"dtype": getattr(torch, dtype), "model_weights": streamed}
     model_config = SimpleNamespace(model=model, hf_config=config, **facts)
     parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages)
@@ -87,6 +93,7 @@ def _built(
         parallel_config=parallel,
         compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE),
         use_v2_model_runner=False,
+        lora_config=SimpleNamespace() if int8 else None,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         speculative_config=SimpleNamespace(
             uses_draft_model=lambda: draft, draft_model_config=model_config, target_parallel_config=parallel
