@@ -29,13 +29,10 @@ from pyprune.serving.vllm_options import draft_config, given_options, hub_of
 from pyprune.serving.widths import (
     PARTITION,
     LayerSizes,
-    head_channels,
-    inputs_together,
     layer_widths,
     stages_of,
     why_not_drafting,
-    why_not_grouped,
-    why_not_split,
+    why_not_shared,
     why_not_staged,
 )
 
@@ -117,7 +114,8 @@ def servable(
 def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str:
     """What a rank of vLLM would die of, or the server at its first request; empty where that is nothing known."""
     widths = layer_widths(checkpoint.config)
-    reason = why_not_unequal_heads(widths, version) or _why_not_shared(checkpoint.config, given.tensor_parallel_size)
+    # Of a stock architecture nobody else asks: vLLM itself would end in an assertion of a rank.
+    reason = why_not_unequal_heads(widths, version) or why_not_shared(checkpoint.config, given.tensor_parallel_size)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     draft = draft_config(given)
     if _drafts_with_a_model(given, draft):
@@ -129,14 +127,6 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
         reason = reason or why_not_rounded(checkpoint.config, checkpoint.architecture)
         reason = reason or (given.enable_lora and why_not_adapted(checkpoint.config, given.tensor_parallel_size)) or ""
     return reason
-
-
-def _why_not_shared(config: Mapping[str, Any], ranks: int) -> str:
-    """Why ranks cannot share the layers; in a stock architecture vLLM itself would end in an assertion of one."""
-    widths = layer_widths(config)
-    return why_not_split(widths, ranks) or why_not_grouped(
-        widths, head_channels(config), inputs_together(config), ranks
-    )
 
 
 def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:
@@ -169,7 +159,7 @@ def _why_not_draft(given: argparse.Namespace, config: Mapping[str, Any], version
     architecture = architecture_of(config)
     if architecture.startswith("Pruned") and (reason := why_not_loaded()):
         return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
-    reason = _why_not_shared(config, given.tensor_parallel_size if given.draft_ranks != 1 else 1)
+    reason = why_not_shared(config, given.tensor_parallel_size if given.draft_ranks != 1 else 1)
     if is_tried_cpu_build(version):
         reason = reason or why_not_rounded(config, architecture)
     if is_cpu_build(version) and os.environ.get(RUNNER) != "1":

@@ -8,7 +8,14 @@ from typing import Any
 from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.plugin import architectures
 from pyprune.serving.stats import cpu_flags
-from pyprune.serving.widths import ffn_field, head_channels, layer_widths, named_layers, off_multiples
+from pyprune.serving.widths import (
+    ffn_field,
+    head_channels,
+    layer_widths,
+    named_layers,
+    off_multiples,
+    quantised_layout,
+)
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention accepts."""
@@ -58,11 +65,12 @@ def why_not_adapted(config: Mapping[str, Any], ranks: int) -> str:
         config: config.json as plain data.
         ranks: of tensor parallelism.
     """
-    rounding = config.get("quantization_config")
-    layout = rounding.get("format") if isinstance(rounding, Mapping) else None
+    if quantised_layout(config) != "int-quantized":
+        return ""
+    head_dim, shares = head_channels(config), max(1, ranks)  # vLLM itself refuses fewer than one rank
     read = {config.get("hidden_size") or 0}
-    read |= {size // ranks for q, _, ffn in layer_widths(config) for size in (q * head_channels(config), ffn)}
-    if layout != "int-quantized" or ("amx_tile" in cpu_flags() and not any(size % AMX_INPUTS for size in read)):
+    read |= {size // shares for heads, _, ffn in layer_widths(config) for size in (heads * head_dim, ffn)}
+    if "amx_tile" in cpu_flags() and not any(size % AMX_INPUTS for size in read):
         return ""
     return (
         "vLLM 0.32's int8 product on this CPU takes no adapters (--enable-lora). Serve it without, merge the adapter "
@@ -84,8 +92,7 @@ def _why_not_heads(config: Mapping[str, Any]) -> str:
 
 
 def _why_not_w8a16(config: Mapping[str, Any]) -> str:
-    rounding = config.get("quantization_config")
-    if not isinstance(rounding, Mapping) or rounding.get("format") != "pack-quantized" or _bits(rounding) != 8:
+    if quantised_layout(config) != "pack-quantized" or _bits(config["quantization_config"]) != 8:
         return ""
     return (
         "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
@@ -103,9 +110,7 @@ def _bits(rounding: Mapping[str, Any]) -> int | None:
 
 def _why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
     """Why vLLM on a CPU ends at the first request to an int8 model; empty where it does not."""
-    rounding = config.get("quantization_config")
-    layout = rounding.get("format") if isinstance(rounding, Mapping) else None
-    if architecture not in ON_TRANSFORMERS or layout != "int-quantized":
+    if architecture not in ON_TRANSFORMERS or quantised_layout(config) != "int-quantized":
         return ""
     return (
         f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "

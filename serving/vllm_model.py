@@ -36,12 +36,9 @@ from pyprune.serving.releases import (
 )
 from pyprune.serving.vllm_layers import PrunedDecoderLayer
 from pyprune.serving.widths import (
-    head_channels,
-    inputs_together,
     layer_widths,
     why_not_drafting,
-    why_not_grouped,
-    why_not_split,
+    why_not_shared,
     why_not_staged,
 )
 
@@ -69,12 +66,9 @@ def check_served(vllm_config: VllmConfig) -> None:
     ranks = parallel.pipeline_parallel_size
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
     reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
-    reason = reason or why_not_split(widths, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
+    reason = reason or why_not_shared(config, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
     if vllm_config.compilation_config.mode == CompilationMode.NONE and not vllm_config.use_v2_model_runner:
         reason = reason or why_not_uncompiled_pipeline(ranks, vllm_version())
-    reason = reason or why_not_grouped(
-        widths, head_channels(config), inputs_together(config), parallel.tensor_parallel_size
-    )
     drafts = _is_draft(vllm_config)  # adapters are for its target
     if vllm_config.lora_config is not None and not drafts and is_tried_cpu_build(vllm_version()):
         reason = reason or why_not_adapted(config, parallel.tensor_parallel_size)

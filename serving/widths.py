@@ -147,6 +147,23 @@ def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ran
     return ""
 
 
+def why_not_shared(config: Mapping[str, Any], ranks: int) -> str:
+    """Why ranks of tensor parallelism cannot share the layers; empty where they can.
+
+    Args:
+        config: config.json as plain data.
+        ranks: tensor parallel size.
+    """
+    widths, together = layer_widths(config), inputs_together(config)
+    return why_not_split(widths, ranks) or why_not_grouped(widths, head_channels(config), together, ranks)
+
+
+def quantised_layout(config: Mapping[str, Any]) -> str:
+    """compressed-tensors' name of how a folder's weights are stored; empty where config.json names none."""
+    rounding = config.get("quantization_config")
+    return str(rounding.get("format") or "") if isinstance(rounding, Mapping) else ""
+
+
 def inputs_together(config: Mapping[str, Any]) -> int:
     """How many inputs share a scale, or else a number of four bytes, in a folder that compressed-tensors quantised.
 
@@ -159,7 +176,7 @@ def inputs_together(config: Mapping[str, Any]) -> int:
     groups = rounding.get("config_groups") if isinstance(rounding, Mapping) else None
     weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
     group = max((int(found.get("group_size") or 0) for found in weights), default=0)
-    if group or not isinstance(rounding, Mapping) or rounding.get("format") != "pack-quantized":
+    if group or quantised_layout(config) != "pack-quantized":
         return group
     return max((BITS_OF_A_WORD // max(1, int(found.get("num_bits") or 8)) for found in weights), default=0)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
+from bench.rounding import kept
 from pyprune import pipeline, rework
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
@@ -101,10 +102,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def share_kept(before: Path, trained: Path, written: Path) -> float:
     """How much of the change between two checkpoints is in a third one, by projection on it."""
-    start, end, found = (weights(folder) for folder in (before, trained, written))
-    changes = {name: end[name].float() - start[name].float() for name in start}
-    kept = sum(float(((found[n].float() - start[n].float()) * change).sum()) for n, change in changes.items())
-    return kept / sum(float(change.square().sum()) for change in changes.values())
+    held = ({name: w.float() for name, w in weights(folder).items()} for folder in (before, trained, written))
+    return kept(*held)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -194,6 +194,7 @@ def test_adapters_on_int8_weights_are_refused_where_vllm_ends_at_them(
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
     config = {**sizes, "quantization_config": {"format": "int-quantized"}}
     assert [bool(why_not_adapted(config, ranks)) for ranks in (1, 2)] == [False, True]
+    assert not why_not_adapted(config, 0), "no number of ranks, which vLLM refuses itself"
     assert why_not_adapted({**config, "per_layer_config": {"1": {"intermediate_size": 90}}}, 1)
     export(model, tmp_path / "plain", plan=plan)
     assert serve_command(tmp_path / "plain", adapted)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bench.rounding import kept
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.errors import ConfigError, MissingDependencyError, OutputError, TrainingError
@@ -66,14 +67,13 @@ def test_a_small_recovery_of_bfloat16_weights_is_not_rounded_away() -> None:
     for model in (wide, half):
         recover(model, samples(), config)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-    changes = {n: p.detach() - before[n] for n, p in wide.named_parameters() if not torch.equal(p, before[n])}
+    after = {name: weight.detach() for name, weight in wide.named_parameters()}
     parts = {
         "stayed": half.state_dict(),
         "to nearest": {n: p.bfloat16() for n, p in wide.state_dict().items()},
     }
     for name, weights in parts.items():
-        kept = sum(float(((weights[n].float() - before[n]) * change).sum()) for n, change in changes.items())
-        share = kept / sum(float(change.square().sum()) for change in changes.values())
+        share = kept(before, after, weights)
         assert (0.5 < share < 1.5) if name == "stayed" else share < 0.3, (name, share)
 
 
