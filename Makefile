@@ -1,5 +1,8 @@
 # make demo     set up if needed, then the whole story on a real model: prune, export, serve, measure
-# make test     set up if needed, then lint, types and the whole test suite
+# make test     set up if needed, then lint, types and the first tier of the tests: 12 minutes on two AVX2 cores
+# make test-all set up if needed, then lint, types and every test, real servers among them: 90 minutes there
+# make quick    the first tier without tests that start a process: two minutes, for work in between
+# make faults   plant twenty faults, one after the other, and show which tests of the first tier find them
 # make fuzz     hostile input, interruptions and property tests at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
@@ -21,6 +24,8 @@ TORCH := $(shell sed -n 's/^torch==//p' requirements.lock)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f) $(wildcard pyprune/__init__.py serving/__init__.py)
 TYPES := .cache/types
 TEST_ARGS ?= -n 2 --dist loadgroup
+# One thread for each worker; what a machine without a model hub would look for in vain is not looked for.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 
 SANITIZED := build/sanitize
 
@@ -28,17 +33,25 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
+.PHONY: demo test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py --out out/demo
 
 test: setup lint
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest $(TEST_ARGS)
+	$(PYTEST) --tier first --durations 10 $(TEST_ARGS)
+
+test-all: setup lint
+	$(PYTEST) --tier all --durations 20 $(TEST_ARGS)
+
+quick: setup
+	$(PYTEST) --tier quick $(TEST_ARGS)
+
+faults: setup
+	$(PY) -m tests.planted_faults
 
 fuzz: setup
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYPRUNE_HYPOTHESIS=fuzz \
-	  $(PY) -m pytest -m "fuzz or hypothesis" --timeout 1800 $(TEST_ARGS)
+	PYPRUNE_HYPOTHESIS=fuzz $(PYTEST) -m "fuzz or hypothesis" --timeout 1800 $(TEST_ARGS)
 
 # A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ beside it, because
 # exceptions are intercepted. Leaks are not looked for: Python and torch never free all that they hold. Every tensor is

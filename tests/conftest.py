@@ -1,9 +1,10 @@
-"""Suite-wide rules: heavy tests one at a time, GPU tests only with a GPU."""
+"""Suite-wide rules: tiers, heavy tests one at a time, GPU tests only with a GPU."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,19 @@ settings.load_profile(os.environ.get("PYPRUNE_HYPOTHESIS", "suite"))
 HEAVY = ("serving", "real_model")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=("quick", "first", "all"),
+        default="all",
+        help="quick: the first tier without tests that start processes (make quick); first: marked tests "
+        "and most cases of large grids are left out (make test); all: everything (make test-all)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _choose_tier(config, items)
     for item in items:
         if any(item.get_closest_marker(name) for name in HEAVY):
             item.add_marker(pytest.mark.xdist_group("heavy"))
@@ -50,3 +62,18 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _choose_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the tier does not run."""
+    from tests._support.tiers import refuse_processes, second_tier, starts_processes
+
+    tier = config.getoption("tier")
+    if tier == "all":
+        return
+    out = second_tier(items)
+    if tier == "quick":
+        out.update(filter(starts_processes, items))
+        sys.addaudithook(refuse_processes)
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]

@@ -56,7 +56,7 @@ main()
 """
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.second,
     pytest.mark.timeout(600),  # half a minute each, but two gigabytes are read and written on a disk that others use
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux limits what mmap gives by RLIMIT_DATA"),
     pytest.mark.xdist_group("larger than memory"),  # one checkpoint for all of them

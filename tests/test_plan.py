@@ -150,6 +150,7 @@ def test_ranges_are_bounded_before_they_are_expanded(dense: dict[str, int], text
         tracemalloc.stop()
 
 
+@pytest.mark.second
 def test_a_plan_of_400_billion_parameters_is_read() -> None:
     plan = PrunePlan.identity("llama", Sizes(126, 16384, 128, 8, 128, 53248, 128256))
     assert PrunePlan.from_dict(plan.to_dict()) == plan

@@ -40,6 +40,7 @@ def test_evaluate_stays_a_function_once_its_modules_are_loaded() -> None:
     assert inspect.isfunction(evaluate)
 
 
+@pytest.mark.process
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, pyprune; from pyprune import PrunePlan, build_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO, check=False).returncode == 0

@@ -39,7 +39,7 @@ def test_every_public_function_is_in_the_table() -> None:
     assert [name for name in functions if f"`{name}`" not in DOCUMENT] == []
 
 
-@pytest.mark.slow
+@pytest.mark.second
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("gguf")
     first, *blocks = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)

@@ -122,6 +122,7 @@ def test_a_recipe_starts_from_the_method_that_will_run(tmp_path: Path) -> None:
         build_config(recipe=recipe, options={"method": "elder"})
 
 
+@pytest.mark.process
 def test_presets_load_without_torch() -> None:
     code = "import sys; from pyprune.methods.registry import preset; preset('elder'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -146,6 +146,7 @@ def test_dtypes_mean_the_same(
     assert dtypes == {getattr(torch, export) if export else stored}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt", "phi3"])
 @pytest.mark.parametrize(
     "more",

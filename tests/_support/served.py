@@ -40,12 +40,14 @@ from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
 
-REAL_VLLM = [
+ANY_VLLM = [
     pytest.mark.serving,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]
 """Marks of a file whose tests run a real vLLM."""
+REAL_VLLM = [*ANY_VLLM, pytest.mark.second]
+"""The same for the second tier: the first starts one engine for one stock export and one with sizes per layer."""
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 OPT_SIZES = {"hidden_size": 128, "num_attention_heads": 4, "word_embed_proj_dim": 128}

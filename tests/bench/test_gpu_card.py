@@ -28,7 +28,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {part: others for part, *others in cells}
 
 
-@pytest.mark.slow
+@pytest.mark.second
 def test_every_kind_of_part_runs_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The four forms of a step are one kind."""
     names = ("kernels", "bandwidth", "dress", "serving")

@@ -153,7 +153,7 @@ def test_ways_to_split_a_step_are_timed_in_turns(
     assert "| 4 records | 16 | " in printed
 
 
-@pytest.mark.slow
+@pytest.mark.second
 @pytest.mark.filterwarnings("default")  # torch's own, while it traces
 def test_compiled_layers_are_timed_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, path = AutoModelForCausalLM.from_config(SHAPES), tmp_path / "steps.jsonl"

@@ -170,6 +170,7 @@ def test_positions_that_llama_cpp_does_not_have_are_known_too() -> None:
     assert "type 'yarn'" in why_not_served(config, family_for(config).plan(config), "llamacpp")
 
 
+@pytest.mark.second
 def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:
     names = [probe.name for probe in taken.probes]
     assert names[0] == DENSE
@@ -183,6 +184,7 @@ def test_every_turn_is_kept_and_lies_between_dense_ones(taken: Profile) -> None:
     assert taken.quantities == (*prompts, Quantity("generation", 3, 2), Quantity("generation", 3, 2, 8))
 
 
+@pytest.mark.second
 def test_long_turns_are_not_multiplied(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "QUICK_S", 0.0)
     profile = take_profile(source, ProfileOptions(**{**QUICK, "generation": ()}, probes=2))  # type: ignore[arg-type]
@@ -190,6 +192,7 @@ def test_long_turns_are_not_multiplied(source: Path, monkeypatch: pytest.MonkeyP
     assert [t.probe for t in profile.timings if t.quantity.tokens == 8] == [*names, *names, DENSE]
 
 
+@pytest.mark.second
 def test_a_profile_says_what_it_is_of_and_can_be_fitted(taken: Profile) -> None:
     config = tiny_model("llama-head-dim").config
     assert taken.dense == family_for(config).sizes(config)
@@ -209,6 +212,7 @@ def test_probes_are_removed_from_the_disk(source: Path, tmp_path: Path, monkeypa
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("engine_on_it", [False, True])
 def test_products_are_timed_on_the_device_that_the_engine_ran_on(
     source: Path, monkeypatch: pytest.MonkeyPatch, engine_on_it: bool
@@ -228,6 +232,7 @@ class _Broken(turns.EngineGroup):
         raise RuntimeError("this engine is broken")
 
 
+@pytest.mark.second
 def test_engines_that_do_not_fit_side_by_side_are_loaded_one_by_one(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -340,6 +345,8 @@ def test_engines_see_the_device_that_was_asked_for(
     assert os.environ.get(name) == before
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_a_profile_of_the_cpu_is_used_on_the_cpu(taken: Profile) -> None:
     """Also on a machine with a GPU, where engines would run otherwise."""
     assert taken.used_device == "cpu"
@@ -371,6 +378,7 @@ def test_long_prompts_are_as_many_and_as_long_as_asked() -> None:
 # --- commands ------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_commands_measure_by_name_and_predict(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: Profile
 ) -> None:
@@ -410,6 +418,7 @@ def test_one_kind_of_workload_can_be_left_out(source: Path, monkeypatch: pytest.
     ]
 
 
+@pytest.mark.process
 def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None:
     """An FFN of 96 of 128 channels is no multiple of 64: scales are of groups of 32 there."""
     config = tiny_model(**SIZES, intermediate_size=128).config
@@ -438,6 +447,7 @@ def test_the_groups_of_a_plan_follow_from_its_own_widths() -> None:
     assert ExactCosts.of(config, "w4a16").weights.group == 64
 
 
+@pytest.mark.process
 def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp_path: Path, taken: Profile) -> None:
     path = taken.save(tmp_path / "p.json")
     config = dense_config(source)
@@ -449,6 +459,7 @@ def test_predict_takes_a_checkpoint_folder_and_the_dense_model(source: Path, tmp
         assert shown.split(",")[2] in result.stdout
 
 
+@pytest.mark.process
 def test_predict_refuses_what_the_profile_is_not_of(source: Path, tmp_path: Path, taken: Profile) -> None:
     path = taken.save(tmp_path / "p.json")
     other = tiny_model("llama-head-dim", num_hidden_layers=3).config
@@ -476,6 +487,7 @@ def test_bad_options_of_the_command(source: Path, arguments: tuple[str, ...], me
     assert message in refused("profile", source, *arguments).replace("\n", " ")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -236,6 +236,7 @@ def test_a_failed_write_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.second
 def test_a_disk_that_fills_up_while_writing_weights(tmp_path: Path) -> None:
     """A real refusal by the kernel (a file-size limit), in a process of its own."""
     script = f"""
@@ -426,6 +427,8 @@ def test_remote_code_is_not_run_unless_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_stock_checkpoints_need_no_pyprune(tmp_path: Path) -> None:
     model = tiny_model("llama")
     plan = family_for(model).plan(model.config).drop_layers([1]).keep_hidden(range(36))

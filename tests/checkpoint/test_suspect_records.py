@@ -91,6 +91,7 @@ for attempt in (lambda: check_annotatable({folder!r}), lambda: annotate_checkpoi
 """
 
 
+@pytest.mark.process
 def test_annotating_without_room_is_noticed_beforehand_and_leaves_nothing(checkpoint: Path) -> None:
     before = {p.name: p.read_bytes() for p in checkpoint.iterdir()}
     script = FULL.format(repo=str(REPO), folder=str(checkpoint))

@@ -378,6 +378,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.process
 def test_ranks_that_start_together_wait_for_the_first(written: Path, tmp_path: Path) -> None:
     """Four processes of one server ask at the same moment; every file is read by one of them."""
     (tmp_path / "verdicts").mkdir()

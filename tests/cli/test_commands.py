@@ -127,6 +127,7 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
     assert named == {"bfloat16" if faster else "float32"}
 
 
+@pytest.mark.second
 @pytest.mark.filterwarnings("default")  # torch's own, while it traces
 def test_an_option_compiles_the_layers_that_are_trained(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     before = graphs()
@@ -137,6 +138,7 @@ def test_an_option_compiles_the_layers_that_are_trained(checkpoint: Path, text: 
     assert read_pruning_json(tmp_path / "out").provenance["config"]["recover"]["train"]["compile"] is True
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("method", ["dress", "trsp"])
 def test_the_other_papers_methods_reconstruct_by_default_too(
     checkpoint: Path, text: Path, tmp_path: Path, method: str
@@ -160,6 +162,7 @@ def test_dry_run_prints_a_plan_that_can_be_replayed(checkpoint: Path, text: Path
     assert read_pruning_json(tmp_path / "out").plan == plan
 
 
+@pytest.mark.second
 def test_figures_that_cannot_be_kept_are_not_measured(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,6 +384,7 @@ def test_export_converts(pruned: Path, tmp_path: Path) -> None:
     assert data["bytes"] < 0.6 * full["bytes"]
 
 
+@pytest.mark.process
 def test_bench_prints_the_papers_columns(
     pruned: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +402,7 @@ def test_bench_prints_the_papers_columns(
     assert slow == (not torch.cuda.is_available())
 
 
+@pytest.mark.process
 def test_env_prints_versions_and_backends() -> None:
     data = json.loads(run("env", "--json", "-").stdout)
     assert data["backends"]["python"] == "available"

@@ -18,6 +18,7 @@ COMMANDS = ("prune", "fit", "recover", "reconstruct", "eval", "robustness", "exp
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [[], *([c] for c in COMMANDS)], ids=lambda a: a[0] if a else "pyprune")
 def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
     code = (

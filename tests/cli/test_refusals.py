@@ -242,6 +242,8 @@ def _kept_steps(work: Path) -> list[str]:
     return [name for _, _, names in walked for name in names if name.endswith(".safetensors")]
 
 
+@pytest.mark.process
+@pytest.mark.second
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_in_training_keeps_a_checkpoint_to_resume(
     checkpoint: Path, text: Path, tmp_path: Path, number: signal.Signals

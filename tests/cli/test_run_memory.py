@@ -67,6 +67,7 @@ def test_auto_means_the_same_where_nothing_is_looked_at(checkpoint: Path, monkey
     assert found[0].recover.train.memory == "full"
 
 
+@pytest.mark.second
 def test_auto_takes_lean_where_full_does_not_fit(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_auto_takes_lean_where_full_does_not_fit(
     assert not all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
 
+@pytest.mark.second
 def test_what_the_device_cannot_hold_is_refused_with_what_would_help(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +107,7 @@ def test_what_the_device_cannot_hold_is_refused_with_what_would_help(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.second
 def test_the_gates_are_looked_at_too(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are learnt before anything else, with gradients through all layers."""
     untrained = ("--set", "stages.after=[]", "--set", "data.sequence_length=32")
@@ -128,6 +131,7 @@ def test_adapters_in_lean_memory_leave_the_training_of_all_weights_as_it_is() ->
     assert _with_dtype_of_lean(build_config(settings=lean)).dtype == "bfloat16"
 
 
+@pytest.mark.second
 def test_a_recovery_is_looked_at_too(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +150,7 @@ def test_a_recovery_is_looked_at_too(
     assert "recover.train would hold" in result.stderr
 
 
+@pytest.mark.second
 def test_a_dry_run_of_a_recovery_says_what_it_would_hold_and_does_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +217,7 @@ SIZES: dict[str, dict[str, int]] = {
 CHECKPOINTED = "recover.train.gradient_checkpointing=true"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("size", "recipe", "settings"), [
     ("7B", "llama2-7b-dress", ()), ("7B", "llama2-7b-elder", ()), ("7B", "llama2-7b-trsp", ()),
     ("7B", "llama-7b-moreau", ()), ("13B", "llama2-7b-dress", ()), ("13B", "llama-7b-moreau", (CHECKPOINTED,)),

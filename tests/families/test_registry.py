@@ -115,7 +115,8 @@ def like_phi3(text: str) -> str:
     return renamed.replace("decoder_rows(),", f"{FUSED_ROWS},")
 
 
-@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.second
 @pytest.mark.parametrize("made", [str, like_phi3])
 def test_a_family_from_outside_the_tree_passes_the_contract(tmp_path: Path, made: Callable[[str], str]) -> None:
     """Masked equals compacted on every axis, also after save and load, stock or pruned, as every family here does."""
@@ -167,6 +168,7 @@ def test_a_class_that_does_not_exist_is_named(path: str) -> None:
         resolve(path)
 
 
+@pytest.mark.process
 def test_families_are_found_without_torch() -> None:
     code = "import sys; from pyprune.families import all_families; all_families(); assert 'torch' not in sys.modules"
     ran = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)

@@ -26,6 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place_of(tmp_path_factory.mktemp("again"), "llama")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_resumed_search_goes_on_in_the_arithmetic_in_which_it_began(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool

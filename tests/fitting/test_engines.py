@@ -43,7 +43,7 @@ def _export(folder: Path, file: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.second
 @pytest.mark.parametrize(("engine", "dtype"), [("transformers", "float32"), ("llamacpp", "q8_0")])
 def test_limits_on_times_are_measured_in_the_engine(llama: Path, tmp_path: Path, engine: str, dtype: str) -> None:
     if engine == "llamacpp":
@@ -74,6 +74,7 @@ def test_limits_on_times_are_measured_in_the_engine(llama: Path, tmp_path: Path,
         assert "Wrote" in _export(out, tmp_path / "fitted.gguf")
 
 
+@pytest.mark.second
 def test_a_family_of_equal_sizes_becomes_a_file_of_llama_cpp(tmp_path: Path) -> None:
     """llama.cpp has no Granite with sizes per layer: only whole layers may go."""
     pytest.importorskip("gguf")

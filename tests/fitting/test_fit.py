@@ -135,6 +135,7 @@ def test_candidates_are_compared_on_some_of_the_text_and_the_winner_is_written_o
     assert "6 of 24 x 16 tokens to be compared" in (report_of(out) / "report.md").read_text()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("weights", ["q8_0", "w8a8-int8"])
 def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_path: Path, weights: str) -> None:
     pytest.importorskip("gguf" if weights == "q8_0" else "compressed_tensors")
@@ -293,6 +294,7 @@ def test_text_that_is_too_little_for_the_training_of_the_winner_is_refused_befor
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.second
 def test_the_model_of_the_search_takes_no_memory_while_the_winner_is_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +415,7 @@ def test_exports_of_an_earlier_model_are_named(tmp_path: Path, capsys: pytest.Ca
     assert "out.q8_0.gguf" in both
 
 
+@pytest.mark.second
 def test_a_training_that_does_not_fit_names_the_commands_that_do(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -896,6 +899,7 @@ def test_candidates_are_judged_with_what_their_head_pairs_cost(
     assert fitting._best(state).plan == unequal
 
 
+@pytest.mark.process
 def test_a_mismatch_that_is_allowed_is_said_once(place: Path, tmp_path: Path) -> None:
     profile = profile_of_dense().save(tmp_path / "profile.json")
     given = [*arguments(place, tmp_path / "out", "prefill@64=90%"), "--profile", profile]
@@ -948,6 +952,7 @@ def test_a_budget_of_a_sweep_that_nothing_keeps_leaves_the_others(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.process
 def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(place: Path, tmp_path: Path) -> None:
     profile, prefill = profile_of_dense(), Quantity("prefill", 64)
     saved, out = profile.save(tmp_path / "profile.json"), tmp_path / "sweep"
@@ -961,6 +966,7 @@ def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(pl
     assert f"Perplexity against {prefill}" in (out / "report.html").read_text()
 
 
+@pytest.mark.process
 def test_a_sweep_in_another_format_than_the_profiles_tells_no_times(place: Path, tmp_path: Path) -> None:
     saved, out = profile_of_dense().save(tmp_path / "profile.json"), tmp_path / "sweep"
     other = {"float32": "bfloat16"}.get(profile_of_dense().dtype, "float32")
@@ -971,6 +977,7 @@ def test_a_sweep_in_another_format_than_the_profiles_tells_no_times(place: Path,
     assert not [name for name in point["winner"]["predicted"] if name.startswith(("prefill", "generation"))]
 
 
+@pytest.mark.process
 def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1006,6 +1013,7 @@ def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
     assert homeless.exit_code == 0, homeless.output
 
 
+@pytest.mark.process
 def test_an_export_is_measured_by_the_rules_of_its_search(place: Path, tmp_path: Path) -> None:
     """Here every width is as fast as another; in a format that was not measured the defaults hold."""
     alike = tuple(Product(multiple, 65 * multiple, 65e-6 * multiple) for multiple in MULTIPLES)

@@ -131,6 +131,7 @@ def stored_sizes(place: Path) -> tuple[int, list[tuple[int, int, int]]]:
     return hidden, list(zip(*every, strict=True))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("weights", ["w8a16", "fp8", "w4a16", "q6_k", "q4_k"])
 def test_what_is_exported_keeps_the_memory_and_has_the_sizes_of_the_plan(
     wide: Path, tmp_path: Path, weights: str

@@ -82,8 +82,15 @@ def table(*cases: Case) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Parametrise a test by cases, each named by its words."""
     names = [c.name for c in cases]
     assert len(set(names)) == len(names), sorted(n for n in set(names) if names.count(n) > 1)
-    marked = [pytest.param(c, id=c.name, marks=[pytest.mark.fuzz] if c.slow else []) for c in cases]
+    marked = [pytest.param(c, id=c.name, marks=_tier(c, i)) for i, c in enumerate(cases)]
     return pytest.mark.parametrize("case", marked)
+
+
+def _tier(case: Case, place: int) -> list[pytest.MarkDecorator]:
+    """The marks of a case: the first tier runs every third of a table, which are of all kinds that it lists."""
+    if case.slow:
+        return [pytest.mark.fuzz]
+    return [pytest.mark.second] if place % 3 else []
 
 
 def turns(commands: Mapping[str, str], number: int, count: int = 1) -> Iterator[tuple[str, str, bool]]:

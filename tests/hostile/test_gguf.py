@@ -148,6 +148,7 @@ SHARES = (0, 0.00001, 0.0001, 0.001, 0.01, 0.03, 0.1, 0.5, 0.99)
 COUNTS = (0, 1, 10**6, 2**40, 2**63)
 
 
+@pytest.mark.second
 @table(
     *wrong_sizes(),
     *(case(f"cut at a share of {share}", EXPORT, cut_at(share)) for share in SHARES),

@@ -126,6 +126,7 @@ def test_what_is_read_is_not_replaced(case: Case, refused: Callable[[Case], Outc
 BROKEN = (copied("dense", "broken"), cut_short("broken/model.safetensors"))
 
 
+@pytest.mark.second
 @table(
     case("export", "export broken --out a/b/c", *BROKEN),
     case("prune", f"prune broken {MAGNITUDE} --out a/b/c", *BROKEN),

@@ -122,6 +122,7 @@ def test_a_method_without_a_regulariser_and_a_preset_starts(site: Path, tmp_path
     assert plan.removed_layers == (0,)
 
 
+@pytest.mark.process
 def test_help_lists_it_without_importing_it(site: Path) -> None:
     install(site, "tally", "raise SystemExit('imported')")
     code = "from pyprune.cli.app import main; main()"

@@ -198,6 +198,7 @@ def test_cpp_rounds_every_storage_value_as_torch_does(dtype: torch.dtype, use_ba
         assert torch.equal(group_soft_threshold(every, small, 0)[finite], expected[finite])
 
 
+@pytest.mark.second
 @examples(40)
 @given(
     rows=st.integers(1, 70),

@@ -103,6 +103,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert all(torch.equal(a, b) for result in found for a, b in zip(result, found[0], strict=True))
 
 
+@pytest.mark.second
 @examples(15)
 @given(
     rows=st.integers(1, 40),

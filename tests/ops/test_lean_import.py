@@ -21,6 +21,7 @@ def heavy_modules_after(code: str) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "module", ["pyprune", "pyprune.config.base", "pyprune.plan", "pyprune.errors", "pyprune.methods.registry"]
 )
@@ -28,6 +29,7 @@ def test_import_is_lean(module: str) -> None:
     assert heavy_modules_after(f"import {module}") == "[]"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("pyprune.cli.app") is None, reason="there is no pyprune.cli.app yet")
 def test_help_is_lean() -> None:
     code = (

@@ -127,6 +127,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
     assert_equal_for_every_isa_and_thread_count(use_backend, run)
 
 
+@pytest.mark.second
 @examples(25)
 @given(
     rows=st.integers(1, 70),

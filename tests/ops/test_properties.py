@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).parents[1]
@@ -42,6 +43,8 @@ def drawn(folder: Path, profile: str) -> str:
     return (folder / "drawn").read_text(encoding="utf-8")
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_the_suite_draws_the_same_twice_and_the_fuzzer_does_not(tmp_path: Path) -> None:
     first = drawn(tmp_path, "suite")
     assert drawn(tmp_path, "suite") == first

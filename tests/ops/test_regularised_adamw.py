@@ -200,6 +200,7 @@ def test_cpp_is_bit_equal_for_every_isa_and_thread_count(
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.second
 @examples(25)
 @given(
     rows=st.integers(1, 40),
@@ -221,6 +222,7 @@ def test_any_shape(backend: str, rows: int, cols: int, axis: int, case: Any, qua
 
 
 class TestRandomBits:
+    @pytest.mark.second
     @pytest.mark.parametrize("case", PENALTIES, ids=str)
     @pytest.mark.parametrize("quantised", [False, True])
     def test_every_backend_rounds_alike(self, quantised: bool, case: Any, use_backend: Callable[[str], None]) -> None:
@@ -576,6 +578,7 @@ class TestManyWeightsInOneLaunch:
         assert launches == ["_update_many"] * (4 if quantised == "some" else 2)
         assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
+    @pytest.mark.second
     @pytest.mark.parametrize("case", PENALTIES[1:], ids=str)
     def test_equals_one_launch_for_each_with_penalties(self, launches: list[str], case: Any) -> None:
         penalties = [

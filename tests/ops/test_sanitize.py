@@ -35,6 +35,7 @@ def test_cpp_is_the_sanitized_build() -> None:
     assert available_isas()
 
 
+@pytest.mark.process
 def test_cpp_access_beyond_a_tensor_is_caught() -> None:
     command = [sys.executable, "-c", BEYOND_THE_END]
     child = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)

@@ -129,6 +129,7 @@ EXACT: dict[str, Run] = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_backends_give_the_same_bits(dtype: torch.dtype, backend: str, use_backend: Callable[[str], None]) -> None:
     results = {name: run(dtype, dtype) for name, run in EXACT.items()}

@@ -73,6 +73,8 @@ class TestLaunch:
         ]
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter takes much that the compiler refuses."""
     options = {"PYPRUNE_BACKEND": "triton", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

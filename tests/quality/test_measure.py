@@ -105,6 +105,7 @@ def test_windows_that_overlap_are_marked() -> None:
     assert marked_passages(marks, torch.from_numpy(stream.tokens)) > 64
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [({"tasks": "piqua"}, "Did you mean 'piqa'"), ({"protocol": "ppl2048"}, "Did you mean 'ppl-2048'")],

@@ -176,6 +176,7 @@ def test_test_text_can_be_reserved(tmp_path: Path) -> None:
         sample_sequences(TOKENIZER, DataConfig(source=str(path), samples=1, sequence_length=16), exclude=text.spans)
 
 
+@pytest.mark.second
 @shared
 def test_real_texts_have_the_token_counts_of_their_protocols() -> None:
     raw = (SHARED_DATA / "wikitext2_raw" / "test.txt").read_bytes()
@@ -230,6 +231,7 @@ def test_pruned_architectures_are_evaluated_alike(tmp_path: Path) -> None:
     assert results["tiny_sums"]["acc"] == 1.0
 
 
+@pytest.mark.second
 def test_unknown_tasks_and_a_missing_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     tasks = choice_task(tmp_path)
@@ -275,6 +277,7 @@ def broken_task(folder: Path, old: str, new: str) -> Path:
     return tasks
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -203,6 +203,7 @@ with claimed(sys.argv[1]) as folder:
 """
 
 
+@pytest.mark.process
 def test_a_killed_run_holds_nothing_and_its_leftovers_go_with_the_next(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "er" / "out"
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, cwd=REPO) as process:
@@ -291,6 +292,7 @@ def test_a_disk_in_memory_is_no_device() -> None:
             check_file(Path(folder) / "none" / "file")
 
 
+@pytest.mark.process
 def test_standard_output_is_written_to_in_place(tmp_path: Path) -> None:
     """Replaced, it would take with it what else is printed there."""
     script = (

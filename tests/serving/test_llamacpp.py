@@ -226,6 +226,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.json"]
 
 
+@pytest.mark.second
 def test_the_command_s_perplexity_is_llama_cpp_s(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the thing in the garden, " * 40, encoding="utf-8")

@@ -310,6 +310,7 @@ def test_a_server_is_waited_for_read_and_ended() -> None:
         os.kill(process.pid, 0)
 
 
+@pytest.mark.second
 def test_a_server_that_starts_slowly_and_says_so_is_waited_for() -> None:
     """It writes for longer than it may be silent, and then answers; others never do."""
     words = "import time\nfor _ in range({}):\n    print('.', flush=True)\n    time.sleep(0.5)\n"

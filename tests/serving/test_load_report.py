@@ -54,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MODELS = ("dense", "plain", "quantised", "other")
 
 
-@pytest.mark.slow  # for the engines of four models
+@pytest.mark.second
+@pytest.mark.second  # for the engines of four models
 def test_every_checkpoint_is_in_the_tables_and_the_figures(folder: Path) -> None:
     text = (folder / "report" / "report.md").read_text(encoding="utf-8")
     data = json.loads((folder / "a.json").read_text())
@@ -138,6 +139,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return open_page
 
 
+@pytest.mark.second
 def test_a_browser_finds_every_point(folder: Path, browse: Callable[..., str]) -> None:
     dom = browse(folder / "report" / "report.html", "--dump-dom")
     assert "<title>Quality against speed</title>" in dom
@@ -151,6 +153,7 @@ def test_a_browser_finds_every_point(folder: Path, browse: Callable[..., str]) -
         assert len(places) == len(MODELS), "each stands at a place of its own"
 
 
+@pytest.mark.second
 def test_a_browser_paints_the_front(browse: Callable[..., str], tmp_path: Path) -> None:
     from matplotlib.image import imread
 

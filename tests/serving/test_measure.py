@@ -73,6 +73,7 @@ def test_the_usual_prompt_is_as_long_as_the_models_read(checkpoint: Path) -> Non
         workload_of({"dense": checkpoint}, engine="transformers", prompt_tokens=512)
 
 
+@pytest.mark.second
 def test_samples_are_appended_with_their_conditions(measured: tuple[SpeedReport, Path]) -> None:
     report, jsonl = measured
     records = [json.loads(line) for line in jsonl.read_text().splitlines()]
@@ -258,6 +259,7 @@ def test_workload_longer_than_the_model(checkpoint: Path) -> None:
         measure({"tiny": checkpoint}, engine="transformers", prompt_tokens=2048)
 
 
+@pytest.mark.second
 def test_engine_failure_shows_the_end_of_its_log(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -323,6 +325,7 @@ def test_a_process_of_any_name_stops_no_measurement(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.second
 def test_a_model_that_no_engine_would_build_is_not_timed(checkpoint: Path, tmp_path: Path) -> None:
     """Engines pass over sizes per layer of a stock architecture, and make up weights that are not in the files."""
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))

@@ -173,6 +173,7 @@ def run_code(code: str, **environment: str) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
+@pytest.mark.second
 def test_registering_imports_no_model_class_until_one_is_built() -> None:
     """Stock models of all families take most of a second, in each of vLLM's processes and whatever it serves."""
     run_code(REGISTERED + UNUSED + USED)
@@ -190,6 +191,7 @@ for _ in range(2):  # the second time the Auto class has the model itself
 """
 
 
+@pytest.mark.second
 def test_plain_transformers_loads_a_checkpoint_after_the_import(tmp_path: Path) -> None:
     model = tiny_model("llama")
     compact_(model, axis_plans(family_for(model).plan(model.config))["unequal"])
@@ -206,6 +208,7 @@ assert os.environ["PYPRUNE_SERVER"] == first
 """
 
 
+@pytest.mark.second
 def test_processes_that_a_server_starts_know_that_they_belong_together() -> None:
     """The first process registers before it starts the others, which inherit its environment."""
     run_code(REGISTERED + TOKEN, PYPRUNE_SERVER="")

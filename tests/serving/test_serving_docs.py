@@ -91,6 +91,7 @@ def test_pyprune_runs_its_commands_and_hands_the_rest_on(to_vllm: list[list[str]
     assert ["pruned/", "--port", "9000", "--max-model-len", "2048", "--served-model-name", "chat"] in to_vllm
 
 
+@pytest.mark.second
 @pytest.mark.serving
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_has_every_option_and_variable(to_vllm: list[list[str]]) -> None:

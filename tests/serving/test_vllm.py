@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from transformers import AutoModelForCausalLM
 
 from bench._answers import PARALLEL
@@ -17,10 +18,10 @@ from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class
 from tests._support.models import TINY, VOCAB, one_of_each
 from tests._support.served import (
+    ANY_VLLM,
     DAMAGE,
     NEW_TOKENS,
     OPT_SIZES,
-    REAL_VLLM,
     TOP,
     Answer,
     Case,
@@ -39,7 +40,7 @@ from tests._support.served import (
 )
 from tests._support.tokenizer import tiny_tokenizer
 
-pytestmark = REAL_VLLM
+pytestmark = ANY_VLLM
 
 CASES = {
     "llama": Case("llama-head-dim", uniform(96), "LlamaForCausalLM"),
@@ -115,6 +116,13 @@ NOT_BUILT: dict[str, tuple[str, dict[str, Any], str]] = {
     "draft": ("mistral-per-layer", {"draft": True}, "layer 0 has 2 query and 2 KV heads, layer 1 has 4 and 2."),
 }
 """What cannot be served like this: the folder, the ranks, and what the message says."""
+FIRST = ("llama", "llama-per-layer")
+"""A stock export and one with sizes per layer, which the first tier serves."""
+
+
+def in_tiers(names: Iterable[str]) -> list[ParameterSet]:
+    """The names as parameters, all but :data:`FIRST` in the second tier."""
+    return [pytest.param(name, marks=[] if name in FIRST else pytest.mark.second) for name in names]
 
 
 def _write_opt_350m(out: Path) -> None:
@@ -152,8 +160,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(root: Path) -> dict[str, Any]:
-    """Every case exported and served, and damaged copies of two of them."""
+def served(root: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Every case exported and served, and damaged copies of two of them; of the first tier its own cases alone."""
+    if request.config.getoption("tier") != "all":
+        for name in FIRST:
+            write_case(CASES[name], root / name)
+        return _run_vllm([root / name for name in FIRST], reload=True)
     for name, case in CASES.items():
         write_case(case, root / name)
     _write_opt_350m(root / OPT_350M)
@@ -178,28 +190,31 @@ def shared(root: Path) -> dict[str, Any]:
     return _run_vllm([root / f"shared-{name}" for name in SHARED], environment=PARALLEL, ranks=2)
 
 
-@pytest.mark.parametrize("name", [*CASES, OPT_350M])
+@pytest.mark.parametrize("name", in_tiers([*CASES, OPT_350M]))
 def test_served_log_probabilities_are_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
     answers: list[Answer] = served[str(root / name)]
     compare(root / name, prompts(), answers[: len(prompts())])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_log_probabilities_are_transformers(name: str, root: Path, compiled: dict[str, Any]) -> None:
     compare(root / name, prompts(), compiled[str(root / name)])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", SHARED)
 def test_log_probabilities_of_two_ranks_are_transformers(name: str, root: Path, shared: dict[str, Any]) -> None:
     compare(root / f"shared-{name}", prompts(), shared[str(root / f"shared-{name}")])
 
 
-@pytest.mark.parametrize("name", [*CASES, OPT_350M])
+@pytest.mark.parametrize("name", in_tiers([*CASES, OPT_350M]))
 def test_weights_that_vllm_loads_again_are_all_there(name: str, root: Path, served: dict[str, Any]) -> None:
     answers: list[Answer] = served[str(root / name)]
     compare(root / name, prompts(), answers[len(prompts()) :])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("name", "kind"), DAMAGED)
 def test_damaged_checkpoint_is_refused(
     name: str, kind: str, root: Path, tmp_path: Path, served: dict[str, Any]
@@ -209,6 +224,7 @@ def test_damaged_checkpoint_is_refused(
     assert message.startswith(f"CheckpointError: {root / f'{name}-{kind}' / file} ")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_ranks_that_cannot_hold_the_layers_are_refused_before_one_is_built(
     name: str, root: Path, served: dict[str, Any]

@@ -291,6 +291,7 @@ def test_an_interrupted_run_continues_to_the_same_table(
     ]  # fmt: skip
 
 
+@pytest.mark.second
 def test_what_changes_the_result_is_not_taken_from_the_file(texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     options = config(texts, methods=("taylor",), ratios=(0.2,), variants=("lora",))
@@ -454,6 +455,7 @@ def arguments(texts: tuple[Path, Path], folder: Path, *more: str) -> list[str]:
     return ["robustness", str(folder), *small, *data, "--set", "moreau.steps=2", *more]
 
 
+@pytest.mark.second
 def test_the_command_prints_and_keeps_the_tables(texts: tuple[Path, Path], tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
     out, figures = tmp_path / "rows.jsonl", tmp_path / "figures.json"

@@ -36,7 +36,7 @@ def quick() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.second
 def test_a_compiled_training_is_the_same_training_and_leaves_the_layers_as_they_were() -> None:
     plain, compiled = tiny_model(), tiny_model()
     expected = train(plain, tiny_batch(1, 8, 16), CONFIG)

@@ -95,6 +95,7 @@ def assert_reached(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert distance(found, expected) < ROUNDING * distance(expected, untrained())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", EQUAL)
 def test_two_processes_reach_what_one_does(name: str, one: Path, two: Path) -> None:
     expected, found, other = read(one, name), read(two, name), read(two, name, process=1)
@@ -115,6 +116,7 @@ def held_bytes(weights: dict[str, Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in weights.values())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ON_HOST)
 def test_weights_on_the_host_are_held_once_and_the_first_process_has_the_result(
     name: str, one: Path, two: Path
@@ -131,6 +133,7 @@ def test_weights_on_the_host_are_held_once_and_the_first_process_has_the_result(
         assert held_bytes(other) <= 4 * len(other), "what was trained is in the first alone"
 
 
+@pytest.mark.second
 def test_two_processes_learn_the_gates_that_one_does(one: Path, two: Path) -> None:
     """The gates are none of the model's weights: every process has them all, and the sums of their gradients."""
     expected, *found = read(one, GATES), read(two, GATES), read(two, GATES, process=1)
@@ -158,6 +161,8 @@ def test_a_teacher_that_is_divided_is_held_in_parts() -> None:
     assert rest < part.teacher < 0.8 * whole
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     """Through the command: both map the checkpoint and its teacher, and the first writes the result."""
     dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
@@ -181,6 +186,8 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     assert largest_difference(*after) < 1e-4
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_reconstruct_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     """Through the command: sequences are divided, and the first process writes what both have solved."""
     dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
@@ -196,6 +203,7 @@ def test_reconstruct_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     assert largest_difference(*after) < 1e-5
 
 
+@pytest.mark.second
 def test_sums_of_two_agree_to_the_last_bits(one: Path, two: Path) -> None:
     """Two micro batches of one process, or one of each of two: the same products, and a sum of two. A library that
     divides a product by the number of its threads may still round it otherwise."""
@@ -203,6 +211,7 @@ def test_sums_of_two_agree_to_the_last_bits(one: Path, two: Path) -> None:
     assert largest_difference(read(one, "reconstruct")["weights"], read(two, "reconstruct")["weights"]) < 1e-6
 
 
+@pytest.mark.second
 def test_penalised_channels_shrink_in_whichever_process_they_lie(two: Path) -> None:
     dense = tiny_model("llama").model.embed_tokens.weight.detach()
     found = read(two, "dress-prox")["weights"]["model.embed_tokens.weight"]
@@ -211,6 +220,7 @@ def test_penalised_channels_shrink_in_whichever_process_they_lie(two: Path) -> N
     assert float(sizes[REMOVED].max()) < 0.9 < float(sizes[others].min())
 
 
+@pytest.mark.second
 def test_penalised_layers_write_less_in_whichever_process_their_weights_lie(two: Path) -> None:
     dense = branches(untrained())
     sizes = [own / before for own, before in zip(branches(read(two, "elder")["weights"]), dense, strict=True)]
@@ -232,12 +242,14 @@ def branches(weights: dict[str, Tensor]) -> list[float]:
     return found
 
 
+@pytest.mark.second
 def test_dropout_of_two_draws_masks_of_its_own(one: Path, two: Path) -> None:
     assert distance(read(one, "dropout")["weights"], read(two, "dropout")["weights"]) > 1e-4
     losses = [read(out, "dropout")["report"]["history"][-1]["lm_loss"] for out in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@pytest.mark.second
 def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
     """Stochastic rounding draws other bits for parts, so that the weights differ."""
     alone, together = (read(out, "lean")["report"]["history"] for out in (one, two))
@@ -246,6 +258,7 @@ def test_lean_training_of_two_is_as_good(one: Path, two: Path) -> None:
     assert together[-1]["lm_loss"] == pytest.approx(alone[-1]["lm_loss"], rel=0.02)
 
 
+@pytest.mark.second
 def test_what_each_process_holds_is_predicted(one: Path, two: Path) -> None:
     model = shapes(torch.float32)
     alone, together = (read(out, "memory")["report"]["peak"] for out in (one, two))
@@ -260,6 +273,7 @@ def copied_states(two: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.second
 def test_an_interrupted_run_goes_on_in_one_process(two: Path, one: Path, tmp_path: Path) -> None:
     out = copied_states(two, tmp_path)
     expected = _uninterrupted()
@@ -285,6 +299,8 @@ def assert_lean_went_on(found: dict[str, Any], undisturbed: Path, other: Path) -
     assert 0 < distance(found["weights"], expected["weights"]) < apart
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_three_processes_do_the_same_and_go_on_from_two(two: Path, one: Path, tmp_path: Path) -> None:
     """Their parts are 16 and 24 of 48 channels: none of their blocks of moments in 8 bits are the same."""
     out = copied_states(two, tmp_path)
@@ -298,6 +314,8 @@ def test_three_processes_do_the_same_and_go_on_from_two(two: Path, one: Path, tm
     assert_lean_went_on(read(out, "lean-resumed", process=2), two, one)
 
 
+@pytest.mark.process
+@pytest.mark.second
 def test_8_bits_go_on_in_as_many_processes_bit_for_bit_and_from_one_in_two(
     two: Path, one: Path, tmp_path: Path
 ) -> None:
@@ -343,6 +361,8 @@ def pruned_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, 
     return dense, text, folder / "alone"
 
 
+@pytest.mark.process
+@pytest.mark.second
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(
     placement: str, pruned_alone: tuple[Path, Path, Path], tmp_path: Path
@@ -442,6 +462,8 @@ def host_arguments(method: str, dense: Path, text: Path, out: Path) -> list[str 
     return base + [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
 
 
+@pytest.mark.process
+@pytest.mark.second
 @pytest.mark.parametrize("method", HOST_RUNS)
 def test_prune_of_two_that_have_the_model_on_the_host_writes_what_one_writes(method: str, tmp_path: Path) -> None:
     dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)

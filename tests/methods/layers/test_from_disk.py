@@ -104,6 +104,7 @@ def test_a_round_reads_every_layer_and_the_head_once(tmp_path: Path, monkeypatch
     assert found == {**dict.fromkeys("013456", 1), "head": 1}, "layer 2 has gone"
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("streams", "first", "last"), [(ALL, 1, 1), (SOME, 5, 5), (TWO, 5, 25)])
 def test_less_memory_is_more_reads_of_what_lies_behind(
     streams: int, first: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def test_uniform_opens_every_layer_and_says_so() -> None:
     assert any("uniform" in note for note in decision.notes)
 
 
+@pytest.mark.second
 def test_uniform_takes_only_as_many_heads_as_a_stock_architecture_holds() -> None:
     """Qwen2-7B: 3584 is no multiple of 24 or 21 heads, so that a step of one KV group has no stock model."""
     model = meta_qwen2(hidden_size=3584, intermediate_size=18944)
@@ -443,6 +444,7 @@ MODELS = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("recipe", list(MODELS))
 def test_the_recipes_leave_exactly_the_papers_parameters(recipe: str) -> None:
     sizes, dense, left, ffn, kv_heads = MODELS[recipe]
@@ -461,6 +463,7 @@ def test_the_recipes_leave_exactly_the_papers_parameters(recipe: str) -> None:
     assert set(widths(plan)[4:30]) == {(24, kv_heads, ffn)}
 
 
+@pytest.mark.second
 def test_a_global_ranking_of_a_model_without_weights_is_exact_too() -> None:
     model = meta_model(vocab_size=32000, intermediate_size=11008)
     config = options("random", 0.2, first_layer=4, last_layer=29, normalise="size")
