@@ -49,7 +49,8 @@ def check_message(outcome: Outcome, case: Case) -> None:
     if _USAGE.match(said):
         assert len(said.splitlines()) <= 8, said
         return
-    lines = said.splitlines()
+    # A run may warn before it is stopped; on a slow machine it is stopped later.
+    lines = [line for line in said.splitlines() if not line.startswith("Warning: ")]
     assert 1 <= len(lines) <= case.lines, said
     assert any(line.startswith(("Error: ", "Interrupted. ")) for line in lines), said
 
