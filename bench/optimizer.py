@@ -58,6 +58,7 @@ from pyprune.families import family_for
 from pyprune.methods.regularise.dress.training import hidden_slices
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.products import products_in_float32
 from pyprune.runtime.records import append_jsonl
 from pyprune.train.loss import causal_loss
 from pyprune.train.optimizer import RegularisedAdamW, clip_factor
@@ -141,11 +142,12 @@ def penalties_of(slices: Sequence[Any]) -> dict[nn.Parameter, Penalty]:
 
 
 def backward(model: PreTrainedModel, batch: Tensor) -> None:
-    """Forward and backward; weights in float32 compute in bfloat16."""
+    """Forward and backward; weights in float32 compute in bfloat16, products as in :func:`pyprune.train.loop.train`."""
     autocast = model.dtype == torch.float32
-    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=autocast):
-        loss = causal_loss(model, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with products_in_float32(model):
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = causal_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
 
 
 def tokens(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from pyprune.families import Family, decoder_layers, family_for
 from pyprune.families.base import BLOCKS, Block
 from pyprune.runtime import processes
+from pyprune.runtime.products import products_in
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,15 @@ class LayerRunner:
 
     @contextmanager
     def computing(self, dtype: str) -> Iterator[None]:
-        """Let layers compute in bfloat16 (autocast) meanwhile, or as their weights are; streams keep their dtype."""
+        """Let layers compute in bfloat16 (autocast) meanwhile, or as their weights are; streams keep their dtype.
+
+        Args:
+            dtype: bfloat16, which is obeyed also where it is slow, or float32.
+        """
         self._bfloat16 = dtype == "bfloat16"
         try:
-            yield
+            with products_in(dtype):
+                yield
         finally:
             self._bfloat16 = False
 

@@ -15,6 +15,7 @@ from pyprune.errors import ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text, window_size
 from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, tasks_behind
 from pyprune.runtime.device import warn_of_slow_dtype
+from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import say
 
 
@@ -106,15 +107,16 @@ def evaluate(
         raise no_tokenizer(model_id)
     warn_of_slow_dtype(dtype, model.device)
     measured = []
-    for source in sources:
-        text = evaluation_text(tokenizer, source, split=split, field=field)
-        assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
-        measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
-        if len(sources) > 1 or names:  # what comes next may fail
-            say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
-    if not names:
-        return Evaluation(tuple(measured))
-    scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
+    with products_in(dtype):
+        for source in sources:
+            text = evaluation_text(tokenizer, source, split=split, field=field)
+            assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
+            measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
+            if len(sources) > 1 or names:  # what comes next may fail
+                say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
+        if not names:
+            return Evaluation(tuple(measured))
+        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
     each = tasks_behind(names, manager)
     without = tuple(task for task in each if task not in accuracies(scores, each))
     return Evaluation(tuple(measured), scores, mean_accuracy(scores, each), without)

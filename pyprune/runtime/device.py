@@ -17,9 +17,14 @@ from pyprune.runtime import processes
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import warn
 
-BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""Of x86 and Arm, as torch.cpu.get_capabilities names them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+"""Dtype -> what x86 and Arm have for its products, as torch.cpu.get_capabilities names it."""
+SLOWER = {"bfloat16": "6 to 14 times", "float16": "4 to 17 times"}
+"""Measured of a linear layer's product and its weight's gradient (512 x 2,048 by 2,048 x 4,096, AVX2, torch 2.13)."""
 Dtype = TypeVar("Dtype", bound=str)
 
 GPU_MARGIN = 0.03
@@ -93,15 +98,29 @@ def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether a device has bfloat16 arithmetic; True where torch cannot tell (other devices, older releases).
+    """Whether a device has bfloat16 arithmetic; see :func:`has_products`."""
+    return has_products(torch.bfloat16, device)
 
-    A CPU without it takes four to five times as long for a product of matrices in bfloat16 as in float32 (torch 2.13).
+
+def has_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has instructions for products in a dtype; True where torch cannot tell (older releases).
+
+    A CPU without them is :data:`SLOWER` times slower than in float32. One whose instructions are masked
+    (``ONEDNN_MAX_CPU_ISA``) counts as one without.
     """
     read = getattr(torch.cpu, "get_capabilities", None)
-    if device.type != "cpu" or read is None:
+    if dtype not in INSTRUCTIONS or device.type != "cpu" or read is None:
         return True
-    known = read()
-    return any(known.get(name) for name in BFLOAT16_INSTRUCTIONS)
+    available = read()
+    return any(available.get(name) for name in INSTRUCTIONS[dtype]) and not _masked(dtype)
+
+
+def _masked(dtype: torch.dtype) -> bool:
+    """Whether oneDNN, which makes these products, must not use the instructions that the CPU has."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return not getattr(torch.ops.mkldnn, ask)()
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
@@ -177,9 +196,14 @@ def working_dtype(dtype: Dtype, device: torch.device) -> Dtype | Literal["float3
 
 
 def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
-    """Say on stderr that bfloat16 is slow on this CPU, when it is what is computed in."""
-    if dtype == "bfloat16" and not computes_bfloat16(device):
+    """Print a warning when a dtype that was asked for is slow on this CPU.
+
+    Args:
+        dtype: a key of :data:`DTYPES`; others are not warned of.
+        device: that computes.
+    """
+    if dtype in DTYPES and not has_products(DTYPES[dtype], device):
         warn(
-            "this CPU has no bfloat16 arithmetic, so that bfloat16 takes several times as long as float32; "
+            f"this CPU has no {dtype} arithmetic: products take {SLOWER[dtype]} as long in {dtype} as in float32; "
             "set dtype to float32 if time counts."
         )

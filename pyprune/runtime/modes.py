@@ -9,14 +9,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from pyprune.runtime.products import products_in_float32
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode (no dropout), and back into its own mode after the block."""
+    """Put every module into evaluation mode (no dropout), and back into its own mode after the block.
+
+    Products of half-precision weights are computed in float32 on a CPU that has no instructions for them.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        with products_in_float32(model):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -42,7 +48,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: bool) -> Iterator[None]:
-    """Training mode and a private random stream, put back after the block.
+    """Training mode and a private random stream, put back after the block; products as in :func:`evaluating`.
 
     Args:
         model: of Transformers where ``gradient_checkpointing`` is on.
@@ -55,7 +61,7 @@ def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: 
         cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), products_in_float32(model):
             model.train()
             yield
     finally:

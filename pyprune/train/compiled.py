@@ -13,6 +13,8 @@ from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
 from pyprune.families import decoder_layers
 from pyprune.probe.streams import replaced_forwards
+from pyprune.runtime.products import are_in_float32
+from pyprune.runtime.progress import warn
 from pyprune.train.head import causal_lm
 
 FORMS_OF_A_LAYER = 4
@@ -41,6 +43,10 @@ def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
         raise ConfigError(
             f"compile is on, but {type(model).__name__} is no model of Transformers; set compile to false."
         )
+    if are_in_float32():
+        warn("compile has no effect: products of half-precision weights are computed in float32, and not compiled.")
+        yield
+        return
     check_compiler(next(model.parameters()).device)
     layers = decoder_layers(base)
     # Layers of one class share two limits, of what is kept and of all that was compiled; each unequal one is compiled.

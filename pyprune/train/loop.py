@@ -37,6 +37,7 @@ from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.modes import evaluating, training
+from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import console
 from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import (
@@ -149,9 +150,10 @@ def train(
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
-    warn_of_slow_dtype(run.config.dtype, run.device)
+    warn_of_slow_dtype(config.dtype, run.device)
     checkpointing = config.gradient_checkpointing
     with (
+        products_in(config.dtype),
         shards.training(),
         training(run.model, run.device, gradient_checkpointing=checkpointing),
         compiled_layers(run.model, config),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -30,6 +30,7 @@ from pyprune.families import decoder_layers
 from pyprune.ops import without_values
 from pyprune.ops.regularised_adamw import Moments
 from pyprune.runtime import processes
+from pyprune.runtime.products import products_in, products_in_float32
 from pyprune.train.head import causal_lm
 from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward
 from pyprune.train.objective import Objective
@@ -112,6 +113,7 @@ def training_memory(
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
+    asked = config.dtype
     config = computing(decided(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
@@ -122,7 +124,8 @@ def training_memory(
         if teacher is not None and teacher_in != "device":
             teacher.requires_grad_(False)  # as such a copy has it: autocast keeps no copies of its weights
         taught = _of_teacher(teacher, teacher_in, shares)
-        return _measured(model, config, objective, length, device, taught, shares)
+        with products_in(asked):
+            return _measured(model, config, objective, length, device, taught, shares)
 
 
 def _measured(
@@ -144,7 +147,8 @@ def _measured(
         if uses_own_optimizer(config, device):
             objective.optimizer_penalties(model, config)
         in_backward = shares == 1 and steps_in_backward(config, objective)
-        peak = _peak(model, config, objective, length, trained if in_backward else [])
+        with products_in_float32(model) if device.type == "cpu" else nullcontext():
+            peak = _peak(model, config, objective, length, trained if in_backward else [])
     finally:
         objective.teardown(model)
     gradients = 0 if in_backward else _bytes(trained)

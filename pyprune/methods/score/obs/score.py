@@ -33,6 +33,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
 from pyprune.probe.moments import add_moments_
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
+from pyprune.runtime.products import products_in
 
 FLOAT64_INPUTS = 1024
 """Modules of up to this many inputs are ordered in float64, wider ones in float32, a quarter of the time."""
@@ -65,9 +66,9 @@ def score(run: Scoring) -> None:
 
         dtype = working_dtype(options.dtype, run.device)
         warn_of_slow_dtype(dtype, run.device)
-        half = dtype == "bfloat16"
         # A cache would hold the copies of all layers that have passed, and their weights, until the end.
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+        half = torch.autocast(run.device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
+        with half, products_in(dtype):
             report = take_gradients(run, own_values, weigh)
         account.gradients(report, copies=0)
         account.state += largest
