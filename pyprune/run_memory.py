@@ -470,7 +470,7 @@ def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Traini
         steps.append((f"{place}.gradient_checkpointing=true", {"gradient_checkpointing": True}))
     if train.sequences_per_pass > 1 and not deciding:
         steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
-    lean: dict[str, Any] = {"memory": "lean"} | ({"dtype": "bfloat16"} if train.dtype == "float32" else {})
+    lean: dict[str, Any] = {"memory": "lean"} | ({"dtype": "auto"} if train.dtype == "float32" else {})
     if training.all_weights and train.memory == "full" and not replace(train, **lean).problems():
         changed = {name: value for name, value in lean.items() if getattr(train, name) != value}
         steps.append((", ".join(f"{training.name}.{name}={value}" for name, value in changed.items()), changed))

@@ -57,8 +57,8 @@ class Training(NamedTuple):
         _require(
             not self.all_weights or dtype not in HALF_DTYPES or lean,
             f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing there; "
-            f"set dtype to float32 ({self.name}.dtype says what is computed in), or both dtypes to bfloat16 and "
-            f"{self.name}.memory to lean, which rounds them stochastically.",
+            f"set dtype to float32 ({self.name}.dtype says what is computed in), or dtype to bfloat16, "
+            f"{self.name}.dtype to auto and {self.name}.memory to lean, which rounds them stochastically.",
             found,
         )
         _require(

@@ -107,7 +107,7 @@ class TrainConfig(Config):
         )
         _require(
             not (lean and self.dtype == "float32"),
-            "memory is 'lean', which holds the weights in bfloat16, but dtype is 'float32'; set dtype to bfloat16, or "
+            "memory is 'lean', which holds the weights in bfloat16, but dtype is 'float32'; set dtype to auto, or "
             "memory to 'full'.",
             found,
         )

@@ -93,6 +93,9 @@ class _Float32Products(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # autograd, which is off, would have made its parts
+                return func.decompose(*args, **(kwargs or {}))
         product = _PRODUCTS.get(func)
         if product is None or _as_asked or args[1].dtype not in self.dtypes or args[1].device.type != "cpu":
             return func(*args, **(kwargs or {}))

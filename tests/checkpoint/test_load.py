@@ -465,5 +465,6 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    monkeypatch.setattr("pyprune.runtime.device._masked", lambda dtype: False)
     warn_of_slow_dtype(dtype, torch.device(device))
     assert ("this CPU has no bfloat16 arithmetic" in capsys.readouterr().err) is warns

@@ -1,5 +1,8 @@
 """Which dtype is computed in, and what memory a device has left."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -29,6 +32,7 @@ def test_auto_is_what_this_cpu_multiplies_faster_in(
         return product(left, right)
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(device, "_masked", lambda dtype: False)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", timed)
     assert working_dtype("auto", torch.device("cpu")) == chosen
@@ -55,6 +59,16 @@ def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", measured)
     assert working_dtype(dtype, torch.device(place)) == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_masked_cpu_counts_as_one_without_instructions(dtype: torch.dtype) -> None:
+    """As oneDNN, whose products they are, says of itself: torch names what the CPU has."""
+    ask = "import sys, torch; from pyprune.runtime.device import has_products; torch.cpu.get_capabilities = lambda: "
+    ask += "{'avx512_bf16': True, 'avx512_fp16': True}; "
+    ask += f"sys.exit(has_products({dtype}, torch.device('cpu')))"
+    masked = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert subprocess.run([sys.executable, "-c", ask], env=masked, check=False).returncode == 0
 
 
 class Moved(torch.nn.Module):
