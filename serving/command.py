@@ -12,7 +12,7 @@ from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
-from pyprune.serving.cpu import cache_environment, memory_nodes_warning
+from pyprune.serving.cpu import cache_environment, memory_nodes_warning, slow_products_warning
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
 from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded
 from pyprune.serving.plugin import architectures, why_not_loaded
@@ -66,7 +66,9 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     if not verify:
         warn(f"The files of {folder} were not verified.")
     given = given_options(extra_args)
-    for warning in (*serving_warnings(checkpoint.config), *memory_nodes_warning(given, vllm_version())):
+    version = vllm_version()
+    on_cpu = (*memory_nodes_warning(given, version), *slow_products_warning(checkpoint.config, given, version))
+    for warning in (*serving_warnings(checkpoint.config), *on_cpu):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.launch", "serve"]
     if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned

@@ -48,6 +48,27 @@ def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, 
     )
 
 
+def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> tuple[str, ...]:
+    """A warning that this CPU has no arithmetic for the dtype in which vLLM will run a model.
+
+    Args:
+        config: config.json of the model.
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        version: of vLLM.
+    """
+    if not is_cpu_build(version):
+        return ()
+    from torch import device
+
+    from pyprune.runtime.device import slow_dtype_warning
+
+    # Without a name, vLLM runs every model in bfloat16 that is not stored in float16.
+    usual = "float16" if config.get("dtype", config.get("torch_dtype")) == "float16" else "bfloat16"
+    asked = {None: usual, "auto": usual, "half": "float16", "float": "float32"}.get(given.dtype, given.dtype)
+    warning = slow_dtype_warning(asked, device("cpu"))
+    return () if warning is None else (f"vLLM will run in {asked}, and {warning} (--dtype float32)",)
+
+
 def memory_nodes(status: str) -> int:
     """Memory nodes that a process may use; 0 where that is not said.
 

@@ -198,15 +198,22 @@ def working_dtype(dtype: Dtype, device: torch.device) -> Dtype | Literal["float3
     return "bfloat16" if bfloat16_is_faster(device) else "float32"
 
 
-def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
-    """Print a warning when a dtype that was asked for is slow on this CPU.
+def slow_dtype_warning(dtype: str, device: torch.device) -> str | None:
+    """A warning that a dtype is slow on this CPU, with the factor; None where it is not, or where torch cannot tell.
 
     Args:
         dtype: a key of :data:`DTYPES`; others are not warned of.
         device: that computes.
     """
-    if dtype in DTYPES and not has_products(DTYPES[dtype], device):
-        warn(
-            f"this CPU has no {dtype} arithmetic: products take {SLOWER[dtype]} as long in {dtype} as in float32, "
-            "gradients of activations 300 times; set dtype to float32 if time counts."
-        )
+    if dtype not in DTYPES or has_products(DTYPES[dtype], device):
+        return None
+    return (
+        f"this CPU has no {dtype} arithmetic: products take {SLOWER[dtype]} as long in {dtype} as in float32, "
+        "gradients of activations 300 times; set dtype to float32 if time counts."
+    )
+
+
+def warn_of_slow_dtype(dtype: str, device: torch.device) -> None:
+    """Print the warning of :func:`slow_dtype_warning`, for a dtype that was asked for by name."""
+    if warning := slow_dtype_warning(dtype, device):
+        warn(warning)

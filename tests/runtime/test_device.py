@@ -1,6 +1,7 @@
 """Which dtype is computed in, and what memory a device has left."""
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,12 +62,12 @@ def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
     assert working_dtype(dtype, torch.device(place)) == chosen
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_masked_cpu_counts_as_one_without_instructions(dtype: torch.dtype) -> None:
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN masks instructions of x86 alone")
+def test_a_masked_cpu_counts_as_one_without_instructions() -> None:
     """As oneDNN, whose products they are, says of itself: torch names what the CPU has."""
     ask = "import sys, torch; from pyprune.runtime.device import has_products; torch.cpu.get_capabilities = lambda: "
-    ask += "{'avx512_bf16': True, 'avx512_fp16': True}; "
-    ask += f"sys.exit(has_products({dtype}, torch.device('cpu')))"
+    ask += "{'avx512_bf16': True, 'avx512_fp16': True}; cpu = torch.device('cpu'); "
+    ask += "sys.exit(has_products(torch.bfloat16, cpu) or has_products(torch.float16, cpu))"
     masked = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     assert subprocess.run([sys.executable, "-c", ask], env=masked, check=False).returncode == 0
 

@@ -31,6 +31,7 @@ from pyprune.serving.limits import serving_warnings, why_not_adapted
 from pyprune.serving.plugin import look_for_platform
 from pyprune.serving.vllm_options import given_options, hub_of
 from tests._support.models import tiny_batch, tiny_model
+from tests._support.products import without_instructions
 from tests._support.served import edit_the_config
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -242,6 +243,31 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", given)
         serve(tmp_path / "out")
         assert seen[-1][2]["VLLM_CPU_KVCACHE_SPACE"] == size
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("given", "version", "named"),
+    [
+        ([], "0.32.0+cpu", "bfloat16"),
+        (["--dtype=half"], "0.32.0+cpu", "float16"),
+        (["--dtype", "float32"], "0.32.0+cpu", None),
+        ([], "0.32.0", None),
+    ],
+)
+def test_a_dtype_that_this_cpu_has_no_arithmetic_for_is_warned_of(
+    given: list[str], version: str, named: str | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    model, plan = _compacted("llama-head-dim", uniform=True)
+    export(model, tmp_path / "out", plan=plan)
+    without_instructions(monkeypatch)
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: version)
+    monkeypatch.setattr(sys, "platform", "linux")
+    serve_command(tmp_path / "out", given)
+    printed = capsys.readouterr().err
+    assert ("arithmetic" in printed) is (named is not None), printed
+    assert named is None or f"vLLM will run in {named}, and this CPU has no {named} arithmetic" in printed
 
 
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
