@@ -68,20 +68,28 @@ sanitize: setup
 
 setup: $(VENV)/.stamp-package
 
+# Prints one line; the output goes to a log, whose end is printed when the command fails, with the command's status kept.
+SETUP_LOG := $(VENV)/setup.log
+step = echo "setup: $(1)" && { $(2); } >> $(SETUP_LOG) 2>&1 || { status=$$?; tail -n 30 $(SETUP_LOG) >&2; \
+  echo "setup: $(1) failed with status $$status; all of its output is in $(SETUP_LOG)" >&2; exit $$status; }
+
 # torch comes first and alone: asked for by another package it may be another build. PyPI's for Linux on x86-64 brings
 # gigabytes of CUDA libraries; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the one without. The rest is
 # installed without resolving, because the lock is complete and leaves out torchvision, torchaudio and torchcodec,
 # whose builds do not match a CPU torch and break `import transformers`.
 $(VENV)/.stamp-locked: requirements.lock
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --progress-bar off --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(PIP) install --progress-bar off --no-compile --no-deps -r requirements.lock
-	touch $@
+	@mkdir -p $(VENV) && : > $(SETUP_LOG)
+	@test -x $(PY) || { $(call step,virtual environment $(VENV),$(PYTHON) -m venv $(VENV)); }
+	@$(call step,torch $(TORCH),$(PIP) install --progress-bar off --no-compile \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH))
+	@$(call step,$(words $(shell sed -n '/==/p' requirements.lock)) packages of requirements.lock,$(PIP) install \
+	  --progress-bar off --no-compile --no-deps -r requirements.lock)
+	@touch $@
 
 $(VENV)/.stamp-package: $(VENV)/.stamp-locked $(SOURCES)
-	$(PIP) install --no-deps --no-build-isolation -e .
+	@$(call step,pyprune and its C++ kernels,$(PIP) install --no-deps --no-build-isolation -e .)
 	@$(PY) -c "import pyprune._C" || echo "pyprune: the C++ kernels could not be built; the ops run on plain torch" >&2
-	touch $@
+	@touch $@
 
 wheel: setup
 	$(PY) -m wheels.make

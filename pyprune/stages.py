@@ -38,7 +38,7 @@ from pyprune.run_folder import RunFolder
 from pyprune.runtime import processes
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.processes import Division, dividing, from_first
-from pyprune.runtime.progress import warn
+from pyprune.runtime.progress import say, warn
 from pyprune.train.distill import check_pair
 from pyprune.train.lora import check_rank, target_names
 from pyprune.train.recover import finetune, recover
@@ -301,6 +301,7 @@ class StageRun:
         together = self.division.on_host and trains
         if not (together or self._has_weights):
             return None
+        say(f"Deciding what to remove: {config.method}.", "dim")
         started = time.monotonic()
         request = PlanRequest.of(self.model, config)
         stored = self.stored if self.division.on_host else None

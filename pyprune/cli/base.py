@@ -64,6 +64,15 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def say_what_is_loaded(model: str) -> None:
+    """Print the first line of a command, before the libraries are imported, which takes five seconds of a slow core.
+
+    Args:
+        model: folder or hub id that is read next.
+    """
+    say(f"Loading torch and Transformers, then {model}.", "dim")
+
+
 def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
     """What tells the output from an earlier one; None where none is there, or the command has none."""
     from pyprune.runtime.files import written_at

@@ -22,6 +22,7 @@ from pyprune.cli.base import (
     output,
     refuse_split,
     refuse_unread,
+    say_what_is_loaded,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def evaluate(
         given = {name: value is not None for name, value in of_text.items()}
         refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
     refuse_split(split, ppl or ())
+    say_what_is_loaded(model)
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.quality.measure import evaluate as measure
     from pyprune.report import Table

@@ -21,6 +21,7 @@ from pyprune.cli.base import (
     output,
     refuse_beside,
     refuse_idle,
+    say_what_is_loaded,
 )
 from pyprune.cli.profile import Mismatch
 from pyprune.errors import ConfigError, did_you_mean
@@ -123,6 +124,7 @@ def fit(
 
     Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
     """
+    say_what_is_loaded(model)
     from pyprune.budget.limits import Budget
     from pyprune.data.sources import check_sources
     from pyprune.fitting.flow import cache_of, check_cache, check_devices, check_export, check_outputs

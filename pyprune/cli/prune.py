@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, Overwrite, Recipe, RemoteCode, Resume, Revision, guarded, refuse_beside
+from pyprune.cli.base import (
+    Debug,
+    GgufFile,
+    Overwrite,
+    Recipe,
+    RemoteCode,
+    Resume,
+    Revision,
+    guarded,
+    refuse_beside,
+    say_what_is_loaded,
+)
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
@@ -165,6 +176,7 @@ def prune(
         },
         settings=set_ or (),
     )
+    say_what_is_loaded(model)
     _warn_of_unread_text(options, calibration, samples, sequence_length)
     from pyprune import pipeline
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded, refuse_beside
+from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded, refuse_beside, say_what_is_loaded
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def recover(
         },
         settings=set_ or (),
     )
+    say_what_is_loaded(pruned)
     from pyprune.rework import ADAPTER, check_recovery, recover_checkpoint
 
     source: dict[str, Any] = {
@@ -191,6 +192,7 @@ def reconstruct(
         },
         settings=set_ or (),
     )
+    say_what_is_loaded(pruned)
     from pyprune.rework import reconstruct_checkpoint
 
     report = reconstruct_checkpoint(
