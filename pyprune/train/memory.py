@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -113,7 +113,7 @@ def training_memory(
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
-    asked = config.dtype
+    asked = config.dtype if device.type == "cpu" else "bfloat16"  # models of shapes are on a CPU for any device
     config = computing(decided(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
@@ -147,8 +147,7 @@ def _measured(
         if uses_own_optimizer(config, device):
             objective.optimizer_penalties(model, config)
         in_backward = shares == 1 and steps_in_backward(config, objective)
-        with products_in_float32(model) if device.type == "cpu" else nullcontext():
-            peak = _peak(model, config, objective, length, trained if in_backward else [])
+        peak = _peak(model, config, objective, length, trained if in_backward else [])
     finally:
         objective.teardown(model)
     gradients = 0 if in_backward else _bytes(trained)
@@ -224,7 +223,7 @@ def _peak(model: nn.Module, config: TrainConfig, objective: Objective, length: i
     live = _LiveBytes()
     handles = [cast(nn.Parameter, p).register_post_accumulate_grad_hook(_drop) for p in freed]
     try:
-        with live:
+        with live, products_in_float32(model):  # in this order: what is converted is counted
             objective.before_step(model, 1)
             for _ in range(min(2, config.passes)):
                 with autocast(config, "cpu"):

@@ -20,10 +20,11 @@ from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
 from pyprune.train.loop import train
 from pyprune.train.lora import adapters, target_names
-from pyprune.train.memory import training_memory
+from pyprune.train.memory import TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recover, recovery_objective
 from tests._support.models import TINY, tiny_model
+from tests._support.products import without_instructions
 
 CPU = torch.device("cpu")
 LENGTH = 192
@@ -76,12 +77,25 @@ def held(*models: Any) -> int:
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
-    config, make = TRAININGS[name]
-    found = training_memory(shapes(weights_of(config)), config, make(), LENGTH, device=CPU)
+    _compare(*TRAININGS[name])
+
+
+def test_what_products_in_float32_hold_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few tokens, whose activations are less than a matrix that is converted for them."""
+    without_instructions(monkeypatch)
+    monkeypatch.setattr("pyprune.runtime.products.BLOCK", 1 << 30)  # a whole matrix at a time
+    auto = _compare(replace(LEAN, dtype="auto"), Objective, length=4)
+    named = training_memory(shapes(torch.bfloat16), LEAN, Objective(), 4, device=CPU)
+    assert auto.activations > 1.1 * named.activations
+
+
+def _compare(config: TrainConfig, make: Make, *, length: int = LENGTH) -> TrainingMemory:
+    found = training_memory(shapes(weights_of(config)), config, make(), length, device=CPU)
     model = real(weights_of(config))
-    measured = held(model) + extra_peak(lambda: train(model, samples(), config, make()), CPU)
+    measured = held(model) + extra_peak(lambda: train(model, samples()[:, :length], config, make()), CPU)
     assert found.total == pytest.approx(measured, rel=0.1)
     assert found.weights == pytest.approx(held(model), rel=0.01)
+    return found
 
 
 @pytest.mark.parametrize("name", RECOVERIES)
