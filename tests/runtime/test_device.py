@@ -62,7 +62,7 @@ def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
     assert working_dtype(dtype, torch.device(place)) == chosen
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN masks instructions of x86 alone")
+@pytest.mark.skipif(platform.machine() not in device.X86, reason="oneDNN masks instructions of x86 alone")
 def test_a_masked_cpu_counts_as_one_without_instructions() -> None:
     """As oneDNN, whose products they are, says of itself: torch names what the CPU has."""
     ask = "import sys, torch; from pyprune.runtime.device import has_products; torch.cpu.get_capabilities = lambda: "
