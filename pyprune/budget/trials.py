@@ -30,10 +30,10 @@ from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreAxis
 from pyprune.config.train import micro_batch_for
 from pyprune.cut._fit import Tally
-from pyprune.cut._sides import Chunk, MaskedLayers
+from pyprune.cut._sides import Chunk, CopiedLayers
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._systems import Writers
-from pyprune.cut._walk import Walk, chunks_of
+from pyprune.cut._walk import _USED, Walk, chunks_of
 from pyprune.cut.mask import mask_, restored
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.data.tokens import Batch
@@ -361,7 +361,7 @@ class _Trials:
         """(KL, difference of the cross-entropies) of a plan, from the streams where its first change is."""
         steps, lost = steps_of(self.family, plan)
         first = 0 if lost else next(i for i, step in enumerate(steps) if not step.exact)
-        side = MaskedLayers(self.runner, plan)
+        side = CopiedLayers(self.runner, plan)
         with side.layer(steps[first].part.layer) as layer:
             if self.options.reconstruct:
                 self._solve(side, steps[first], lost, layer)
@@ -369,7 +369,7 @@ class _Trials:
             streams = [side.run(layer, steps[first].part, judge.stream) for judge in self.judges]
         return self._loss([self._through(steps[first + 1 :], stream) for stream in streams])
 
-    def _solve(self, side: MaskedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
+    def _solve(self, side: CopiedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
         """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
         chunks = [replace(chunk) for chunk in self.fit]
         walk = _Solving(
@@ -439,4 +439,4 @@ class _Solving(Walk):
 
     @override
     def _advance_past(self, writers: Writers) -> Tally:
-        return Tally()
+        return Tally({_USED: 0.0}, {_USED: 0.0})

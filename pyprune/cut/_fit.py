@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import cast
 
 import torch
@@ -14,46 +15,33 @@ from pyprune.runtime import processes
 
 
 class Projection:
-    """A linear module of which the kept rows and columns are solved for; everything else stays as it is.
+    """A linear module that is solved for.
 
     Args:
         name: inside its layer.
         module: the module; weight [out, in], any floating dtype.
-        rows: outputs that stay, int64; None = all.
-        columns: inputs that stay, int64; None = all.
-        dense_rows: outputs of the dense module of this name that these are, int64; None = ``rows``.
+        dense_rows: outputs of the dense module of this name that these are, int64; None = all.
         scale: what those are multiplied by to be this module's (see ``width_factor``).
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Linear,
-        rows: Tensor | None,
-        columns: Tensor | None,
-        *,
-        dense_rows: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        self.dense_rows = rows if dense_rows is None else dense_rows
+    def __init__(self, name: str, module: nn.Linear, *, dense_rows: Tensor | None = None, scale: float = 1.0) -> None:
+        self.dense_rows = dense_rows
         self.scale = scale
         self.name = name
         self.module = module
-        self.rows = rows
-        self.columns = columns
         bias = cast("Tensor | None", module.bias)
-        self._weight = module.weight.detach().clone()
-        self._bias = None if bias is None else bias.detach().clone()
+        self.weight = module.weight.detach().clone()
+        self.bias = None if bias is None else bias.detach().clone()
 
     @property
     def inputs(self) -> int:
-        """Number of inputs that stay."""
-        return self.module.in_features if self.columns is None else len(self.columns)
+        """Number of inputs."""
+        return self.weight.shape[1]
 
     @property
     def outputs(self) -> int:
-        """Number of outputs that stay."""
-        return self.module.out_features if self.rows is None else len(self.rows)
+        """Number of outputs."""
+        return self.weight.shape[0]
 
     @property
     def parameters(self) -> list[str]:
@@ -61,62 +49,32 @@ class Projection:
         return [f"{self.name}.{part}" for part, _ in self.module.named_parameters()]
 
     @property
-    def has_bias(self) -> bool:
-        """Whether there is a bias to solve for."""
-        return self._bias is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the values that are kept beside the module's own."""
-        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
-
-    def read(self, x: Tensor) -> Tensor:
-        """The inputs that stay, of x [..., in]."""
-        return x if self.columns is None else x.index_select(-1, self.columns)
-
-    def written(self, y: Tensor) -> Tensor:
-        """The outputs that stay, of y [..., out]."""
-        return y if self.rows is None else y.index_select(-1, self.rows)
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def wanted(self, y: Tensor) -> Tensor:
-        """What they are in the dense module, of its outputs y [..., dense out]."""
+        """What the outputs are in the dense module, of its outputs y [..., dense out]: float32 [..., out]."""
         kept = y if self.dense_rows is None else y.index_select(-1, self.dense_rows)
-        return kept * self.scale
+        kept = kept.float()
+        return kept if self.scale == 1.0 else kept * self.scale
 
-    def move(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Set the module to its values before plus a change, rounded once to its dtype.
+    def put(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Set the module to new values, rounded once to its dtype.
 
         Args:
             weight: float [inputs, outputs].
-            bias: float [outputs]; None leaves the bias as it was.
+            bias: float [outputs]; None = as it was before.
         """
-        values = self._weight.to(weight.dtype, copy=True)
-        values[self._kept()] += weight.T
-        self.module.weight.copy_(values)
-        if bias is not None and self._bias is not None:
-            biases = self._bias.to(bias.dtype, copy=True)
-            biases[slice(None) if self.rows is None else self.rows] += bias
-            self.module.bias.copy_(biases)
-
-    def _kept(self) -> tuple[Tensor | slice, Tensor | slice]:
-        """What stays of the weight, as an index; a slice where everything does, which copies nothing."""
-        rows = slice(None) if self.rows is None else self.rows
-        if self.columns is None:
-            return rows, slice(None)
-        return rows if isinstance(rows, slice) else rows[:, None], self.columns
+        self.module.weight.copy_(weight.T)
+        if bias is not None:
+            self.module.bias.copy_(bias)
 
     def restore(self) -> None:
         """Set the module to its values before."""
-        self.module.weight.copy_(self._weight)
-        if self._bias is not None:
-            self.module.bias.copy_(self._bias)
-
-    def copy_to(self, other: nn.Linear) -> None:
-        """Write what stays, as it is now, into a module of the same shape."""
-        other.weight[self._kept()] = self.module.weight[self._kept()]
-        if self._bias is not None:
-            kept = slice(None) if self.rows is None else self.rows
-            other.bias[kept] = self.module.bias[kept]
+        self.module.weight.copy_(self.weight)
+        if self.bias is not None:
+            self.module.bias.copy_(self.bias)
 
 
 @dataclass
@@ -195,7 +153,7 @@ def choose(
         solutions: of the system as it stands.
         ridges: candidates.
         error: of the modules as they are, on the sequences held back.
-        add_judges: adds the sequences held back to the system, with the modules as they were.
+        add_judges: adds the sequences held back to the system.
     """
     before = error()
     best: tuple[float, float, Tally] | None = None
@@ -205,9 +163,9 @@ def choose(
         score = _score(before, found)
         if score is not None and (best is None or score < best[0]):
             best = score, ridge, found
-    for projection in projections:
-        projection.restore()
     if best is None:
+        for projection in projections:
+            projection.restore()
         return Choice(None, before, before)
     add_judges()
     for _, apply in solutions([best[1]]):
@@ -223,28 +181,53 @@ def _score(before: Tally, after: Tally) -> float | None:
     return sum(new / old if old else 1.0 for new, old in pairs) / len(pairs)
 
 
+def joint_start(projections: Sequence[Projection]) -> tuple[Tensor, bool]:
+    """Weights [inputs (+ 1), outputs] of projections whose outputs add up: their inputs stand side by side.
+
+    Returns:
+        The weights, and whether the last row is a constant: one bias for all of them.
+    """
+    rows = [projection.weight.T for projection in projections]
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    rows += [torch.stack(biases).sum(0, keepdim=True)] if biases else []
+    return torch.cat(rows) if len(rows) > 1 else rows[0], bool(biases)
+
+
+def parallel_start(projections: Sequence[Projection]) -> tuple[Tensor, bool]:
+    """Weights [inputs (+ 1), outputs] of projections that read the same input: their outputs stand side by side.
+
+    Returns:
+        The weights, and whether the last row is a constant: the biases, where all of them have one.
+    """
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    constant = len(biases) == len(projections)
+    weight = torch.cat([projection.weight for projection in projections]).T
+    return (torch.cat([weight, torch.cat(biases)[None]]) if constant else weight), constant
+
+
 def joint_solutions(
     equations: NormalEquations, projections: Sequence[Projection], ridges: Sequence[float]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Solutions of projections whose outputs add up: their inputs stand side by side in one system.
+    """Solutions of projections whose outputs add up (see :func:`joint_start`).
 
-    A constant is one bias for all of them; the first projection with a bias carries it.
+    The first projection with a bias carries the constant.
     """
-    carrier = next((projection for projection in projections if projection.has_bias), None)
+    carrier, *others = [p for p in projections if p.bias is not None] or projections[:1]
     sizes = [projection.inputs for projection in projections]
     for ridge in ridges:
         found = equations.solve(ridge)
         if found is None:
             continue
-        bias = found[-1] if equations.constant else None
-        weights = found[: sum(sizes)].split(sizes)
-        yield ridge, _mover([(p, w, bias if p is carrier else None) for p, w in zip(projections, weights, strict=True)])
+        fixed = [other.bias for other in others if other.bias is not None]
+        bias = reduce(torch.sub, fixed, found[-1]) if equations.constant else None
+        pairs = zip(projections, found[: sum(sizes)].split(sizes), strict=True)
+        yield ridge, _setter([(p, weight, bias if p is carrier else None) for p, weight in pairs])
 
 
 def parallel_solutions(
     equations: NormalEquations, projections: Sequence[Projection], ridges: Sequence[float]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
-    """Solutions of projections that read the same input: their outputs stand side by side in one system."""
+    """Solutions of projections that read the same input (see :func:`parallel_start`)."""
     inputs, sizes = projections[0].inputs, [projection.outputs for projection in projections]
     for ridge in ridges:
         found = equations.solve(ridge)
@@ -252,12 +235,12 @@ def parallel_solutions(
             continue
         weights = found[:inputs].split(sizes, dim=1)
         biases = found[-1].split(sizes) if equations.constant else [None] * len(sizes)
-        yield ridge, _mover(list(zip(projections, weights, biases, strict=True)))
+        yield ridge, _setter(list(zip(projections, weights, biases, strict=True)))
 
 
-def _mover(changes: list[tuple[Projection, Tensor, Tensor | None]]) -> Callable[[], None]:
+def _setter(values: list[tuple[Projection, Tensor, Tensor | None]]) -> Callable[[], None]:
     def apply() -> None:
-        for projection, weight, bias in changes:
-            projection.move(weight, bias)
+        for projection, weight, bias in values:
+            projection.put(weight, bias)
 
     return apply

@@ -9,92 +9,102 @@ from pyprune.probe.moments import add_moments_
 from pyprune.runtime import processes
 
 FLOAT64_INPUTS = 1024
-"""Up to this many inputs everything is float64; beyond it is float32, as memory and time of float64 are not small."""
-_ROWS = 4096
+"""Up to this many inputs sums and solutions are float64; of more, whose memory and time are not small, float32."""
+FLOAT64_PRODUCTS = 256
+"""Up to this many inputs products are float64 as well, which costs little there."""
+_ROWS = 2048
+"""Tokens of one product: the rounding of float32 grows with them, and the sum over products is more exact."""
 
 
 class NormalEquations:
-    """The normal equations of min_D sum over tokens ||x D - r||^2 + ridge * mean(diag(x^T x)) * ||D||^2.
-
-    Products and sums are float64, or float32 of wide inputs (see :data:`FLOAT64_INPUTS`), over at most 4,096 tokens at
-    a time.
+    """The normal equations of min_W sum over tokens ||y - x W||^2 + ridge * mean(diag(x^T x)) * ||W - start||^2.
 
     Args:
-        inputs: size of x.
-        outputs: size of r.
-        constant: x has a constant appended, whose row of D is a bias and costs no ridge.
-        device: of the sums.
+        start: [inputs (+ 1 with a constant), outputs], any floating dtype; it is kept.
+        constant: x has a constant appended, whose row of W is a bias; changing it costs no ridge.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, constant: bool, device: torch.device) -> None:
+    def __init__(self, start: Tensor, *, constant: bool) -> None:
         self.constant = constant
-        size = inputs + constant
+        self.start = start
+        size, outputs = start.shape
         dtype = torch.float64 if size <= FLOAT64_INPUTS else torch.float32
-        self.gram = torch.zeros(size, size, dtype=dtype, device=device)
-        self.moment = torch.zeros(size, outputs, dtype=dtype, device=device)
-        self.tokens = 0
-        self._whole: tuple[Tensor, Tensor] | None = None
+        self._products = dtype if size <= FLOAT64_PRODUCTS else torch.float32
+        self.gram = start.new_zeros(size, size, dtype=dtype)
+        self.moment = start.new_zeros(size, outputs, dtype=dtype)
+        self.squares = start.new_zeros(outputs, dtype=dtype)
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sums."""
-        return self.gram, self.moment
+        return self.gram, self.moment, self.squares
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while a solution is made: the sums (of all processes too), and the factor beside what it is of or
-        beside the solution.
+        """Bytes held while a solution is made: the sums (of all processes too), and the factor next to what it is of or
+        next to both sides of its system.
         """
-        sums = (2 if processes.divided() else 1) * (self.gram.nbytes + self.moment.nbytes)
-        return sums + self.gram.nbytes + max(self.gram.nbytes, self.moment.nbytes)
+        sums = (2 if processes.divided() else 1) * sum(tensor.nbytes for tensor in self.tensors)
+        return sums + self.gram.nbytes + max(self.gram.nbytes, 2 * self.moment.nbytes)
 
-    def add(self, x: Tensor, r: Tensor, weight: Tensor) -> None:
+    def add(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens.
 
         Args:
             x: [tokens, inputs], any floating dtype.
-            r: [tokens, outputs], any floating dtype.
+            y: [tokens, outputs], any floating dtype; what x W should be.
             weight: float32 [tokens]; how much each token's error counts (it multiplies the error, not its square).
+                None counts all alike.
         """
-        for some in torch.arange(len(x), device=x.device).split(_ROWS):
-            w = weight[some, None].to(self.gram.dtype)
-            given = x[some].to(self.gram.dtype)
+        scales = [None] * -(-len(x) // _ROWS) if weight is None else weight.to(self._products)[:, None].split(_ROWS)
+        for read, wanted, scale in zip(x.split(_ROWS), y.split(_ROWS), scales, strict=True):
+            read, wanted = read.to(self._products), wanted.to(self._products)
             if self.constant:
-                given = torch.cat([given, torch.ones_like(w)], dim=1)
-            given = given * w
-            add_moments_(self.gram, given)
-            self.moment += given.T @ (r[some].to(self.gram.dtype) * w)
-        self.tokens += len(x)
+                read = torch.cat([read, read.new_ones(len(read), 1)], dim=1)
+            if scale is not None:
+                read, wanted = read * scale, wanted * scale
+            add_moments_(self.gram, read)
+            self.moment += read.T @ wanted
+            self.squares += wanted.square().sum(0)
 
     def grown(self) -> None:
         """Tokens were added in this process or another; all of them say so, at the same point."""
-        self._whole = None
+        self._sums = None
 
-    def _over_processes(self) -> tuple[Tensor, Tensor]:
+    def _over_processes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all processes that share the tokens."""
         if not processes.divided():
-            return self.gram, self.moment
-        if self._whole is None:
-            self._whole = processes.summed_(self.gram.clone()), processes.summed_(self.moment.clone())
-        return self._whole
+            return self.tensors
+        if self._sums is None:
+            gram, moment, squares = (processes.summed_(tensor.clone()) for tensor in self.tensors)
+            self._sums = gram, moment, squares
+        return self._sums
+
+    def error(self) -> float:
+        """Sum over tokens of ||y - x start||^2, weighted."""
+        gram, moment, squares = self._over_processes()
+        start = self.start.to(gram.dtype)
+        return max(0.0, float(squares.sum() + (start * (gram @ start - 2 * moment)).sum()))
 
     def solve(self, ridge: float) -> Tensor | None:
-        """The solution D [inputs (+ 1 with a constant), outputs], or None where it is not determined.
+        """The solution W [inputs (+ 1 with a constant), outputs], or None where it is not determined.
 
         Args:
             ridge: relative to the mean of the diagonal of x^T x.
         """
-        gram, moment = self._over_processes()
-        diagonal = gram.diagonal()
-        penalty = torch.full_like(diagonal, ridge)
-        if self.constant:
-            penalty[-1] = 0.0
-        mean = diagonal[: len(diagonal) - self.constant].mean()
+        gram, moment, _ = self._over_processes()
+        inputs = len(gram) - self.constant
+        penalty = ridge * gram.diagonal()[:inputs].mean()
         matrix = gram.clone()
-        matrix.diagonal().add_(penalty * mean)
+        matrix.diagonal()[:inputs].add_(penalty)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         del matrix
-        found = None if failed else torch.cholesky_solve(moment, factor)
-        solved = found is not None and bool(torch.isfinite(found).all())
+        solution = None
+        if not failed:
+            wanted = moment.clone()
+            wanted[:inputs] += penalty * self.start[:inputs]
+            solution = torch.cholesky_solve(wanted, factor)
+        solved = solution is not None and bool(torch.isfinite(solution).all())
         # What fails in one process fails in all, or they would not try the same solutions.
-        return found if processes.agreed(solved) else None
+        return solution if processes.agreed(solved) else None

@@ -1,8 +1,7 @@
-"""The two forms of a cut model that a reconstruction solves: masked copies of dense layers, and a model cut already."""
+"""The two forms of a cut model that a reconstruction solves: cut copies of dense layers, and a model cut already."""
 
 from __future__ import annotations
 
-import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +11,17 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from pyprune.cut._fit import Projection
 from pyprune.cut._steps import Step
-from pyprune.cut.compact import stream_scale, width_factor
-from pyprune.cut.mask import mask_
+from pyprune.cut.compact import TensorCut, stream_scale, tensor_cut, width_factor
+from pyprune.cut.mask import gauged
+from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError
-from pyprune.families import Family
+from pyprune.families import decoder_layers
 from pyprune.families.base import Block, Row, kept_positions
+from pyprune.modeling.shapes import uninitialised
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.streams import LayerRunner, Part
 
@@ -47,10 +48,13 @@ class Chunk:
     cut: Tensor | None = None
     divisor: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._padded = not bool(self.real.all())
+
     def tokens(self, x: Tensor) -> Tensor:
-        """The rows of x [B, T, channels] or [B * T, channels] that are no padding."""
+        """The rows of x [B, T, channels] or [B * T, channels] that are no padding; a view where none is."""
         flat = x.reshape(-1, x.shape[-1])
-        return flat[self.real.flatten()]
+        return flat[self.real.flatten()] if self._padded else flat
 
     @property
     def nbytes(self) -> int:
@@ -59,11 +63,12 @@ class Chunk:
 
 
 class CutSide(ABC):
-    """A cut model beside the dense one, one layer at a time.
+    """A cut model beside the dense one, one layer at a time, with the widths that it has after the cut.
 
     Args:
-        runner: of its layers; its family is the dense model's too.
+        runner: of the layers that are solved; its family is the dense model's too.
         plan: what stays.
+        config: of the dense model.
 
     Attributes:
         walks_everything: whether the cut stream starts at the embeddings, even where it is still the dense one.
@@ -73,11 +78,16 @@ class CutSide(ABC):
     walks_everything = False
     copied_bytes = 0
 
-    def __init__(self, runner: LayerRunner, plan: PrunePlan) -> None:
+    def __init__(self, runner: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
         self.runner = runner
         self.family = runner.family
         self.plan = plan
         self.plans = {layer.index: layer for layer in plan.layers}
+        self.position = {layer.index: i for i, layer in enumerate(plan.layers)}
+        self.kept = torch.tensor(plan.hidden, device=runner.device) if plan.removed_hidden else None
+        self.gauge = bool(plan.removed_hidden) and self.family.gauges(config)
+        self.scale = stream_scale(self.family, plan, tied=bool(config.tie_word_embeddings))
+        self.changed: list[str] = []
 
     @abstractmethod
     def begin(self, chunk: Chunk) -> Tensor:
@@ -91,17 +101,29 @@ class CutSide(ABC):
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The cut stream [B, T, H'] behind a part."""
 
-    @abstractmethod
     def target(self, dense: Tensor) -> Tensor:
-        """What the cut stream should be where the dense one is ``dense``: float32 [B, T, H']."""
+        """What the cut stream should be where the dense one is ``dense``: float32 [B, T, H'].
 
-    @abstractmethod
+        These are its kept channels at the cut stream's scale.
+        """
+        if self.kept is None:
+            return dense.float()
+        wanted = dense.float().index_select(-1, self.kept)
+        if self.gauge:
+            wanted = wanted - wanted.mean(-1, keepdim=True)
+        return wanted * self.scale
+
     def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
-        """The linear module whose weight ``row`` describes."""
+        """The linear module whose weight ``row`` describes; of the dense one's outputs it has the kept ones."""
+        name = self._name(row)
+        kept = kept_positions(row, layer_plan, self.plan)[0] if row.role == "reader" else None
+        module = cast(nn.Linear, layer.get_submodule(name))
+        dense_rows = None if kept is None else torch.tensor(kept, device=module.weight.device)
+        return Projection(name, module, dense_rows=dense_rows, scale=width_factor(row, layer_plan, self.plan))
 
-    @abstractmethod
     def solved(self, projections: Sequence[Projection]) -> None:
-        """These projections have changed and stay so."""
+        """Remember what was changed in the layer at work, and stays so."""
+        self.changed += [name for projection in projections for name in projection.parameters]
 
     def _name(self, row: Row) -> str:
         return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
@@ -139,8 +161,8 @@ class CutSide(ABC):
         return weight + 1 if self.family.unit_offset_norm else weight
 
 
-class MaskedLayers(CutSide):
-    """The masked model, one masked copy of a dense layer at a time; what is solved goes into the dense model.
+class CopiedLayers(CutSide):
+    """A dense model as its cut, one copied and cut layer at a time; what is solved goes into the dense model.
 
     Args:
         dense: the dense model's layers; the model itself is changed.
@@ -148,71 +170,64 @@ class MaskedLayers(CutSide):
     """
 
     def __init__(self, dense: LayerRunner, plan: PrunePlan) -> None:
-        super().__init__(dense, plan)
-        device = dense.model.device
-        self.kept = torch.tensor(plan.hidden, device=device) if plan.removed_hidden else None
-        self.mask = torch.zeros(plan.dense.hidden_size, device=device)
-        self.mask[list(plan.hidden)] = 1.0
-        self.gauge = bool(plan.removed_hidden) and dense.family.gauges(dense.model.config)
-        self.changed: list[Projection] = []
+        config = dense.model.config
+        super().__init__(dense, plan, config)
+        self._tied = bool(config.tie_word_embeddings)
+        with torch.device("meta"):
+            target = choose_target(self.family, config, plan).config
+            empty = uninitialised(target, dense.model.dtype, attn_implementation=config._attn_implementation)
+        self._empty = decoder_layers(empty.eval())
 
     def begin(self, chunk: Chunk) -> Tensor:
-        """The masked part of the dense stream: embeddings are masked like everything that writes."""
+        """The kept part of the dense stream: embeddings are cut like everything that writes."""
         return self.target(chunk.dense).to(chunk.dense.dtype)
-
-    def target(self, dense: Tensor) -> Tensor:
-        """The dense stream with zeros for removed channels, in the gauge of the masked model: float32 [B, T, H]."""
-        wanted = dense.float()
-        if self.kept is None:
-            return wanted
-        if self.gauge:
-            wanted = wanted - wanted.index_select(-1, self.kept).mean(-1, keepdim=True)
-        return wanted * self.mask
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """A masked copy of a dense layer; what was solved in it is written to the dense one in the end."""
+        """A cut copy of a dense layer; what was solved in it is written to the dense one in the end."""
+        layer = self._empty[self.position[index]]
         with self.runner.layer(index) as own:
-            copied = copy.deepcopy(own)
-        mask_(cast(PreTrainedModel, _OneLayer(copied, index, self.family, self.runner.model.config)), self.plan)
-        self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in copied.parameters()))
-        yield copied
+            cuts = self._cuts(index, own)
+            copied = {name: cut.of(self._gauged(index, name, own)) for name, cut in cuts.items()}
+        lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
+        for name in lacking:  # biases that a stock architecture has and the dense model lacks
+            place, _, part = name.rpartition(".")
+            setattr(layer.get_submodule(place), part, None)
+        self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in layer.parameters()))
+        yield layer
         if self.changed:
             with self.runner.layer(index) as own:
-                for projection in self.changed:
-                    projection.copy_to(cast(nn.Linear, own.get_submodule(projection.name)))
-                self.runner.keep(index, [name for projection in self.changed for name in projection.parameters])
+                for name in self.changed:
+                    _put(layer.get_parameter(name), own.get_parameter(name), cuts[name])
+                self.runner.keep(index, self.changed)
         self.changed.clear()
+        layer.to("meta")
+
+    def _cuts(self, index: int, layer: nn.Module) -> dict[str, TensorCut]:
+        place = f"{self.family.layers_path}.{index}"
+        named = {
+            name: tensor_cut(f"{place}.{name}", self.family, self.plan, tied=self._tied)
+            for name, _ in layer.named_parameters()
+        }
+        return {name: cut for name, cut in named.items() if cut is not None}
+
+    def _gauged(self, index: int, name: str, layer: nn.Module) -> Tensor:
+        weight = layer.get_parameter(name).detach()
+        row, _ = self.family.match(f"{self.family.layers_path}.{index}.{name}")
+        return gauged(weight, row, self.plan.hidden) if self.gauge else weight
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """The masked stream [B, T, H] behind a part."""
+        """The cut stream [B, T, H'] behind a part; a layer is called as in the dense model."""
         return self.runner.run(module, part, stream)
 
-    def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
-        """A module of the masked copy, of which only what stays is solved."""
-        name = self._name(row)
-        module = cast(nn.Linear, layer.get_submodule(name))
-        kept = kept_positions(row, layer_plan, self.plan)
-        rows, columns = (None if k is None else torch.tensor(k, device=module.weight.device) for k in kept)
-        return Projection(name, module, rows, columns)
 
-    def solved(self, projections: Sequence[Projection]) -> None:
-        """Remember what has to be written to the dense model."""
-        self.changed += projections
-
-
-class _OneLayer(nn.Module):
-    """A decoder layer under its name in the model, so that code that goes by parameter names works on it alone."""
-
-    def __init__(self, layer: nn.Module, index: int, family: Family, config: PretrainedConfig) -> None:
-        super().__init__()
-        self.config = config
-        place: nn.Module = self
-        for name in family.layers_path.split("."):
-            inner = nn.Module()
-            place.add_module(name, inner)
-            place = inner
-        place.add_module(str(index), layer)
+def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
+    """Write a cut tensor to the places of the dense one that it was made of."""
+    rows = slice(None) if cut.rows is None else cut.rows.to(dense.device)
+    kept = rows if cut.columns is None else (rows, cut.columns.to(dense.device))
+    if cut.rows is not None and cut.columns is not None:
+        kept = cut.rows.to(dense.device)[:, None], cut.columns.to(dense.device)
+    dense.data[kept] = values if cut.factor == 1.0 else (values.float() / cut.factor).to(dense.dtype)
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:
@@ -242,7 +257,7 @@ class CompactedLayers(CutSide):
     walks_everything = True
 
     def __init__(self, pruned: LayerRunner, plan: PrunePlan, config: PretrainedConfig) -> None:
-        super().__init__(pruned, plan)
+        super().__init__(pruned, plan, config)
         embedding = cast(nn.Embedding, pruned.model.get_input_embeddings())
         sizes = len(pruned.layers), embedding.weight.shape[1]
         if sizes != (len(plan.layers), len(plan.hidden)):
@@ -250,11 +265,6 @@ class CompactedLayers(CutSide):
                 f"The pruned model has {sizes[0]} layers of hidden size {sizes[1]}, and the plan leaves "
                 f"{len(plan.layers)} of {len(plan.hidden)}. Give the plan that it was cut with."
             )
-        self.position = {layer.index: i for i, layer in enumerate(plan.layers)}
-        self.kept = torch.tensor(plan.hidden, device=pruned.device)
-        self.changed: list[str] = []
-        self.gauge = bool(plan.removed_hidden) and self.family.gauges(config)
-        self.scale = stream_scale(self.family, plan, tied=bool(config.tie_word_embeddings))
 
     def untrained(self, steps: Sequence[Step], dense: LayerRunner) -> list[Step]:
         """The steps, exact as far as the weights are the dense model's: the model may have been trained since."""
@@ -283,13 +293,6 @@ class CompactedLayers(CutSide):
         """The pruned model's own embeddings."""
         return self.runner.embed(chunk.ids.to(self.runner.model.device))
 
-    def target(self, dense: Tensor) -> Tensor:
-        """The kept channels of the dense stream at the pruned stream's scale: float32 [B, T, H']."""
-        wanted = dense.float().index_select(-1, self.kept)
-        if self.gauge:
-            wanted = wanted - wanted.mean(-1, keepdim=True)
-        return wanted * self.scale
-
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """The pruned model's layer; where its runner asks for it, what was solved is given to it in the end."""
@@ -302,16 +305,3 @@ class CompactedLayers(CutSide):
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """The pruned stream [B, T, H'] behind a part."""
         return self.runner.run(module, Part(self.position[part.layer], part.blocks), stream)
-
-    def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
-        """A module of the pruned model, whole; of the dense one's outputs it has the kept ones."""
-        name = self._name(row)
-        kept = kept_positions(row, layer_plan, self.plan)[0] if row.role == "reader" else None
-        module = cast(nn.Linear, layer.get_submodule(name))
-        dense_rows = None if kept is None else torch.tensor(kept, device=module.weight.device)
-        scale = width_factor(row, layer_plan, self.plan)
-        return Projection(name, module, None, None, scale=scale, dense_rows=dense_rows)
-
-    def solved(self, projections: Sequence[Projection]) -> None:
-        """Remember what was changed in the layer at work."""
-        self.changed += [name for projection in projections for name in projection.parameters]

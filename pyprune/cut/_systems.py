@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut._fit import Projection, Tally
+from pyprune.cut._fit import Projection, Tally, parallel_start
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._sides import Chunk, CutSide
 from pyprune.cut._steps import Step
+from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
-from pyprune.probe.streams import listening
+from pyprune.probe.streams import listening, replaced_forwards
 
 SMALLEST = 1e-12
-
-
-@dataclass(frozen=True)
-class Behind:
-    """The cut model behind the writers of a step.
-
-    Attributes:
-        stream: the cut stream [B, T, H'].
-        inputs: what each writer read, [B, T, in] or [B * T, in].
-        written: what they wrote together, before a norm behind them, [B, T, H'].
-    """
-
-    stream: Tensor
-    inputs: list[Tensor]
-    written: Tensor
+_ADDITION_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative difference between a stream and the sum of what was written to it that rounding explains; of half
+types 0.02."""
 
 
 class Writers:
     """The writers of a step in the cut model. Only they change while they are solved for, so the rest of the layer runs
-    once for each chunk whose inputs of the writers are held.
+    once for each chunk whose inputs of the writers are held, and they are applied when they are solved.
 
     Args:
         cut: the cut model.
@@ -69,38 +58,57 @@ class Writers:
         """The inputs that are held."""
         return [x for inputs in self._inputs.values() for x in inputs]
 
-    def behind(self, chunk: Chunk) -> Behind:
-        """The cut model behind the writers as they are now; the chunk's stream stays where it is."""
+    def inputs(self, chunk: Chunk, *, check: bool = False) -> list[Tensor]:
+        """What each writer reads, [B, T, in] or [B * T, in]; the writers themselves are not applied.
+
+        Args:
+            chunk: its stream stays where it is.
+            check: apply them, and refuse a layer that does something else with their outputs than to add them to the
+                stream.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
+        if chunk in self._inputs:
+            return self._inputs[chunk]
         stream = cast(Tensor, chunk.cut)
-        inputs = self._inputs.get(chunk)
-        if inputs is None:
-            return self._run(chunk, stream)
-        written = self._sum([self.cut.runner.apply(p.module, x) for p, x in self._pairs(inputs)], stream)
-        return Behind(self.joined(stream, written), inputs, written)
-
-    def joined(self, stream: Tensor, written: Tensor) -> Tensor:
-        """The stream [B, T, H'] after what the writers wrote has joined it."""
-        if self._norm is not None:
-            written = self.cut.runner.apply(self._norm, written)
-        return stream + written * self.multiplier
-
-    def _run(self, chunk: Chunk, stream: Tensor) -> Behind:
-        with listening({p.name: p.module for p in self.projections}) as seen:
+        idle: Sequence[Projection] = () if check else self.projections
+        forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_nothing, p) for p in idle}
+        with listening({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
             out = self.cut.run(self.layer, self.step.part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
-            written = self._sum([seen[p.name][1] for p in self.projections], out)
+            if check:
+                self._check_addition(out, self._joined(stream, [seen[p.name][1] for p in self.projections]))
         size = sum(x.nbytes for x in inputs)
         if chunk.held_back or size <= self._room:
             self._inputs[chunk] = inputs
             self._room -= 0 if chunk.held_back else size
-        return Behind(out, inputs, written)
+        return inputs
 
-    def _pairs(self, inputs: Sequence[Tensor]) -> list[tuple[Projection, Tensor]]:
-        return list(zip(self.projections, inputs, strict=True))
+    def behind(self, chunk: Chunk) -> Tensor:
+        """The cut stream [B, T, H'] behind the writers as they are now; the chunk's stream stays where it is."""
+        pairs = zip(self.projections, self.inputs(chunk), strict=True)
+        return self._joined(cast(Tensor, chunk.cut), [self.cut.runner.apply(p.module, x) for p, x in pairs])
 
-    @staticmethod
-    def _sum(outputs: Sequence[Tensor], like: Tensor) -> Tensor:
-        return reduce(torch.add, [y.reshape(like.shape) for y in outputs])
+    def _joined(self, stream: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        """The stream [B, T, H'] after what the writers wrote has joined it."""
+        written = reduce(torch.add, [y.reshape(stream.shape) for y in outputs])
+        if self._norm is not None:
+            written = self.cut.runner.apply(self._norm, written)
+        return stream + (written if self.multiplier == 1.0 else written * self.multiplier)
+
+    def _check_addition(self, out: Tensor, expected: Tensor) -> None:
+        # Autocast rounds what is written, the same way both times.
+        allowed = _ADDITION_ERROR.get(out.dtype, 0.02) * float(expected.float().norm())
+        if float((out.float() - expected.float()).norm()) > allowed:
+            raise UnsupportedModelError(
+                f"{self.step.part} of this {self.cut.family.model_type!r} model does not add the output of its "
+                "projections to the stream, so that they cannot be solved for. Cut it without reconstruction."
+            )
+
+
+def _nothing(projection: Projection, x: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], projection.outputs)
 
 
 class Readers:
@@ -113,7 +121,6 @@ class Readers:
         layer: of the cut model.
         block: whose readers these are.
         projections: the readers.
-        device: of the sums.
         judging: kinds of text that are held back.
     """
 
@@ -124,7 +131,6 @@ class Readers:
         layer: nn.Module,
         block: Block,
         projections: Sequence[Projection],
-        device: torch.device,
         judging: Sequence[str],
     ) -> None:
         self.cut = cut
@@ -133,9 +139,8 @@ class Readers:
         self.block = block
         self.projections = projections
         self._judging = judging
-        constant = all(p.has_bias for p in projections)
-        outputs = sum(p.outputs for p in projections)
-        self.equations = NormalEquations(projections[0].inputs, outputs, constant=constant, device=device)
+        start, constant = parallel_start(projections)
+        self.equations = NormalEquations(start, constant=constant)
         self._judges: list[tuple[str, Tensor, list[Tensor]]] = []
 
     @property
@@ -151,7 +156,7 @@ class Readers:
             wanted: name of a reader -> what it gives in the dense model, [tokens, dense out].
         """
         x = self._read(chunk)
-        targets = [p.wanted(wanted[p.name].float()) for p in self.projections]
+        targets = [p.wanted(wanted[p.name]) for p in self.projections]
         if chunk.held_back:
             self._judges.append((chunk.kind, x, targets))
         else:
@@ -173,14 +178,15 @@ class Readers:
         return tally.over_processes(self._judging)
 
     def _add(self, x: Tensor, targets: Sequence[Tensor]) -> None:
-        lacking = torch.cat(self._lacking(x, targets), dim=1)
-        self.equations.add(self.projections[0].read(x), lacking, torch.ones(len(x), device=x.device))
+        fixed = [] if self.equations.constant else [p.bias for p in self.projections]
+        written = [t if bias is None else t - bias for t, bias in zip_longest(targets, fixed)]
+        self.equations.add(x, torch.cat(written, dim=1))
 
     def _lacking(self, x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-        """What the outputs lack, float32 [tokens, kept outputs] each."""
+        """What the outputs lack, float32 [tokens, outputs] each."""
         apply = self.cut.runner.apply  # a norm may give another dtype than the weights have
         pairs = zip(self.projections, targets, strict=True)
-        return [t - p.written(apply(p.module, x)).float() for p, t in pairs]
+        return [t - apply(p.module, x).float() for p, t in pairs]
 
     def _read(self, chunk: Chunk) -> Tensor:
         """What the readers are given, [tokens, in]; the layer runs only as far as the first of them."""

@@ -13,19 +13,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut._fit import Choice, Projection, Tally, choose, joint_solutions, parallel_solutions
+from pyprune.cut._fit import Choice, Projection, Tally, choose, joint_solutions, joint_start, parallel_solutions
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._sides import Chunk, CutSide
 from pyprune.cut._steps import Step
-from pyprune.cut._systems import SMALLEST, Behind, Readers, Writers
-from pyprune.errors import UnsupportedModelError
+from pyprune.cut._systems import SMALLEST, Readers, Writers
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 
 _USED = "used"
-_ADDITION_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest relative difference between a stream and the sum of what was written to it that rounding explains; of half
-types 0.02."""
 
 
 @dataclass(frozen=True)
@@ -132,82 +128,72 @@ class Walk:
         """Solve the writers of a step for the dense stream where it stands now, and take the cut stream past it."""
         writers = Writers(self.cut, step, layer, self.multiplier, self.held_bytes)
         projections = writers.projections
-        constant = any(p.has_bias for p in projections)
-        equations = self._equations(sum(p.inputs for p in projections), projections[0].outputs, constant)
-        before = Tally()
+        start, constant = joint_start(projections)
+        equations = NormalEquations(start, constant=constant)
 
         def gather(held_back: bool) -> None:
             for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
-                self._gather(writers, chunk, equations, before, check=not i)
+                self._gather(writers, chunk, equations, check=not i)
             equations.grown()
 
-        def error() -> Tally:
-            tally = Tally()
-            for chunk in self.chunks:
-                if chunk.held_back:
-                    tally.add(chunk.kind, *self._error(chunk, writers.behind(chunk).stream)[2:])
-            return tally.over_processes(self.judging)
+        def held_back() -> Tally:
+            return self._errors(writers, held_back=True)
 
         gather(False)
+        # Behind a norm the stream is not linear in what the sums hold.
+        before = self._errors(writers, held_back=False) if writers.gain is not None else equations.error()
         solutions = partial(joint_solutions, equations, projections)
-        choice = choose(projections, solutions, self.ridges, error, partial(gather, True))
+        choice = choose(projections, solutions, self.ridges, held_back, partial(gather, True))
         self._count(equations, projections, writers.held)
         if choice.ridge is not None:
             self.cut.solved(projections)
         after = self._advance_past(writers)
-        used = before.over_processes([_USED]).overall(), after.over_processes([_USED]).overall()
-        self.reports.append(Solved(step.part, step.writers, "writers", choice, used))
+        if choice.ridge is None:
+            before = after
+        elif not isinstance(before, Tally):
+            before = Tally({_USED: before}, after.size)
+        self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after.overall())))
+
+    def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
+        """Of the writers as they are, on the sequences held back or on the others."""
+        tally = Tally()
+        for chunk in self.chunks:
+            if chunk.held_back == held_back:
+                tally.add(chunk.kind if held_back else _USED, *self._error(chunk, writers.behind(chunk)))
+        return tally.over_processes(self.judging if held_back else [_USED])
 
     def _advance_past(self, writers: Writers) -> Tally:
         """Take the cut stream past solved writers; the errors on the sequences that are solved on."""
         tally = Tally()
         for chunk in self.chunks:
-            chunk.cut = writers.behind(chunk).stream
+            chunk.cut = writers.behind(chunk)
             if not chunk.held_back:
-                tally.add(_USED, *self._error(chunk, chunk.cut)[2:])
-        return tally
+                tally.add(_USED, *self._error(chunk, chunk.cut))
+        return tally.over_processes([_USED])
 
-    def _gather(
-        self, writers: Writers, chunk: Chunk, equations: NormalEquations, before: Tally, *, check: bool
-    ) -> None:
-        """Add a chunk to the equations: what the writers read, and what the stream lacks behind them."""
-        stream, projections = cast(Tensor, chunk.cut), writers.projections
-        behind = writers.behind(chunk)
-        x = torch.cat([chunk.tokens(p.read(i)) for p, i in zip(projections, behind.inputs, strict=True)], 1).float()
-        residual, weight, error, size = self._error(chunk, behind.stream)
-        if check:
-            self._check_addition(writers, stream, behind)
-        if not chunk.held_back:
-            before.add(_USED, error, size)
-        if writers.gain is None:
-            lacking = projections[0].written(residual)
-            equations.add(x, lacking / self.multiplier, weight * self.multiplier)
-            return
-        # The norm behind the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
-        # (t - h) / gain * divisor; what the dense writer itself wrote, where nothing is removed up to the next part.
-        divisor = cast(Tensor, chunk.divisor)
-        gain = projections[0].written(writers.gain)
-        target = projections[0].written(chunk.tokens(self.cut.target(chunk.dense) - stream.float()))
-        target = torch.where(gain.abs() > SMALLEST, target / gain, torch.zeros_like(target)) * divisor
-        lacking = target - projections[0].written(chunk.tokens(behind.written).float())
-        equations.add(x, lacking, weight / divisor.squeeze(-1))
-
-    def _check_addition(self, writers: Writers, stream: Tensor, behind: Behind) -> None:
-        """Refuse a layer that does something else with its writer's output than to add it to the stream."""
-        expected = writers.joined(stream, behind.written)
-        # Autocast rounds what is written, the same way both times.
-        allowed = _ADDITION_ERROR.get(behind.stream.dtype, 0.02) * float(expected.float().norm())
-        if float((behind.stream.float() - expected.float()).norm()) > allowed:
-            raise UnsupportedModelError(
-                f"{writers.step.part} of this {self.dense.family.model_type!r} model does not add the output of its "
-                "projections to the stream, so that they cannot be solved for. Cut it without reconstruction."
-            )
+    def _gather(self, writers: Writers, chunk: Chunk, equations: NormalEquations, *, check: bool) -> None:
+        """Add a chunk to the equations: what the writers read, and what they should write."""
+        inputs = [chunk.tokens(x) for x in writers.inputs(chunk, check=check)]
+        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
+        target = chunk.tokens(self.cut.target(chunk.dense))
+        lacking = target - chunk.tokens(cast(Tensor, chunk.cut))
+        weight = self._weight(target)
+        if writers.gain is not None:
+            # The norm behind the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
+            # (t - h) / gain * divisor; what the dense writer itself wrote, where nothing is removed up to the next
+            # part.
+            divisor, gain = cast(Tensor, chunk.divisor), writers.gain
+            lacking = torch.where(gain.abs() > SMALLEST, lacking / gain, torch.zeros_like(lacking)) * divisor
+            weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
+        if self.multiplier != 1.0:
+            lacking = lacking / self.multiplier
+            weight = torch.full_like(lacking[:, 0], self.multiplier) if weight is None else weight * self.multiplier
+        equations.add(x, lacking, weight)
 
     def _readers(self, step: Step, layer: nn.Module) -> list[Readers]:
         """One system for the readers of each block of a step."""
-        device = self.chunks[0].dense.device
         groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
-        return [Readers(self.cut, step, layer, block, group, device, self.judging) for block, group in groups]
+        return [Readers(self.cut, step, layer, block, group, self.judging) for block, group in groups]
 
     def _count_readers(self, systems: Sequence[Readers]) -> None:
         """The systems of a step are filled side by side."""
@@ -223,24 +209,17 @@ class Walk:
             self.cut.solved(system.projections)
         self.reports.append(Solved(step.part, (system.block,), "readers", choice, None))
 
-    def _error(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the stream lacks [tokens, H'], the weight of each token, and the squared sums of error and target."""
-        target = chunk.tokens(self.cut.target(chunk.dense))
-        residual = target - chunk.tokens(out).float()
-        if self.relative:
-            weight = 1 / target.square().mean(-1).sqrt().clamp(min=SMALLEST)
-        else:
-            weight = torch.ones(len(target), device=target.device)
-        squares = weight.square()
-        return (
-            residual,
-            weight,
-            (residual.square().sum(-1) * squares).sum(dtype=torch.float64),
-            (target.square().sum(-1) * squares).sum(dtype=torch.float64),
-        )
+    def _weight(self, target: Tensor) -> Tensor | None:
+        """How much the error of each token counts, float32 [tokens]; None = all alike."""
+        return 1 / target.square().mean(-1).sqrt().clamp(min=SMALLEST) if self.relative else None
 
-    def _equations(self, inputs: int, outputs: int, constant: bool) -> NormalEquations:
-        return NormalEquations(inputs, outputs, constant=constant, device=self.chunks[0].dense.device)
+    def _error(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted squared sums of what a stream lacks, and of what it should be."""
+        target = chunk.tokens(self.cut.target(chunk.dense))
+        residual, weight = target - chunk.tokens(out), self._weight(target)
+        squares = [t.square().sum(-1) for t in (residual, target)]
+        error, size = ((s if weight is None else s * weight.square()).sum(dtype=torch.float64) for s in squares)
+        return error, size
 
     def _count(self, equations: NormalEquations, projections: Sequence[Projection], beside: Sequence[Tensor]) -> None:
         """Count what is held at a time."""

@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.train import micro_batch_for
-from pyprune.cut._sides import Chunk, CompactedLayers, CutSide, MaskedLayers
+from pyprune.cut._sides import Chunk, CompactedLayers, CopiedLayers, CutSide
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._walk import Solved, Walk, chunks_of
 from pyprune.data.tokens import Batch
@@ -185,7 +185,7 @@ def reconstruct_(
     """
     dense = LayerRunner.of(model)
     check_plan(plan, dense.family, dense.model.config)
-    side = MaskedLayers(dense, plan)
+    side = CopiedLayers(dense, plan)
     return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size)
 
 

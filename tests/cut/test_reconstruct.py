@@ -410,9 +410,10 @@ def test_what_cannot_be_reconstructed_is_refused() -> None:
 
 
 def test_a_layer_that_does_more_than_add_is_refused() -> None:
-    model = tiny_model("llama")
-    plan = plan_of(model, "heads")
-    layer = model.model.layers[0]
-    layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] * 0.5, output[1]))
+    dense = tiny_model("llama")
+    plan = plan_of(dense, "heads")
+    cut = copy.deepcopy(dense)
+    compact_(cut, plan)
+    cut.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: (output[0] * 0.5, output[1]))
     with pytest.raises(UnsupportedModelError, match="does not add the output"):
-        reconstruct_(model, plan, SAMPLES)
+        reconstruct_compacted_(cut, plan, dense, SAMPLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyprune.cut._fit import Projection, Tally
+from pyprune.cut._fit import Tally
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._steps import steps_of
 from pyprune.cut._walk import chunks_of
@@ -19,7 +19,7 @@ from tests._support.models import TINY, tiny_batch, tiny_model
 
 
 def equations(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, *, constant: bool) -> NormalEquations:
-    found = NormalEquations(x.shape[1], r.shape[1], constant=constant, device=x.device)
+    found = NormalEquations(torch.zeros(x.shape[1] + constant, r.shape[1]), constant=constant)
     for some in torch.arange(len(x)).split(30):
         found.add(x[some], r[some], weight[some])
     return found
@@ -46,23 +46,18 @@ def test_what_is_not_determined_has_no_solution() -> None:
     assert equations(x, torch.randn(20, 2), torch.ones(20), constant=False).solve(0.0) is None
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(None, None), ([0, 2], None), (None, [1, 3]), ([0, 2], [1, 3])])
-def test_a_projection_changes_what_stays_and_nothing_else(rows: list[int] | None, columns: list[int] | None) -> None:
+def test_the_ridge_holds_weights_where_they_start_and_errors_are_those_of_the_start() -> None:
     torch.manual_seed(0)
-    module, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    before, elsewhere = module.weight.detach().clone(), other.weight.detach().clone()
-    kept = [None if k is None else torch.tensor(k) for k in (rows, columns)]
-    projection = Projection("o", module, *kept)
-    inside = torch.zeros(3, 4, dtype=torch.bool)
-    inside[torch.tensor(rows or range(3))[:, None], torch.tensor(columns or range(4))] = True
-    with torch.no_grad():
-        for _ in range(2):  # a change replaces the one before
-            projection.move(torch.ones(projection.inputs, projection.outputs), torch.ones(projection.outputs))
-        projection.copy_to(other)
-        assert torch.equal(module.weight, torch.where(inside, before + 1, before))
-        assert torch.equal(other.weight, torch.where(inside, before + 1, elsewhere))
-        projection.restore()
-        assert torch.equal(module.weight, before)
+    x, y, start = torch.randn(200, 7), torch.randn(200, 5), torch.randn(7, 5)
+    found = NormalEquations(start, constant=False)
+    found.add(x, y)
+    lacking = equations(x, y - x @ start, torch.ones(200), constant=False)
+    torch.testing.assert_close(found.error(), float((y - x @ start).double().square().sum()), rtol=1e-6, atol=0)
+    for ridge in (0.1, 10.0):
+        solution, change = found.solve(ridge), lacking.solve(ridge)
+        assert solution is not None
+        assert change is not None
+        torch.testing.assert_close(solution, start.double() + change, rtol=1e-5, atol=1e-6)
 
 
 def test_of_every_kind_of_text_a_share_is_held_back() -> None:
