@@ -223,11 +223,10 @@ class CopiedLayers(CutSide):
 
 def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
     """Write a cut tensor to the places of the dense one that it was made of."""
-    rows = slice(None) if cut.rows is None else cut.rows.to(dense.device)
-    kept = rows if cut.columns is None else (rows, cut.columns.to(dense.device))
-    if cut.rows is not None and cut.columns is not None:
-        kept = cut.rows.to(dense.device)[:, None], cut.columns.to(dense.device)
-    dense.data[kept] = values if cut.factor == 1.0 else (values.float() / cut.factor).to(dense.dtype)
+    kept = [slice(None) if i is None else i.to(dense.device) for i in (cut.rows, cut.columns)[: dense.dim()]]
+    if isinstance(kept[0], Tensor) and isinstance(kept[-1], Tensor) and dense.dim() == 2:
+        kept[0] = kept[0][:, None]
+    dense.data[tuple(kept)] = values if cut.factor == 1.0 else (values.double() / cut.factor).to(dense.dtype)
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:

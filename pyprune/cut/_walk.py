@@ -136,22 +136,18 @@ class Walk:
                 self._gather(writers, chunk, equations, check=not i)
             equations.grown()
 
-        def held_back() -> Tally:
-            return self._errors(writers, held_back=True)
-
         gather(False)
         # Behind a norm the stream is not linear in what the sums hold.
-        before = self._errors(writers, held_back=False) if writers.gain is not None else equations.error()
+        linear = writers.gain is None
+        error = equations.error() if linear else self._errors(writers, held_back=False).error[_USED]
         solutions = partial(joint_solutions, equations, projections)
+        held_back = partial(self._errors, writers, held_back=True)
         choice = choose(projections, solutions, self.ridges, held_back, partial(gather, True))
         self._count(equations, projections, writers.held)
         if choice.ridge is not None:
             self.cut.solved(projections)
         after = self._advance_past(writers)
-        if choice.ridge is None:
-            before = after
-        elif not isinstance(before, Tally):
-            before = Tally({_USED: before}, after.size)
+        before = after if choice.ridge is None else Tally({_USED: error}, after.size)
         self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after.overall())))
 
     def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
@@ -172,23 +168,23 @@ class Walk:
         return tally.over_processes([_USED])
 
     def _gather(self, writers: Writers, chunk: Chunk, equations: NormalEquations, *, check: bool) -> None:
-        """Add a chunk to the equations: what the writers read, and what they should write."""
+        """Add a chunk to the equations: what the writers read, and what they should write to the stream before them."""
         inputs = [chunk.tokens(x) for x in writers.inputs(chunk, check=check)]
         x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
         target = chunk.tokens(self.cut.target(chunk.dense))
-        lacking = target - chunk.tokens(cast(Tensor, chunk.cut))
+        wanted = target - chunk.tokens(cast(Tensor, chunk.cut))
         weight = self._weight(target)
         if writers.gain is not None:
             # The norm behind the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
             # (t - h) / gain * divisor; what the dense writer itself wrote, where nothing is removed up to the next
             # part.
             divisor, gain = cast(Tensor, chunk.divisor), writers.gain
-            lacking = torch.where(gain.abs() > SMALLEST, lacking / gain, torch.zeros_like(lacking)) * divisor
+            wanted = torch.where(gain.abs() > SMALLEST, wanted / gain, torch.zeros_like(wanted)) * divisor
             weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
         if self.multiplier != 1.0:
-            lacking = lacking / self.multiplier
-            weight = torch.full_like(lacking[:, 0], self.multiplier) if weight is None else weight * self.multiplier
-        equations.add(x, lacking, weight)
+            wanted = wanted / self.multiplier
+            weight = torch.full_like(wanted[:, 0], self.multiplier) if weight is None else weight * self.multiplier
+        equations.add(x, wanted, weight)
 
     def _readers(self, step: Step, layer: nn.Module) -> list[Readers]:
         """One system for the readers of each block of a step."""

@@ -164,12 +164,13 @@ def reconstruct_(
 
     The stream of the masked model is what is fitted, so that :func:`pyprune.cut.mask.mask_` and
     :func:`pyprune.cut.compact.compact_` mean the same as before. What the plan removes keeps its values, and so does
-    everything in front of it. Beside the model, two streams of the text, a copy of one layer and what its writers read
-    (see :class:`pyprune.cut._walk.Walk`) are held.
+    everything in front of it. Beside the model, two streams of the text, a cut copy of one layer and what its writers
+    read (see :class:`pyprune.cut._walk.Walk`) are held.
 
     Args:
         model: the dense model, any dtype and device, or its layers as something else holds and keeps them; the streams
-            are held in its dtype, the systems in float64, or float32 of more than 1,024 inputs.
+            are held in its dtype. The sums of the systems are float64, or float32 of more than 1,024 inputs; their
+            products are float32 of more than 256.
         plan: what stays.
         samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which counts for
             nothing.
