@@ -18,6 +18,7 @@ class ReconstructConfig(Config):
 
     Attributes:
         ridges: candidates for the ridge, relative to the mean of diag(x^T x); the best one is chosen for every writer.
+            They are tried from the largest down, until one is worse than the best before it.
         held_back: share of the sequences of each kind that judges the candidates, in (0, 0.5].
         readers: whether q, k, v, gate and up are solved as well; null = where hidden channels are removed.
         relative: whether a token's error counts relative to the size of its stream, which is what the norms see; on

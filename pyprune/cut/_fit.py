@@ -142,11 +142,12 @@ def choose(
     error: Callable[[], Tally],
     add_judges: Callable[[], None],
 ) -> Choice:
-    """Try solutions one after the other, and keep the one with the smallest error on the sequences held back.
+    """Try solutions from the largest ridge down, and keep the one with the smallest error on the sequences held back.
 
     The error of a solution is the mean over the kinds of text of its squared error relative to that of the modules as
-    they were. A solution that makes any kind worse is not taken, so that leaving everything as it was can win. With the
-    ridge that is best, the system is then solved on all sequences.
+    they were. A solution that makes any kind worse is not taken, so that leaving everything as it was can win. Once a
+    ridge is worse than the best, smaller ones are not tried. With the best ridge, the system is then solved on all
+    sequences.
 
     Args:
         projections: what the solutions change.
@@ -157,12 +158,14 @@ def choose(
     """
     before = error()
     best: tuple[float, float, Tally] | None = None
-    for ridge, apply in solutions(ridges):
+    for ridge, apply in solutions(sorted(ridges, reverse=True)):
         apply()
         found = error()
         score = _score(before, found)
         if score is not None and (best is None or score < best[0]):
             best = score, ridge, found
+        elif best is not None:
+            break
     if best is None:
         for projection in projections:
             projection.restore()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 import torch
 
-from pyprune.cut._fit import Tally
+from pyprune.cut._fit import Tally, choose
 from pyprune.cut._least_squares import NormalEquations
 from pyprune.cut._steps import steps_of
 from pyprune.cut._walk import chunks_of
@@ -58,6 +60,22 @@ def test_the_ridge_holds_weights_where_they_start_and_errors_are_those_of_the_st
         assert solution is not None
         assert change is not None
         torch.testing.assert_close(solution, start.double() + change, rtol=1e-5, atol=1e-6)
+
+
+def test_ridges_are_tried_from_the_largest_down_until_one_is_worse() -> None:
+    errors = {10.0: 0.9, 1.0: 0.5, 0.1: 0.6, 0.01: 0.4}
+    tried: list[float] = []
+
+    def solutions(ridges: Sequence[float]) -> Iterator[tuple[float, Callable[[], None]]]:
+        for ridge in ridges:
+            yield ridge, lambda ridge=ridge: tried.append(ridge)
+
+    def error() -> Tally:
+        return Tally({"text": errors[tried[-1]] if tried else 1.0}, {"text": 1.0})
+
+    choice = choose([], solutions, (0.01, 0.1, 1.0, 10.0), error, lambda: None)
+    assert choice.ridge == 1.0
+    assert tried == [10.0, 1.0, 0.1, 1.0], "the last solves the best once more, on all sequences"
 
 
 def test_of_every_kind_of_text_a_share_is_held_back() -> None:
