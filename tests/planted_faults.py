@@ -3,7 +3,7 @@
     python -m tests.planted_faults [--tier first|all] [FAULT ...]
 
 It guards the first tier against being emptied: `make test` has to find at least eighteen of the twenty, `make test-all`
-all. Each fault is tried with the tests of its own area first, as the tier chooses them; one that these do not find is
+all. Each fault is tried with the tests of its area first, as the tier chooses them; one that these do not find is
 tried with the whole tier. The file that holds a fault is written back afterwards, whatever happens, and a file with
 changes that are not committed is refused.
 """
@@ -190,7 +190,7 @@ FAULTS = (
 
 
 @contextmanager
-def planted(fault: Fault) -> Iterator[None]:
+def plant(fault: Fault) -> Iterator[None]:
     """Have the fault in its file for the time of the block."""
     path = REPO / fault.file
     if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", fault.file], cwd=REPO, check=False).returncode:
@@ -236,7 +236,7 @@ def main() -> int:
     print("| fault | found by | seconds |\n|---|---|---:|", flush=True)
     for number in chosen:
         fault, begin = FAULTS[number - 1], time.monotonic()
-        with planted(fault):
+        with plant(fault):
             test = first_failure(options.tier, fault.tests) or first_failure(options.tier, "")
         caught += test is not None
         print(f"| {number}. {fault.name} | {test or '-'} | {time.monotonic() - begin:.0f} |", flush=True)

@@ -28,7 +28,9 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
         if dense.group_size > 1:
             query_heads = keep_kv_groups(query_heads, i, list(range(dense.num_key_value_heads)), 1)
     unequal = keep_kv_groups(identity, 0, [last_kv]).with_layer(1, ffn=range(0, 40, 3)).with_layer(2, ffn=range(7))
+    # The cache's length is read from one layer: attention goes from the first and from a later one.
     skipped = identity.with_layer(0, query_heads=[], kv_heads=[]).with_layer(2, ffn=[])
+    skipped = skipped.with_layer(3, query_heads=[], kv_heads=[])
     odd_hidden = [i for i in range(dense.hidden_size) if i not in (0, 5, 7)]
     plans = {
         "identity": identity,

@@ -48,7 +48,7 @@ def first_tier(cases: Sequence[Case]) -> set[int]:
     keys = [{axis: tuple(map(id, values)) for axis, values in case.items()} for case in cases]
     axes = [axis for axis in keys[0] if len({key[axis] for key in keys}) > 1]
     if len(axes) > 2:
-        return _covering([{axis: key[axis] for axis in axes} for key in keys])
+        return _covering_array([{axis: key[axis] for axis in axes} for key in keys])
     models = next((axis for axis in axes if all(_is_tiny_model(case[axis]) for case in cases)), None)
     if models is None or len(axes) < 2:
         return set(range(len(cases)))
@@ -62,7 +62,7 @@ def _is_tiny_model(values: Sequence[object]) -> bool:
     return len(values) == 1 and isinstance(values[0], str) and values[0] in TINY
 
 
-def _covering(cases: Sequence[Mapping[str, tuple[int, ...]]]) -> set[int]:
+def _covering_array(cases: Sequence[Mapping[str, tuple[int, ...]]]) -> set[int]:
     """Choose cases, greedily and always the same, until every pair of values that any case has is in a chosen one."""
     pairs = [set(combinations(case.items(), 2)) for case in cases]
     left = set().union(*pairs)
@@ -97,7 +97,7 @@ def _case(item: pytest.Item) -> Case:
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """Whether `make quick` leaves a test out."""
+    """Return whether `make quick` leaves a test out."""
     return item.get_closest_marker("process") is not None or _folder(item) in PROCESS_FOLDERS
 
 
