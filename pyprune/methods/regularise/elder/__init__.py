@@ -26,6 +26,8 @@ class GateConfig(Config):
     Attributes:
         placement: residual scales the branch, h + S (layer(h) - h); output scales the whole stream
             (the papers' literal text, which always drives the last layers out).
+        weighed_share: share of the layers that get a gate, those of the smallest block influence (ShortGPT), rounded
+            up; the others are kept. 1 = all layers.
         search: greedy (one layer a round) or one_shot.
         penalty_weight: the papers' lambda1.
         learning_rate: of the gates (Adam).
@@ -35,6 +37,7 @@ class GateConfig(Config):
     """
 
     placement: Literal["residual", "output"] = "residual"
+    weighed_share: float = option(1.0, above=0, at_most=1)
     search: Literal["greedy", "one_shot"] = "greedy"
     penalty_weight: float = option(5e-3, at_least=0, at_most=LARGEST_WEIGHT)
     learning_rate: float = option(1e-2, above=0, at_most=LARGEST_WEIGHT)

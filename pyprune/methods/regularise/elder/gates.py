@@ -4,11 +4,13 @@ One scalar S_i a layer is trained on  LM loss + lambda1 * sum over unmasked laye
 (equation 1); the layer whose S is closest to zero is masked, and so on. The papers scale the layer's output
 (``placement="output"``); before a final RMSNorm the last layer's scale then has no LM gradient at all, so the l1 term
 alone drives the last layers out. The default scales the residual branch, h + S (layer(h) - h), for which S = 0 is
-removal.
+removal. ``weighed_share`` below 1 is not in the papers: gates are then learnt for the layers of the smallest block
+influence alone, and the backward pass ends at the first of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -22,10 +24,12 @@ from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import decide_layer_count
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.streams import LayerRunner
 from pyprune.runtime import processes
 from pyprune.runtime.modes import frozen, without_dropout
 from pyprune.train.loop import train
@@ -36,10 +40,14 @@ UNMOVED_STEPS = 5
 """An Adam step moves a gate by about its learning rate, whatever the layer is worth; gates that spread by less than
 this many learning rates when the first layer is chosen say little about the layers."""
 
+INFLUENCE_TOKENS = 2048
+"""Block influence is measured on about this many tokens: it differs between layers by far more than between texts."""
+
 
 @dataclass(frozen=True)
 class GateRound:
-    """One choice: the step after which it was made, all gates then (0 where masked), and the layers masked."""
+    """One choice: the step after which it was made, all gates then (0 where masked, 1 where there is none), and the
+    layers masked."""
 
     step: int
     gates: tuple[float, ...]
@@ -52,12 +60,14 @@ class GateReport:
 
     Attributes:
         removed: the layers to remove, in the order in which they were masked.
+        weighed: the layers that had a gate, ascending.
         rounds: one entry a choice.
         train: the training report; the penalty is lambda1 * sum |S|.
         warnings: gates that did not move.
     """
 
     removed: tuple[int, ...]
+    weighed: tuple[int, ...]
     rounds: list[GateRound]
     train: TrainReport
     warnings: list[str] = field(default_factory=list)
@@ -91,13 +101,15 @@ class GateObjective(Objective):
     Args:
         count: layers to choose.
         config: stage 1's options.
+        weighed: the layers that get a gate, ascending; None = all.
     """
 
     name = "layer-gates"
 
-    def __init__(self, count: int, config: GateConfig) -> None:
+    def __init__(self, count: int, config: GateConfig, weighed: Sequence[int] | None = None) -> None:
         self.count = count
         self.config = config
+        self.weighed = weighed
         self.removed: list[int] = []
         self.rounds: list[GateRound] = []
         self.gates = nn.Parameter(torch.empty(0))
@@ -111,15 +123,16 @@ class GateObjective(Objective):
         return self.config.first_round_steps + later * self.config.round_steps
 
     def run_facts(self) -> dict[str, Any]:
-        """The number of layers and stage 1's options."""
-        return {"count": self.count, **self.config.to_dict()}
+        """The number of layers, stage 1's options, and the layers with a gate where that is not all of them."""
+        weighed = {} if self.weighed is None else {"weighed": list(self.weighed)}
+        return {"count": self.count, **self.config.to_dict(), **weighed}
 
     def setup(self, model: nn.Module, config: TrainConfig) -> None:
-        """Put one gate of 1 on every layer of a frozen model, and switch dropout off."""
+        """Put one gate of 1 on every layer of a frozen model that is weighed, and switch dropout off."""
         dense = cast(PreTrainedModel, model)
         layers = family_for(dense).layers(dense)
         self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
-        self.hooks = LayerHooks(layers, range(len(layers)), self._gate)
+        self.hooks = LayerHooks(layers, self._with_gate(), self._gate)
         if config.gradient_checkpointing:  # which Transformers only does in training mode
             self.quiet.enter_context(without_dropout(model))
         else:
@@ -143,9 +156,12 @@ class GateObjective(Objective):
         penalty = super().apply_step_penalty(model)
         return penalty / processes.count() if penalty is not None and is_divided(model) else penalty
 
+    def _with_gate(self) -> Sequence[int]:
+        return range(len(self.gates)) if self.weighed is None else self.weighed
+
     def _active(self) -> list[int]:
         gone = set(self.removed)
-        return [i for i in range(len(self.gates)) if i not in gone]
+        return [i for i in self._with_gate() if i not in gone]
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
@@ -221,7 +237,8 @@ def learn_layer_gates(
     total = len(family_for(model).layers(model))
     if not 0 < count < total:
         raise ConfigError(f"{count} of {total} layers cannot be removed; use 1 to {total - 1}.")
-    learnt = GateObjective(count, config.gates)
+    weighed = layers_to_weigh(model, samples, count, config.gates)
+    learnt = GateObjective(count, config.gates, weighed if len(weighed) < total else None)
     training = replace(config.gate_training(samples.shape[1]), steps=learnt.steps, seed=seed)
     # Before the model is divided, so that its weights stay where they are.
     with frozen(model):
@@ -235,8 +252,29 @@ def learn_layer_gates(
             keep_last_good=False,
             description="layer gates",
         )
-    warnings = trained.warnings + _gate_warnings(learnt)
-    return GateReport(tuple(learnt.removed), learnt.rounds, trained, warnings)
+    warnings = trained.warnings + _gate_warnings(learnt, weighed)
+    return GateReport(tuple(learnt.removed), weighed, learnt.rounds, trained, warnings)
+
+
+def layers_to_weigh(model: PreTrainedModel, samples: Tensor, count: int, config: GateConfig) -> tuple[int, ...]:
+    """The layers that get a gate, ascending: ``weighed_share`` of them, of the smallest block influence.
+
+    Args:
+        model: a dense model.
+        samples: token ids, int64 [N, T]; those that hold the first :data:`INFLUENCE_TOKENS` tokens are read.
+        count: layers to remove; as many get a gate at least.
+        config: stage 1's options.
+    """
+    total = len(family_for(model).layers(model))
+    number = max(count, math.ceil(config.weighed_share * total))
+    if number >= total:
+        return tuple(range(total))
+    chosen: tuple[int, ...] = ()
+    if processes.first():  # which always has the weights
+        few = samples[: max(1, INFLUENCE_TOKENS // samples.shape[1])]
+        influence = block_influence(LayerRunner.of(model), [few.clamp(min=0).to(model.device)])
+        chosen = tuple(sorted(sorted(range(total), key=influence.__getitem__)[:number]))
+    return processes.from_first(chosen)
 
 
 def objective(plan: PrunePlan, options: ElderOptions) -> GateObjective:
@@ -244,9 +282,9 @@ def objective(plan: PrunePlan, options: ElderOptions) -> GateObjective:
     return GateObjective(plan.dense.num_layers - len(plan.layers), options.gates)
 
 
-def _gate_warnings(objective: GateObjective) -> list[str]:
-    first = objective.rounds[0]
-    spread = max(first.gates) - min(first.gates)
+def _gate_warnings(objective: GateObjective, weighed: Sequence[int]) -> list[str]:
+    gates = [objective.rounds[0].gates[index] for index in weighed]
+    spread = max(gates) - min(gates)
     if spread >= UNMOVED_STEPS * objective.config.learning_rate:
         return []
     return [
