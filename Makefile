@@ -1,4 +1,5 @@
-# make demo     set up if needed, then the whole story on a real model: prune, export, serve, measure
+# make demo     set up if needed, then the whole story on a real model in minutes: choose, cut, export, serve, measure
+# make demo-full  every control and the default with its training on the layers of make demo: README's table
 # make test     set up if needed, then lint, types and the first tier of the tests: 12 minutes on two AVX2 cores
 # make test-all set up if needed, then lint, types and every test, real servers among them: 90 minutes there
 # make quick    the first tier without tests that start a process: two minutes, for work in between
@@ -33,10 +34,13 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
+.PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
 
 demo: setup
-	$(PY) bench/end_to_end.py --out out/demo
+	$(PY) bench/end_to_end.py
+
+demo-full: setup
+	$(PY) bench/end_to_end.py --full
 
 test: setup lint
 	$(PYTEST) --tier first --durations 10 $(TEST_ARGS)

@@ -1,4 +1,4 @@
-"""How much the demo does, and the ways to get to the same shapes that it compares."""
+"""How much the demo does, short or full, and the ways to get to the same shapes that it compares."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from pyprune.methods.base import own_options
 from pyprune.methods.registry import preset
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 
+SHORT_GATES = replace(
+    own_options(preset("elder"), ElderOptions).gates, weighed_share=0.5, first_round_steps=24, round_steps=4
+)
+
 
 @dataclass(frozen=True)
 class Settings:
-    """How much the demo does.
+    """How much the demo does; the defaults are the short demo's, which trains no weights.
 
     Attributes:
-        steps: optimizer steps of every trained arm.
+        steps: optimizer steps of every trained arm; 0 = nothing is trained, and the controls are left out.
         batch_size: sequences a step.
+        sequences: of training text that are drawn.
         sequence_length: tokens in a sequence.
+        calibration: sequences of a mixture of texts that cuts are reconstructed on.
         ratio: share of the layers that is removed.
         gates: stage 1, which chooses the layers.
         gate_sequence_length: tokens from the beginning of each training sequence that stage 1 uses.
@@ -36,42 +42,36 @@ class Settings:
         compute_dtype: that the arms are reconstructed and trained in.
     """
 
-    steps: int = 18
+    steps: int = 0
     batch_size: int = 8
+    sequences: int = 144
     sequence_length: int = 256
+    calibration: int = 32
     ratio: float = 0.25
-    gates: GateConfig = field(
-        default_factory=lambda: replace(elder_options("elder").gates, first_round_steps=30, round_steps=6)
-    )
-    gate_sequence_length: int = 128
+    gates: GateConfig = field(default_factory=lambda: SHORT_GATES)
+    gate_sequence_length: int = 64
     protocol: str = "ppl-2048"
-    test_tokens: int = 6 * 2048
-    elsewhere_tokens: int = 2 * 2048
-    batch_prompts: int = 64
-    new_tokens: int = 128
-    prompt_tokens: int = 2048
+    test_tokens: int = 2 * 2048
+    elsewhere_tokens: int = 2048
+    batch_prompts: int = 16
+    new_tokens: int = 48
+    prompt_tokens: int = 1024
     repeats: int = 3
     sample_tokens: int = 40
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @classmethod
-    def quick(cls) -> Settings:
-        """A run of seconds on a tiny model, which tests the flow and measures nothing worth reading."""
+    def full(cls) -> Settings:
+        """Every control, trained on 36,864 tokens: README's table."""
         return cls(
-            steps=2,
-            batch_size=2,
-            sequence_length=32,
-            gates=GateConfig(first_round_steps=2, round_steps=1, batch_size=2),
-            gate_sequence_length=16,
-            protocol="ppl-128",
-            test_tokens=4 * 128,
-            elsewhere_tokens=2 * 128,
-            batch_prompts=2,
-            new_tokens=4,
-            prompt_tokens=32,
-            repeats=1,
-            sample_tokens=4,
+            steps=18,
+            calibration=144,
+            test_tokens=6 * 2048,
+            elsewhere_tokens=2 * 2048,
+            batch_prompts=64,
+            new_tokens=128,
+            prompt_tokens=2048,
         )
 
     @property
@@ -85,21 +85,16 @@ class Arm:
     """One way to get to the same shapes.
 
     Attributes:
-        key: in metrics.json.
-        label: in the table.
         config: its options.
-        after_the_cut: key and label of what it is between the cut and the training after it; None = not measured.
+        cut: key and label of what it is after the cut and before any training after it; None = not measured.
+        trained: the same of what it is in the end; None = nothing is trained.
+        brief: whether perplexity on the test text is all that is measured.
     """
 
-    key: str
-    label: str
     config: PruneConfig
-    after_the_cut: tuple[str, str] | None = None
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether it keeps all layers."""
-        return not self.config.stages.prune
+    cut: tuple[str, str] | None = None
+    trained: tuple[str, str] | None = None
+    brief: bool = False
 
 
 def elder_options(name: str) -> ElderOptions:
@@ -119,21 +114,24 @@ def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:
     return replace(
         elder_options("elder").train,
         dtype=settings.compute_dtype,
-        steps=settings.steps,
+        steps=max(1, settings.steps),
         batch_size=settings.batch_size,
         micro_batch_size=settings.batch_size,
         seed=seed,
     )
 
 
-def choice(settings: Settings) -> PruneConfig:
-    """The options of stage 1."""
+def choice(settings: Settings, layers: tuple[int, ...] = ()) -> PruneConfig:
+    """The options of stage 1, or of leaving it out because the layers are chosen already."""
     base = recommended(settings)
-    return replace(base, options=replace(own_options(base, ElderOptions), gates=settings.gates))
+    return replace(base, options=replace(own_options(base, ElderOptions), gates=settings.gates, layers=layers))
 
 
-def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
-    """The dense control and the ways to remove ``layers``; all train with the same options on the same tokens."""
+def make_arms(layers: tuple[int, ...], settings: Settings) -> tuple[Arm, ...]:
+    """The ways to remove ``layers``, with the dense control; all train with the same options on the same tokens.
+
+    The last one is the package's default, which is served.
+    """
     base = recommended(settings)
     options = own_options(base, ElderOptions)
     training = shared_training(settings)
@@ -152,23 +150,30 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> dict[str, Arm]:
         penalty_weight=papers.penalty_weight,
         norm=papers.norm,
     )
-    arms = (
+    direct = "direct_ppl", "the same layers cut directly"
+    reconstructed = "reconstructed_ppl", "cut and reconstructed, no training"
+    if not settings.steps:
+        cut_alone = StageConfig(before=(), after=())
+        return (
+            Arm(replace(plain, stages=cut_alone), direct, brief=True),
+            Arm(replace(default, stages=cut_alone), reconstructed),
+        )
+    return (
         Arm(
-            "dense_finetuned_ppl",
-            "control: dense, fine-tuned",
             replace(plain, stages=StageConfig(before=("finetune",), prune=False)),
+            trained=("dense_finetuned_ppl", "control: dense, fine-tuned"),
         ),
         Arm(
-            "published_ppl",
-            f"papers' form ({published.norm}, penalty_weight {published.penalty_weight:g}), then cut",
             replace(plain, options=published, stages=StageConfig(before=("regularise",))),
+            trained=(
+                "published_ppl",
+                f"papers' form ({published.norm}, penalty_weight {published.penalty_weight:g}), then cut",
+            ),
         ),
-        Arm("prune_then_finetune_ppl", "control: cut, then fine-tuned", plain, ("direct_ppl", "direct removal")),
+        Arm(plain, direct, ("prune_then_finetune_ppl", "control: cut, then fine-tuned")),
         Arm(
-            "pruned_ppl",
-            "pyprune's default: cut, reconstructed, then trained on text and logits",
             default,
-            ("reconstructed_ppl", "cut and reconstructed, no training"),
+            reconstructed,
+            ("pruned_ppl", "pyprune's default: cut, reconstructed, then trained on text and logits"),
         ),
     )
-    return {arm.key: arm for arm in arms}

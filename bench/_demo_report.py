@@ -1,22 +1,28 @@
-"""The demo's figures: metrics.json, the table, and the report."""
+"""The demo's figures: metrics.json, the tables, and the report."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from bench._demo import PROMPT, Demo, Results
+from bench._demo import PROMPT, Demo, Outcome, Results
 from bench._demo_data import MODEL_NAME
-from pyprune.config.train import TrainConfig
-from pyprune.methods.base import own_options
-from pyprune.methods.regularise.elder import ElderOptions
-from pyprune.report import BarChart, Cell, LineChart, Report, Table
+from bench._demo_options import shared_training
+from pyprune.quality.perplexity import PerplexityResult
+from pyprune.report import BarChart, Cell, Chart, LineChart, PointChart, Report, StripChart, Table
 
-NOTES = (
+SHORT_NOTES = (
+    "No weight was trained: the layers that stay were solved in closed form to follow the dense model. Training after "
+    "that takes back more; `make demo-full` shows how much, next to its controls.",
+)
+FULL_NOTES = (
     "Training and test text are of one kind, so a part of every trained arm's gain is adaptation to it; the dense "
     "model fine-tuned on the same tokens and the texts of other kinds show how much.",
-    "One seed, one small model, few steps: the order of arms that lie close together says nothing about other runs.",
-    "Nothing is trained after the cut, except in the rows that say so. The cut is reconstructed on as many tokens as "
-    "are trained on, of four kinds of text (prose, web, code, other languages).",
+)
+NOTES = (
+    "One seed, one small model: the order of models that lie close together says nothing about other runs.",
+    "Intervals (95 %) are of the text: what other text of the kind might give. Models are compared on the same text.",
+    "Cuts are reconstructed on four kinds of text (prose, web, code, other languages), none of it test text.",
 )
 
 
@@ -26,172 +32,192 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
     summary = speed.to_dict()
     for name, model in summary["models"].items():
         model["path"] = name  # where the demo wrote it; the temporary folder is gone by then
+    # Where nothing is trained, the reconstructed model is the one that is served.
+    keyed = {**outcomes, "pruned_ppl": results.pruned}
     return {
-        "dense_ppl": results.dense_perplexity.perplexity,
-        **{key: outcome.perplexity for key, outcome in outcomes.items()},
+        **{key: o.perplexity for key, o in keyed.items()},
+        "intervals": {key: o.home.interval for key, o in keyed.items() if o.home.interval},
         "out_of_domain": {
-            kind: {"dense_ppl": perplexity, **{key: outcome.elsewhere[kind] for key, outcome in outcomes.items()}}
-            for kind, perplexity in results.dense_elsewhere.items()
+            kind: {key: o.elsewhere[kind].perplexity for key, o in keyed.items() if kind in o.elsewhere}
+            for kind in results.dense.elsewhere
         },
         "train_tokens": demo.settings.train_tokens,
-        "dense_parameters": results.dense_parameters,
-        "pruned_parameters": outcomes["pruned_ppl"].parameters,
+        "dense_parameters": results.dense.parameters,
+        "pruned_parameters": results.pruned.parameters,
         "generation_speedup": speed.throughput_increase("pruned"),
         "prefill_speedup": speed.speedup("pruned"),
         "seconds": round(demo.clock.total, 1),
+        "engine_start_seconds": round(demo.starts, 1),
         "details": {
             "model": demo.model_name,
             "text": demo.source_text,
             "test": {
-                "protocol": results.dense_perplexity.protocol,
-                "windows": results.dense_perplexity.windows,
-                "tokens": results.dense_perplexity.tokens,
-                "sha256": results.dense_perplexity.text_sha256,
+                "protocol": results.dense.home.protocol,
+                "windows": results.dense.home.windows,
+                "tokens": results.dense.home.tokens,
+                "sha256": results.dense.home.text_sha256,
             },
+            "ratio": demo.settings.ratio,
             "removed_layers": list(results.plan.removed_layers),
             "plan": results.plan.to_dict(),
             "gates": demo.settings.gates.to_dict(),
             "arms": {
                 key: {
                     "label": o.label,
-                    "config": o.arm.config.to_dict(),
+                    "config": o.config,
                     "seconds": o.seconds,
                     "losses": o.losses,
                     "sample": o.sample,
                     "warnings": o.warnings,
                 }
                 for key, o in outcomes.items()
+                if o is not results.dense
             },
             "prompt": PROMPT,
-            "dense_sample": results.dense_sample,
+            "dense_sample": results.dense.sample,
             "phases": demo.clock.phases,
             "speed": summary,
         },
     }
 
 
-def main_table(results: Results) -> Table:
-    """One row a model: quality of each, speed of the two that were served."""
-    speed = results.speed
-    kept, total = len(results.plan.layers), results.plan.dense.num_layers
+def _with_interval(result: PerplexityResult | None) -> Cell:
+    if result is None or result.interval is None:
+        return None if result is None else result.perplexity
+    low, high = result.interval
+    return f"{result.perplexity:.1f} ({low:.1f} to {high:.1f})"
 
-    def timed(name: str) -> tuple[Cell, ...]:
+
+def tables(results: Results) -> tuple[Table, ...]:
+    """Quality of every model, and size and speed of the two that were served."""
+    kinds = list(results.dense.elsewhere)
+    rows: list[tuple[Cell, ...]] = [
+        (o.label, o.layers, _with_interval(o.home), *(_with_interval(o.elsewhere.get(kind)) for kind in kinds))
+        for o in results.outcomes.values()
+    ]
+    home = "the test text" if not kinds else "Wikipedia"
+    note = "Lower is better; in brackets the 95 % interval. No model was trained or reconstructed on this text."
+    quality = Table("Perplexity", ("model", "layers", home, *kinds), tuple(rows), note, len(rows) - 1)
+    return quality, _served(results)
+
+
+def _served(results: Results) -> Table:
+    speed = results.speed
+
+    def row(name: str, model: Outcome) -> tuple[Cell, ...]:
         return (
+            name,
+            model.parameters,
+            speed.models[name].bytes / 1e6,
             speed.tokens_per_second(name).median,
             f"{speed.throughput_increase(name):.2f}x",
             speed.latency_ms(name).median,
             f"{speed.speedup(name):.2f}x",
         )
 
-    rows: list[tuple[Cell, ...]] = [
-        ("dense", total, results.dense_parameters, results.dense_perplexity.perplexity, *timed("dense"))
-    ]
-    for key, outcome in results.outcomes.items():
-        figures = timed("pruned") if key == "pruned_ppl" else (None,) * 4
-        layers = total if outcome.arm.is_dense else kept
-        rows.append((outcome.label, layers, outcome.parameters, outcome.perplexity, *figures))
-    columns = (
-        "model",
-        "layers",
-        "parameters",
-        "PPL",
-        "tokens/s",
-        "TI",
-        "prompt ms",
-        "speedup",
-    )
-    highlight = 1 + list(results.outcomes).index("pruned_ppl")
+    columns = "model", "parameters", "MB", "tokens/s", "TI", "prompt ms", "speedup"
     note = (
-        f"PPL: lower is better. Speed: {speed.engine}; TI = generation throughput against dense, speedup = prompt "
-        f"latency of dense against pruned. All rows with {kept} layers have the same shapes, so one of them was timed."
+        f"{speed.engine}; TI = generation throughput against dense, speedup = prompt latency of dense against pruned."
     )
-    return Table("Dense and pruned, side by side", columns, tuple(rows), note, highlight)
+    rows = row("dense", results.dense), row("pruned", results.pruned)
+    return Table("Size and speed", columns, rows, note, 1)
 
 
-def tables(results: Results) -> tuple[Table, ...]:
-    """Quality and speed; and quality on texts of other kinds, where such texts are at hand."""
-    if not results.dense_elsewhere:
-        return (main_table(results),)
-    kinds = list(results.dense_elsewhere)
-    rows: list[tuple[Cell, ...]] = [("dense", *results.dense_elsewhere.values())]
-    rows += [(outcome.label, *(outcome.elsewhere[kind] for kind in kinds)) for outcome in results.outcomes.values()]
-    highlight = 1 + list(results.outcomes).index("pruned_ppl")
-    note = "Perplexity on documents of other kinds, none of which was trained on; lower is better."
-    return main_table(results), Table("On text of other kinds", ("model", *kinds), tuple(rows), note, highlight)
+def picture(results: Results) -> tuple[Chart, ...]:
+    """What a reader sees first: the layers that went, quality against speed, and tokens per second."""
+    speed, plan = results.speed, results.plan
+    rates = {name: speed.tokens_per_second(name).median for name in ("dense", "pruned")}
+    shown = {
+        "dense": (rates["dense"], results.dense.perplexity),
+        "pruned": (rates["pruned"], results.pruned.perplexity),
+    }
+    if "direct_ppl" in results.outcomes:
+        shown["the same layers just cut"] = rates["pruned"], results.outcomes["direct_ppl"].perplexity
+    total = plan.dense.num_layers
+    return (
+        StripChart(f"{len(plan.removed_layers)} of {total} layers were removed (dashed)", total, plan.removed_layers),
+        PointChart(
+            "Quality against speed",
+            "tokens per second, right is better",
+            "perplexity, down is better",
+            shown,
+            ("dense", "pruned"),
+            "dense",
+        ),
+        BarChart(
+            f"{speed.throughput_increase('pruned'):.2f} times the tokens per second",
+            f"tokens per second in {speed.engine}, more is better",
+            rates,
+            highlight="pruned",
+        ),
+    )
 
 
-def make_report(demo: Demo, results: Results) -> Report:
-    """The report of a run."""
-    outcomes = results.outcomes
-    default = outcomes["pruned_ppl"]
-    removed = 1 - default.parameters / results.dense_parameters
-    dense = results.dense_perplexity
-    trained = [o for o in outcomes.values() if o.losses]
-    best = min((o for o in outcomes.values() if not o.arm.is_dense), key=lambda o: o.perplexity)
-    s = demo.settings
-    train = own_options(default.arm.config, ElderOptions).train
+def make_report(demo: Demo, results: Results, out: Path) -> Report:
+    """The report of a run whose folder will be ``out``."""
+    dense, pruned, speed = results.dense, results.pruned, results.speed
+    removed = 1 - pruned.parameters / dense.parameters
+    direct = results.outcomes["direct_ppl"].perplexity
     summary = (
         f"{len(results.plan.removed_layers)} of {results.plan.dense.num_layers} layers of {demo.model_name} were "
-        f"removed, {removed:.1%} of its parameters. Perplexity goes from {dense.perplexity:.2f} to "
-        f"{default.perplexity:.2f} with the package's default and {s.train_tokens:,} training tokens; removing the "
-        f"same layers directly gives {outcomes['direct_ppl'].perplexity:.2f}. The dense model fine-tuned on the same "
-        f"tokens has {outcomes['dense_finetuned_ppl'].perplexity:.2f}.",
-        f"{results.speed.engine} generates {results.speed.throughput_increase('pruned'):.2f} times as many tokens a "
-        f"second and reads a long prompt {results.speed.speedup('pruned'):.2f} times as fast.",
-        f"Best of the arms without these layers: {best.label} ({best.perplexity:.2f}).",
+        f"removed, {removed:.1%} of its parameters. {speed.engine} then generates "
+        f"{speed.throughput_increase('pruned'):.2f} times as many tokens a second and reads a long prompt "
+        f"{speed.speedup('pruned'):.2f} times as fast.",
+        f"Perplexity goes from {dense.perplexity:.2f} to {pruned.perplexity:.2f}; cutting the same layers and doing "
+        f"nothing else gives {direct:.2f}.",
     )
-    samples = Table(
-        f'What each model writes after "{PROMPT}"',
-        ("model", "text (greedy)"),
-        (("dense", results.dense_sample), *((o.label, o.sample) for o in outcomes.values())),
+    said = Table(
+        f'Both go on from "{PROMPT}"',
+        (f"dense, {dense.layers} layers", f"pruned, {pruned.layers} layers"),
+        ((dense.sample, pruned.sample),),
     )
-    bars = {o.label: o.perplexity for o in outcomes.values()}
-    spread = max(bars.values()) / min(bars.values())
-    charts = (
-        BarChart(
-            "Perplexity by arm",
-            "perplexity" + (" (logarithmic)" if spread > 20 else "") + ", lower is better",
-            bars,
-            dense.perplexity,
-            highlight=default.label,
-            logarithmic=spread > 20,
-        ),
-        LineChart(
-            "Training loss, the same tokens in the same order",
-            "step",
-            "nats per token",
-            {o.label: o.losses for o in trained},
-        ),
-    )
+    losses = {o.label: o.losses for o in results.outcomes.values() if o.losses}
+    curves = LineChart("Training loss, the same tokens in the same order", "step", "nats per token", losses)
+    short = not demo.settings.steps
+    python = "python -m pyprune"
+    commands = {
+        "ask the pruned model, as an OpenAI server": f"{python} serve {out / 'pruned'}",
+        "read what it is and how it was made": f"{python} inspect {out / 'pruned'}",
+        **({"the controls and a short training, README's table": "make demo-full"} if short else {}),
+        "your own model": f"{python} prune MODEL --method elder --ratio 0.25 --out pruned/",
+    }
     return Report(
-        "Pruning, exporting and serving a language model on this machine",
+        f"{demo.model_name}: smaller, faster, and what it costs",
         summary,
-        (*tables(results), samples),
-        charts,
-        _conditions(demo, results, train),
-        NOTES,
+        (said, *tables(results)),
+        (curves,) if losses else (),
+        _conditions(demo, results),
+        (*(SHORT_NOTES if short else FULL_NOTES), *NOTES),
+        picture(results),
+        commands,
     )
 
 
-def _conditions(demo: Demo, results: Results, train: TrainConfig) -> dict[str, str]:
+def _conditions(demo: Demo, results: Results) -> dict[str, str]:
     from pyprune.serving.table import conditions
 
-    s, dense = demo.settings, results.dense_perplexity
+    s, test, train = demo.settings, results.dense.home, shared_training(demo.settings)
     gate_steps = s.gates.first_round_steps + s.gates.round_steps * (len(results.plan.removed_layers) - 1)
+    training = (
+        f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
+        f"{train.optimizer}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
+        f"{train.decay} decay, {train.dtype} compute; the same for all trained arms"
+    )
     return {
         "model": f"{demo.model_name}, float32 weights from 4-bit GGUF"
         if demo.model_name == MODEL_NAME
         else demo.model_name,
         "layers removed": ", ".join(map(str, results.plan.removed_layers)),
-        "choice of layers": f"residual gates, {gate_steps} steps of {s.gates.batch_size} x {s.gate_sequence_length} "
-        f"tokens, learning rate {s.gates.learning_rate:g}, penalty {s.gates.penalty_weight:g}; once for all arms",
-        "training": f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
-        f"{train.optimizer}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
-        f"{train.decay} decay, {train.dtype} compute; the same for all trained arms",
-        "test": f"{dense.protocol}: {dense.windows} windows, {dense.tokens:,} tokens, {s.dtype} weights, no document "
-        "in common with the training text",
+        "choice of layers": f"residual gates on {s.gates.weighed_share:.0%} of the layers, {gate_steps} steps of "
+        f"{s.gates.batch_size} x {s.gate_sequence_length} tokens, learning rate {s.gates.learning_rate:g}, "
+        f"penalty {s.gates.penalty_weight:g}",
+        "training": training if s.steps else "none",
+        "reconstruction": f"{s.calibration} sequences of {s.sequence_length} tokens, {s.compute_dtype} compute",
+        "test": f"{test.protocol}: {test.windows} windows, {test.tokens:,} tokens, {s.elsewhere_tokens:,} of each "
+        f"other kind, {s.dtype} weights, no document in common with the training text",
         "text": demo.source_text,
         "speed": conditions(results.speed),
         "time": f"{demo.clock.total:.0f} s: "
-        + ", ".join(f"{name} {seconds:.0f}" for name, seconds in demo.clock.phases.items()),
+        + ", ".join(f"{name} {seconds:.0f}" for name, seconds in demo.clock.phases.items())
+        + f"; and {demo.starts:.0f} s for two starts of {results.speed.engine}",
     }

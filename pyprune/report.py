@@ -113,7 +113,22 @@ class PointChart:
     reference: str | None = None
 
 
-Chart = BarChart | LineChart | PointChart
+@dataclass(frozen=True)
+class StripChart:
+    """A row of numbered squares, some of which are missing: the layers of a model.
+
+    Attributes:
+        title: what is shown.
+        count: number of squares, from 0.
+        missing: numbers of those that are drawn as gaps.
+    """
+
+    title: str
+    count: int
+    missing: Sequence[int]
+
+
+Chart = BarChart | LineChart | PointChart | StripChart
 Label = TypeVar("Label")
 
 
@@ -141,6 +156,9 @@ class Report:
         charts: in reading order (HTML only; every number in them is in a table as well).
         conditions: what was measured on what: name -> value.
         notes: caveats, one a bullet.
+        picture: charts above everything else, two next to each other (HTML only, as ``charts``); a strip is as wide as
+            the page.
+        commands: purpose -> shell command, to go on with.
     """
 
     title: str
@@ -149,6 +167,8 @@ class Report:
     charts: tuple[Chart, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    picture: tuple[Chart, ...] = ()
+    commands: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
@@ -196,6 +216,9 @@ def to_markdown(report: Report) -> str:
     parts = [f"# {report.title}", *report.summary]
     for table in report.tables:
         parts += [f"## {table.title}", noted_table(table)]
+    if report.commands:
+        shown = "\n".join(f"{command}    # {purpose}" for purpose, command in report.commands.items())
+        parts += ["## What to type next", f"```sh\n{shown}\n```"]
     if report.conditions:
         parts += ["## Conditions", "\n".join(f"- {k}: {v}" for k, v in report.conditions.items())]
     if report.notes:
@@ -276,6 +299,9 @@ th { font-weight: 600; border-bottom-width: 2px; } .n { text-align: right; white
 tr.best { background: var(--mark); font-weight: 600; } .note { color: var(--soft); font-size: .92rem; }
 figure { margin: 1.5rem 0; padding: .75rem; background: #ffffff;
   border: 1px solid var(--line); border-radius: 6px; }
+.picture { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; margin: 1.5rem 0; }
+.picture figure { margin: 0; } .picture .wide { grid-column: 1 / -1; }
+pre { background: var(--mark); padding: .5rem .8rem; border-radius: 6px; overflow-x: auto; margin: .2rem 0 1rem; }
 figure svg { width: 100%; height: auto; display: block; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.2rem; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
@@ -289,9 +315,14 @@ def to_html(report: Report) -> str:
         MissingDependencyError: the report has charts and matplotlib is not installed.
     """
     body = [f"<h1>{html.escape(report.title)}</h1>"]
+    if report.picture:
+        body.append(f'<div class="picture">{"".join(map(_html_part, report.picture))}</div>')
     body += [f"<p>{html.escape(sentence)}</p>" for sentence in report.summary]
     body += [_html_table(table) for table in report.tables]
     body += [f"<figure>{chart_svg(chart)}</figure>" for chart in report.charts]
+    if report.commands:
+        typed = (f"{html.escape(k)}<pre>{html.escape(v)}</pre>" for k, v in report.commands.items())
+        body.append(f"<h2>What to type next</h2>{''.join(typed)}")
     if report.conditions:
         pairs = (f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.conditions.items())
         body.append(f"<h2>Conditions</h2><dl>{''.join(pairs)}</dl>")
@@ -305,6 +336,13 @@ def to_html(report: Report) -> str:
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
+
+
+def _html_part(chart: Chart) -> str:
+    """A chart of the picture: half the page wide, with letters as large as in a whole one."""
+    if isinstance(chart, StripChart):
+        return f'<figure class="wide">{chart_svg(chart, 9.4)}</figure>'
+    return f"<figure>{chart_svg(chart, 4.6, 3.0)}</figure>"
 
 
 def _html_table(table: Table) -> str:
@@ -330,16 +368,24 @@ INK, SOFT, ACCENT, PLAIN = "#1d2430", "#5d6778", "#1f6fb2", "#b6c1cf"
 LINE_COLOURS = ("#1f6fb2", "#d1701f", "#3a8f4d", "#8a5ab5", "#5d6778", "#b23a48")
 
 
-def chart_svg(chart: Chart) -> str:
+def chart_svg(chart: Chart, width: float = 7.6, height: float | None = None) -> str:
     """Return a chart as one ``<svg>`` element whose text is drawn as paths (it needs no font).
+
+    Args:
+        chart: what to draw.
+        width: in inches; text has the same size in points at any width.
+        height: in inches; None = what its contents need. A strip has its own.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure = _figure(7.6, 1.3 + 0.42 * len(chart.bars) if isinstance(chart, BarChart) else 3.4)
+    usual = 1.3 + 0.42 * len(chart.bars) if isinstance(chart, BarChart) else 3.4
+    figure = _figure(width, 1.15 if isinstance(chart, StripChart) else height or usual)
     axes = figure.add_subplot()
     if isinstance(chart, BarChart):
         _draw_bars(axes, chart)
+    elif isinstance(chart, StripChart):
+        _draw_strip(axes, chart)
     elif isinstance(chart, PointChart):
         _draw_points(axes, chart)
     else:
@@ -348,6 +394,8 @@ def chart_svg(chart: Chart) -> str:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PLAIN)
     axes.tick_params(which="both", colors=INK, labelsize=9)
+    if isinstance(chart, StripChart):
+        axes.set_axis_off()
     figure.tight_layout()
     text = _svg_text(figure, chart.title)
     text = text[text.index("<svg") :].strip()
@@ -428,11 +476,31 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
+def _draw_strip(axes: Any, chart: StripChart) -> None:
+    for number in range(chart.count):
+        gone = number in chart.missing
+        look = {"facecolor": "none", "linestyle": "--"} if gone else {"facecolor": ACCENT}
+        axes.bar(number, 1, 0.84, edgecolor=PLAIN if gone else ACCENT, **look)
+        axes.text(number, 0.5, str(number), ha="center", va="center", fontsize=8, color=SOFT if gone else "white")
+    axes.set_xlim(-0.6, chart.count - 0.4)
+
+
 def _draw_points(axes: Any, chart: PointChart) -> None:
+    places = [x for x, _ in chart.points.values()] or [0.0]
+    middle = (min(places) + max(places)) / 2
     for label, (x, y) in chart.points.items():
         colour = SOFT if label == chart.reference else ACCENT if label in chart.front else PLAIN
         axes.plot([x], [y], marker="o", linestyle="", color=colour, markersize=6, gid=_point_id(chart, label))
-        axes.annotate(_plain(label), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)
+        left = x <= middle  # the other labels grow towards the middle too, so that none is cut off
+        axes.annotate(
+            _plain(label),
+            (x, y),
+            xytext=(5 if left else -5, 4),
+            textcoords="offset points",
+            ha="left" if left else "right",
+            fontsize=8,
+            color=INK,
+        )
     joined = sorted(chart.points[label] for label in chart.front)
     axes.plot([x for x, _ in joined], [y for _, y in joined], color=ACCENT, linewidth=1, zorder=0)
     axes.set_xlabel(_plain(chart.x_label), fontsize=9, color=SOFT)

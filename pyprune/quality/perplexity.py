@@ -6,6 +6,7 @@ they differ in the window (2048 or 128 tokens), so in the context a prediction s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -28,6 +29,8 @@ Protocol = Literal["ppl-2048", "ppl-128"]
 WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
 """Tokens in a window of each protocol (docs/methods.md, "Evaluation")."""
 _FORWARD_TOKENS = 2048
+PIECE = 128
+"""Predictions whose mean loss counts as one observation of an interval: losses of neighbouring tokens go together."""
 
 
 class EvaluationError(PypruneError):
@@ -82,6 +85,8 @@ class PerplexityResult:
         window: tokens in a window (the protocol's, unless it was overridden).
         source: where the text came from.
         text_sha256: of the joined text.
+        interval: 95 % t interval of the perplexity, from the mean losses of pieces of :data:`PIECE` predictions; what
+            other text of the kind might give. Two models on one text differ by less. None for fewer than two pieces.
     """
 
     perplexity: float
@@ -91,6 +96,7 @@ class PerplexityResult:
     window: int
     source: str = ""
     text_sha256: str = ""
+    interval: tuple[float, float] | None = None
 
 
 def evaluation_text(
@@ -200,15 +206,27 @@ def perplexity(
             losses.append(_window_losses(model, batch))
             _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
     per_token = torch.cat(losses)
-    return PerplexityResult(
-        averaged(per_token, protocol), len(windows), windows.numel(), protocol, size, source, sha256
-    )
+    found = averaged(per_token, protocol)
+    within = interval(per_token)
+    return PerplexityResult(found, len(windows), windows.numel(), protocol, size, source, sha256, within)
 
 
 def averaged(losses: Tensor, protocol: str) -> float:
     """Return the perplexity of losses, float64 [windows, T - 1], as a protocol averages them."""
     mean = losses.mean(dim=1).mean() if protocol == "ppl-2048" else losses.sum() / losses.numel()
     return float(mean.exp())
+
+
+def interval(losses: Tensor) -> tuple[float, float] | None:
+    """Return the 95 % interval of the perplexity of losses, float64 [windows, T - 1]; None for less than two pieces."""
+    pieces = losses.flatten().unfold(0, PIECE, PIECE).mean(1) if losses.numel() >= PIECE else losses.new_empty(0)
+    if len(pieces) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    middle = float(losses.mean())
+    half = float(stdtrit(len(pieces) - 1, 0.975)) * float(pieces.std()) / math.sqrt(len(pieces))
+    return math.exp(middle - half), math.exp(middle + half)
 
 
 def window_size(protocol: str, window: int | None = None) -> int:

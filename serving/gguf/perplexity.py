@@ -23,6 +23,7 @@ from pyprune.quality.perplexity import (
     PerplexityResult,
     averaged,
     cut_windows,
+    interval,
     window_size,
 )
 from pyprune.runtime.progress import track
@@ -87,9 +88,8 @@ def gguf_perplexity(
         raise EvaluationError(
             f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
         )
-    return PerplexityResult(
-        averaged(losses, protocol), len(windows), windows.numel(), protocol, size, text.source, text.text_sha256
-    )
+    found, within = averaged(losses, protocol), interval(losses)
+    return PerplexityResult(found, len(windows), windows.numel(), protocol, size, text.source, text.text_sha256, within)
 
 
 def _read(server: LlamaServer, source: str, split: str | None, field: str | None) -> EvaluationText:

@@ -47,7 +47,8 @@ INFLUENCE_TOKENS = 2048
 @dataclass(frozen=True)
 class GateRound:
     """One choice: the step after which it was made, all gates then (0 where masked, 1 where there is none), and the
-    layers masked."""
+    layers masked.
+    """
 
     step: int
     gates: tuple[float, ...]
