@@ -21,13 +21,15 @@ from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.base import PlanRequest, RunOptions
+from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.registry import get_method
 from pyprune.methods.regularise.elder import METHOD, ElderOptions, GateConfig
-from pyprune.methods.regularise.elder.gates import GateObjective, gated, learn_layer_gates
+from pyprune.methods.regularise.elder.gates import GateObjective, gated, layers_to_weigh, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective, regularise_elder
 from pyprune.ops import residual_diff_norm
 from pyprune.probe.effects import compare, snapshot
 from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.streams import LayerRunner
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from tests._support.compiled import only_traced
@@ -141,6 +143,55 @@ def test_the_literal_output_gate_drives_the_last_layers_out() -> None:
     config = ElderOptions(gates=replace(GATES, placement="output", first_round_steps=30, round_steps=30))
     report = learn_layer_gates(model, samples(), 2, config)
     assert report.removed == (3, 2)
+
+
+def with_identities(*layers: int) -> PreTrainedModel:
+    """A fitted model whose layers of these numbers do nothing: no other layer has as small a block influence."""
+    model = fitted_model()
+    for layer in layers:
+        make_identity(model, layer)
+    return model
+
+
+def test_layers_that_are_not_weighed_have_no_gate_and_stay() -> None:
+    # Of all layers, literal gates drive the last one out first; weighed are the two that do nothing.
+    model = with_identities(0, 1)
+    gates = replace(GATES, placement="output", round_steps=30)
+    assert learn_layer_gates(model, samples(), 2, ElderOptions(gates=gates)).removed[0] == 3
+    before = logits(model)
+    report = learn_layer_gates(model, samples(), 2, ElderOptions(gates=replace(gates, weighed_share=0.5)))
+    assert report.weighed == (0, 1)
+    assert sorted(report.removed) == [0, 1]
+    for choice in report.rounds:
+        assert choice.gates[2:] == (1.0, 1.0)
+        assert choice.gates[0] != 1.0
+    assert torch.equal(logits(model), before)
+    # What the penalty is a sum over shrinks with it.
+    assert report.train.history[0].penalty == pytest.approx(2 * GATES.penalty_weight)
+
+
+def test_hooks_are_on_the_weighed_layers_alone() -> None:
+    model = tiny_model()
+    objective = GateObjective(1, GATES, weighed=(1, 3))
+    objective.setup(model, TRAIN)
+    assert [bool(layer._forward_hooks) for layer in family_for(model).layers(model)] == [False, True, False, True]
+    objective.teardown(model)
+
+
+@pytest.mark.parametrize(("share", "count", "weighed"), [(0.01, 1, 1), (0.26, 1, 2), (0.25, 3, 3), (0.76, 1, 4)])
+def test_the_share_is_rounded_up_and_as_many_are_weighed_as_go(share: float, count: int, weighed: int) -> None:
+    config = replace(GATES, weighed_share=share)
+    chosen = layers_to_weigh(with_identities(2), samples(), count, config)
+    assert len(chosen) == weighed
+    assert 2 in chosen
+    assert list(chosen) == sorted(chosen)
+
+
+def test_weighed_layers_are_those_of_the_smallest_block_influence() -> None:
+    model = fitted_model()
+    influence = block_influence(LayerRunner.of(model), [samples()])
+    expected = sorted(sorted(range(4), key=influence.__getitem__)[:2])
+    assert list(layers_to_weigh(model, samples(), 1, replace(GATES, weighed_share=0.5))) == expected
 
 
 def test_gates_that_hardly_moved_are_a_warning() -> None:
