@@ -125,6 +125,11 @@ class Demo:
         engine: vllm, transformers or auto.
         model: checkpoint folder; None = the packaged SmolLM2.
         text: source of the calibration and test text.
+
+    Attributes:
+        clock: the phases.
+        starts: seconds that the engines took to start, which no phase holds.
+        chosen: folder of the run whose layers are taken; None = they are chosen here.
     """
 
     def __init__(self, settings: Settings, work: Path, engine: str, model: str | None, text: str) -> None:
@@ -133,6 +138,7 @@ class Demo:
         self.engine = engine
         self.clock = Clock()
         self.starts = 0.0
+        self.chosen: str | None = None
         self.source_text = text
         with self.clock.phase("load the model"):
             self.model_name, self.model, self.tokenizer = load_dense(model)

@@ -12,9 +12,10 @@ from pyprune.methods.base import own_options
 from pyprune.methods.registry import preset
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 
-SHORT_GATES = replace(
-    own_options(preset("elder"), ElderOptions).gates, weighed_share=0.5, first_round_steps=24, round_steps=4
+FULL_GATES = replace(
+    own_options(preset("elder"), ElderOptions).gates, weighed_share=1.0, first_round_steps=30, round_steps=6
 )
+SHORT_GATES = replace(FULL_GATES, weighed_share=0.5, first_round_steps=24, round_steps=4)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Settings:
         return cls(
             steps=18,
             calibration=144,
+            gates=FULL_GATES,
+            gate_sequence_length=128,
             test_tokens=6 * 2048,
             elsewhere_tokens=2 * 2048,
             batch_prompts=64,

@@ -198,6 +198,11 @@ def _conditions(demo: Demo, results: Results) -> dict[str, str]:
 
     s, test, train = demo.settings, results.dense.home, shared_training(demo.settings)
     gate_steps = s.gates.first_round_steps + s.gates.round_steps * (len(results.plan.removed_layers) - 1)
+    choice = (
+        f"residual gates on {s.gates.weighed_share:.0%} of the layers, {gate_steps} steps of "
+        f"{s.gates.batch_size} x {s.gate_sequence_length} tokens, learning rate {s.gates.learning_rate:g}, "
+        f"penalty {s.gates.penalty_weight:g}"
+    )
     training = (
         f"{s.steps} steps of {s.batch_size} x {s.sequence_length} tokens ({s.train_tokens:,}), "
         f"{train.optimizer}, peak learning rate {train.learning_rate:g}, {train.warmup_steps} warm-up steps, "
@@ -208,9 +213,7 @@ def _conditions(demo: Demo, results: Results) -> dict[str, str]:
         if demo.model_name == MODEL_NAME
         else demo.model_name,
         "layers removed": ", ".join(map(str, results.plan.removed_layers)),
-        "choice of layers": f"residual gates on {s.gates.weighed_share:.0%} of the layers, {gate_steps} steps of "
-        f"{s.gates.batch_size} x {s.gate_sequence_length} tokens, learning rate {s.gates.learning_rate:g}, "
-        f"penalty {s.gates.penalty_weight:g}",
+        "choice of layers": choice if demo.chosen is None else f"taken from the run in {demo.chosen}",
         "training": training if s.steps else "none",
         "reconstruction": f"{s.calibration} sequences of {s.sequence_length} tokens, {s.compute_dtype} compute",
         "test": f"{test.protocol}: {test.windows} windows, {test.tokens:,} tokens, {s.elsewhere_tokens:,} of each "

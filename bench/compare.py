@@ -97,7 +97,7 @@ class Bench:
 
         self.options = options
         self.records = records
-        self.settings = replace(Settings(), dtype=options.dtype, compute_dtype=options.dtype)
+        self.settings = replace(Settings.full(), dtype=options.dtype, compute_dtype=options.dtype)
         if options.steps:
             self.settings = replace(self.settings, steps=options.steps)
         self.name, self.dense, self.tokenizer = load_dense(None)
@@ -305,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of the data sets (default: data; what it lacks is not measured)",
     )
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of each text out of domain")
-    parser.add_argument("--steps", type=int, metavar="N", help=f"of every training (default: {Settings.steps})")
+    parser.add_argument("--steps", type=int, metavar="N", help=f"of every training (default: {Settings.full().steps})")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="to compute and measure in"
     )

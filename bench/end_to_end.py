@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None, settings: Settings | None = Non
             demo = Demo(settings, Path(work), options.engine, options.model, options.text)
             layers = chosen_layers(Path(options.chosen), demo) if settings.steps else ()
             if layers:
+                demo.chosen = Path(options.chosen).name
                 say(f"The layers are those that the run in {options.chosen} chose.")
             results = run(demo, layers)
             write_results(demo, results, out)

@@ -145,6 +145,7 @@ def test_every_perplexity_lies_in_its_interval(short: Run, full: Run) -> None:
 
 def test_the_gates_weigh_half_of_the_layers(short: Run) -> None:
     assert SHORT.gates.weighed_share == Settings().gates.weighed_share == 0.5
+    assert Settings.full().gates.weighed_share == 1
     assert short.metrics["details"]["gates"]["weighed_share"] == 0.5
     assert "50% of the layers" in (short.out / "report.md").read_text()
 
@@ -153,6 +154,7 @@ def test_the_full_form_takes_the_layers_of_the_short_one_and_announces_its_time(
     assert full.metrics["details"]["removed_layers"] == [0]
     assert "The layers are those that the run in" in full.printed
     assert "minutes on this machine (a training step takes" in full.printed
+    assert "taken from the run in chosen" in (full.out / "report.md").read_text()
 
 
 @pytest.mark.parametrize("other", [{"model": "another"}, {"text": "another"}, {"ratio": 0.5}])
@@ -261,7 +263,7 @@ def test_the_full_report_shows_every_arm(full: Run) -> None:
     for arm in full.metrics["details"]["arms"].values():
         assert arm["label"] in text
         assert arm["label"].replace("'", "&#x27;") in page
-    for condition in ("no document in common", "learning rate", "penalty_weight"):
+    for condition in ("no document in common", "peak learning rate", "penalty_weight"):
         assert condition in text
         assert condition in page
 
