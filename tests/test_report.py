@@ -19,6 +19,7 @@ from pyprune.report import (
     LineChart,
     PointChart,
     Report,
+    StripChart,
     Table,
     chart_svg,
     format_cell,
@@ -102,6 +103,21 @@ def test_html_is_escaped_and_self_contained() -> None:
     assert not re.search(r"(src|href)=\"(?!#)", page.replace("xlink:href", "href")), "the page loads something"
 
 
+def test_a_picture_comes_first_and_commands_are_shown_as_they_are_typed() -> None:
+    charts = StripChart("Layers", 4, (2,)), BarChart("Speed", "tokens/s", {"dense": 1.0})
+    report = Report("T", ("Text.",), picture=charts, commands={"serve <it>": "pyprune serve 'a b'"})
+    page, text = to_html(report), to_markdown(report)
+    assert page.index('<figure class="wide"><svg') < page.index("<figure><svg") < page.index("<p>Text.</p>")
+    assert "serve &lt;it&gt;<pre>pyprune serve &#x27;a b&#x27;</pre>" in page
+    assert "```sh\npyprune serve 'a b'    # serve <it>\n```" in text
+    assert "picture" not in to_html(sample()).split("<body>")[1]
+
+
+def test_a_strip_draws_the_missing_squares_as_gaps() -> None:
+    filled = [chart_svg(StripChart("t", 5, gone)).count("stroke-dasharray") for gone in ((), (1,), (1, 3))]
+    assert filled == [0, 1, 2]
+
+
 def test_charts_are_well_formed_and_reproducible() -> None:
     for chart in sample().charts:
         svg = chart_svg(chart)
@@ -115,6 +131,7 @@ def test_names_with_dollars_are_text_and_no_formulas() -> None:
         BarChart(name, name, {name: 1.0}, 1.0, name),
         LineChart(name, name, name, {name: [1.0]}),
         PointChart(name, name, name, {name: (1.0, 1.0)}, (name,)),
+        StripChart(name, 3, (1,)),
     ):
         assert ElementTree.fromstring(chart_svg(chart)).tag.endswith("svg")
 

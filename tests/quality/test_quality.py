@@ -19,7 +19,7 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.errors import ConfigError, DataError, MissingDependencyError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.quality.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, perplexity
+from pyprune.quality.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, interval, perplexity
 from pyprune.quality.tasks import accuracies, evaluate_tasks, mean_accuracy
 from tests._support.paths import SHARED_DATA
 from tests._support.tasks import choice_task
@@ -62,6 +62,15 @@ def test_both_protocols_against_arithmetic() -> None:
     short = perplexity(WarmsUp(), ids, protocol="ppl-128")
     assert short.perplexity == pytest.approx(2 ** (191 / 127), rel=1e-6)
     assert (short.windows, short.tokens, short.window) == (32, 4096, 128)
+
+
+def test_the_interval_is_that_of_the_means_of_pieces() -> None:
+    losses = torch.tensor([[1.0] * 128 + [3.0] * 127, [3.0] + [2.0] * 128 + [9.0] * 126], dtype=torch.float64)
+    # Three whole pieces (1, 3 and 2 nats) over both windows; the rest counts in the mean alone. t of 2 degrees: 4.303.
+    middle, half = float(losses.mean()), 4.302653 * 1.0 / math.sqrt(3)
+    assert interval(losses) == pytest.approx((math.exp(middle - half), math.exp(middle + half)), rel=1e-5)
+    assert interval(losses[:, :100]) is None
+    assert interval(losses[:1, :200]) is None
 
 
 def test_a_mixed_text_against_arithmetic() -> None:
