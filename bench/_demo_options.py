@@ -15,7 +15,7 @@ from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 FULL_GATES = replace(
     own_options(preset("elder"), ElderOptions).gates, weighed_share=1.0, first_round_steps=30, round_steps=6
 )
-SHORT_GATES = replace(FULL_GATES, weighed_share=0.5, first_round_steps=24, round_steps=4)
+SHORT_GATES = replace(FULL_GATES, weighed_share=0.5, first_round_steps=24, round_steps=4, batch_size=2)
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Settings:
     calibration: int = 32
     ratio: float = 0.25
     gates: GateConfig = field(default_factory=lambda: SHORT_GATES)
-    gate_sequence_length: int = 64
+    gate_sequence_length: int = 128
     protocol: str = "ppl-2048"
     test_tokens: int = 2 * 2048
     elsewhere_tokens: int = 2048
     batch_prompts: int = 16
-    new_tokens: int = 48
+    new_tokens: int = 32
     prompt_tokens: int = 1024
     repeats: int = 3
     sample_tokens: int = 40
@@ -69,7 +69,6 @@ class Settings:
             steps=18,
             calibration=144,
             gates=FULL_GATES,
-            gate_sequence_length=128,
             test_tokens=6 * 2048,
             elsewhere_tokens=2 * 2048,
             batch_prompts=64,

@@ -42,9 +42,12 @@ class VllmRunner(Runner):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         import torch
-        from vllm import LLM
 
         accelerator = torch.cuda.is_available()
+        if not accelerator:  # this process is the engine's own: a second one would import torch and vLLM once more
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
         self.device: str | None = torch.cuda.get_device_name(0) if accelerator else None
         eager = options.get("eager")  # None = as one would run it: compiled on an accelerator
         self._llm = LLM(
