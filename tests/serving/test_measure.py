@@ -35,6 +35,7 @@ from pyprune.serving.measure import _fits, measure, workload_of
 from pyprune.serving.precision import ratio_interval
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.table import conditions, speed_table
+from pyprune.serving.worker import VllmRunner
 from tests._support.models import tiny_model
 
 SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}
@@ -275,6 +276,26 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engines.importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
     )
+
+
+def test_vllm_on_a_cpu_runs_in_the_process_that_was_started_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def llm(**options: Any) -> None:
+        seen.update(options, processes=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING"))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = dict.fromkeys(
+        ("model", "dtype", "seed", "max_length", "max_sequences", "max_batched_tokens", "kv_cache_bytes")
+    )
+    for before, expected in (("1", "1"), (None, "0")):  # what somebody set stays
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", before or "")
+        if before is None:
+            monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+        VllmRunner(options)
+        assert seen["processes"] == expected
+        assert seen["enforce_eager"]
 
 
 def test_vllm_by_name_needs_vllm(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
