@@ -45,7 +45,7 @@ class Settings:
 
     steps: int = 0
     batch_size: int = 8
-    sequences: int = 144
+    sequences: int = 160
     sequence_length: int = 256
     calibration: int = 32
     ratio: float = 0.25
@@ -67,6 +67,7 @@ class Settings:
         """Every control, trained on 36,864 tokens: README's table."""
         return cls(
             steps=18,
+            sequences=144,
             calibration=144,
             gates=FULL_GATES,
             test_tokens=6 * 2048,

@@ -84,8 +84,8 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
 def _with_interval(result: PerplexityResult | None) -> Cell:
     if result is None or result.interval is None:
         return None if result is None else result.perplexity
-    low, high = result.interval
-    return f"{result.perplexity:.1f} ({low:.1f} to {high:.1f})"
+    low, high = (f"{end:.0f}" if end >= 10 else f"{end:.1f}" for end in result.interval)
+    return f"{result.perplexity:.1f} ({low}-{high})"
 
 
 def tables(results: Results) -> tuple[Table, ...]:
@@ -174,12 +174,11 @@ def make_report(demo: Demo, results: Results, out: Path) -> Report:
     losses = {o.label: o.losses for o in results.outcomes.values() if o.losses}
     curves = LineChart("Training loss, the same tokens in the same order", "step", "nats per token", losses)
     short = not demo.settings.steps
-    python = "python -m pyprune"
     commands = {
-        "ask the pruned model, as an OpenAI server": f"{python} serve {out / 'pruned'}",
-        "read what it is and how it was made": f"{python} inspect {out / 'pruned'}",
+        "ask the pruned model, as an OpenAI server": f".venv/bin/pyprune serve {out / 'pruned'}",
+        "read what it is and how it was made": f".venv/bin/pyprune inspect {out / 'pruned'}",
         **({"the controls and a short training, README's table": "make demo-full"} if short else {}),
-        "your own model": f"{python} prune MODEL --method elder --ratio 0.25 --out pruned/",
+        "your own model": ".venv/bin/pyprune prune MODEL --method elder --ratio 0.25 --out pruned/",
     }
     return Report(
         f"{demo.model_name}: smaller, faster, and what it costs",
