@@ -21,6 +21,7 @@ app.main()
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "arguments",
     [
