@@ -360,6 +360,7 @@ def test_a_profile_of_the_cpu_beside_an_accelerator_needs_a_file(monkeypatch: py
     assert "engines take by themselves, A Card here; name a file with --out" in said
 
 
+@pytest.mark.second
 @pytest.mark.process
 def test_a_profile_of_one_of_two_accelerators_is_used_on_that_one(
     taken: Profile, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def test_every_checkpoint_is_in_the_tables_and_the_figures(folder: Path) -> None
     assert len(rows) == len(MODELS)
 
 
+@pytest.mark.second
 def test_a_report_is_replaced_only_when_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["bench", folder / "plain", "--against", folder / "big", *SMALL]
     quality = ["--ppl", folder / "text.txt", "--protocol", "ppl-128"]

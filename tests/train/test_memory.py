@@ -75,7 +75,9 @@ def held(*models: Any) -> int:
     return sum(p.nbytes for model in models if model is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.second] if i else []) for i, n in enumerate(TRAININGS)]
+)
 def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
     _compare(*TRAININGS[name])
 
@@ -98,6 +100,7 @@ def _compare(config: TrainConfig, make: Make, *, length: int = LENGTH) -> Traini
     return found
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", RECOVERIES)
 def test_the_predicted_peak_of_a_recovery_is_the_measured_one(name: str) -> None:
     config = RECOVERIES[name]

@@ -229,6 +229,7 @@ def test_a_resumed_run_finds_the_same_teacher_in_files(dense: Path) -> None:
     assert facts[0] == facts[1]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_predicted_peak_is_the_measured_one(dtype: torch.dtype, tmp_path: Path) -> None:
     """In float32 too, of whose weights autocast would keep copies if they were trained."""
