@@ -2,7 +2,7 @@
 # make demo-full  every control and the default with its training on the layers of make demo: README's table
 # make test     set up if needed, then lint, types and the first tier of the tests: 12 minutes on two AVX2 cores
 # make test-all set up if needed, then lint, types and every test, real servers among them: 90 minutes there
-# make quick    the first tier without tests that start a process: two minutes, for work in between
+# make quick    one case of each test of the package itself, no process: two minutes, for work in between
 # make faults   plant twenty faults, one after the other, and show which tests of the first tier find them
 # make fuzz     hostile input, interruptions and property tests at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own

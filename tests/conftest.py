@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=("quick", "first", "all"),
         default="all",
-        help="quick: the first tier without tests that start processes (make quick); first: marked tests "
-        "and most cases of large grids are left out (make test); all: everything (make test-all)",
+        help="quick: one case of each test of the package itself, none of which starts a process (make quick); first: "
+        "marked tests and most cases of large grids are left out (make test); all: everything (make test-all)",
     )
 
 
@@ -66,14 +66,14 @@ def _has_gpu() -> bool:
 
 def _choose_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier does not run."""
-    from tests._support.tiers import refuse_processes, second_tier, starts_processes
+    from tests._support.tiers import beyond_quick, refuse_processes, second_tier
 
     tier = config.getoption("tier")
     if tier == "all":
         return
     out = second_tier(items)
     if tier == "quick":
-        out.update(filter(starts_processes, items))
+        out |= beyond_quick([item for item in items if item not in out])
         sys.addaudithook(refuse_processes)
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]

@@ -25,8 +25,11 @@ side by side, with a norm behind each block, and with fused projections."""
 TESTS = Path(__file__).parents[1]
 SECOND_FOLDERS = ("bench", "examples", "wheels")
 """Folders of tests whose programs run for minutes."""
-PROCESS_FOLDERS = ("hostile", "serving")
-"""Folders of tests that start processes, or wait for one that others have started."""
+QUICK_FOLDERS = (
+    *("budget", "checkpoint", "config", "cut", "data", "families", "methods"),
+    *("modeling", "ops", "probe", "quality", "runtime", "train"),
+)
+"""Folders of tests of the package itself, without its commands, whole runs and servers."""
 
 Case = Mapping[str, Sequence[object]]
 """One case of a test function: axis -> its values, one for each parameter that a ``parametrize`` names."""
@@ -78,7 +81,7 @@ def second_tier(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Find the tests that only `make test-all` runs."""
     grids: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        grids[item.nodeid.partition("[")[0]].append(item)
+        grids[_function(item)].append(item)
     found = {item for item in items if item.get_closest_marker("second") or _folder(item) in SECOND_FOLDERS}
     for grid in grids.values():
         chosen = first_tier([_case(item) for item in grid])
@@ -96,9 +99,18 @@ def _case(item: pytest.Item) -> Case:
     return case | {name: [value] for name, value in left.items()}
 
 
-def starts_processes(item: pytest.Item) -> bool:
-    """Return whether `make quick` leaves a test out."""
-    return item.get_closest_marker("process") is not None or _folder(item) in PROCESS_FOLDERS
+def beyond_quick(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Find the tests that `make quick` leaves out: it runs the last case of each test function of its folders."""
+    last = {_function(item): item for item in items}
+    return {
+        item
+        for item in items
+        if item is not last[_function(item)] or item.get_closest_marker("process") or _folder(item) not in QUICK_FOLDERS
+    }
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def _folder(item: pytest.Item) -> str:

@@ -409,6 +409,7 @@ def test_commands_measure_by_name_and_predict(
     assert rows["weights in q4_0 + memory@2048 (MB)"]["plan"] == pytest.approx(wanted)
 
 
+@pytest.mark.process
 def test_one_kind_of_workload_can_be_left_out(source: Path, monkeypatch: pytest.MonkeyPatch, taken: Profile) -> None:
     asked: list[ProfileOptions] = []
     monkeypatch.setattr(timing, "take_profile", lambda model, options: asked.append(options) or taken)
@@ -507,11 +508,13 @@ def test_bad_options_of_predict(
     assert message in refused("predict", source, *given).replace("\n", " ")
 
 
+@pytest.mark.process
 def test_a_mismatch_is_of_a_plan(tmp_path: Path, taken: Profile) -> None:
     said = refused("predict", "--profile", taken.save(tmp_path / "p.json"), "--allow-mismatch")
     assert "--allow-mismatch does nothing without PLAN" in said
 
 
+@pytest.mark.process
 def test_the_fit_of_a_profile_uses_all_its_repeats(taken: Profile) -> None:
     fit = MeasuredCosts(taken).fits[Quantity("prefill", 16)]
     assert set(fit.seconds) == {probe.name for probe in taken.probes}

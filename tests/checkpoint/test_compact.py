@@ -273,6 +273,7 @@ class TestRefusals:
             write_shards(tmp_path, [entry], iter([("a", [torch.ones(2)]), ("b", [torch.ones(2)])]), 100)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("which", ["hidden", "everything"])
 @pytest.mark.parametrize("name", ["qwen2-tied", "opt", "phi-tied", "gemma3"])
 def test_a_head_of_its_own_stays_although_the_config_says_tied(tmp_path: Path, name: str, which: str) -> None:

@@ -202,6 +202,7 @@ def test_a_folder_of_something_else_is_never_replaced(written: tuple[Path, torch
     assert read_pruning_json(home, verify_files=True).plan is None
 
 
+@pytest.mark.process
 def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
     written: tuple[Path, torch.Tensor, PrunePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

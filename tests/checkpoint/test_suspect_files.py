@@ -82,6 +82,7 @@ def test_a_record_that_is_a_dangling_link_is_not_passed_over(checkpoint: Path) -
         verify_checkpoint(checkpoint)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("other", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", 3])
 def test_an_index_that_names_a_file_elsewhere_is_refused_everywhere(foreign: Path, other: Any) -> None:
     (foreign / "model.safetensors").rename(foreign.parent / "x.safetensors")

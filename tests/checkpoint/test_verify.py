@@ -62,6 +62,7 @@ def test_what_an_operator_may_edit_is_a_warning_that_names_the_file(written: Pat
     assert result.stderr.count("Warning") == 1
 
 
+@pytest.mark.process
 def test_an_edited_checkpoint_is_measured_with_the_warning(written: Path, tmp_path: Path) -> None:
     file, edit = EDITS["sampling"]
     edit(written / file)

@@ -141,6 +141,7 @@ def test_a_model_without_a_tokenizer_is_refused(text: str, tmp_path: Path) -> No
         evaluate(tmp_path / "cut", ppl=text)
 
 
+@pytest.mark.process
 def test_eval_prints_the_mean_accuracy_over_the_tasks(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_eval_prints_the_mean_accuracy_over_the_tasks(
     assert json.loads((tmp_path / "found.json").read_text())["mean_accuracy"] == 0.5
 
 
+@pytest.mark.process
 def test_a_tag_counts_as_its_tasks_and_what_has_no_accuracy_is_named(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,7 @@ def test_real_texts_have_the_token_counts_of_their_protocols() -> None:
     assert c4.max_windows == 256
 
 
+@pytest.mark.process
 def test_tasks_run_on_a_model_in_memory(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     model = tiny_llama().train()
@@ -228,6 +229,7 @@ def test_the_mean_accuracy_is_that_of_the_tasks_asked_for() -> None:
     assert mean_accuracy(results, ["text"]) is None
 
 
+@pytest.mark.process
 def test_pruned_architectures_are_evaluated_alike(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     model = tiny_llama(num_hidden_layers=3)

@@ -49,6 +49,7 @@ def test_a_compiled_training_is_the_same_training_and_leaves_the_layers_as_they_
     assert not any("forward" in vars(layer) for layer in decoder_layers(compiled))
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("quick")
 def test_adapters_checkpointing_and_rows_of_many_lengths() -> None:
     plain, compiled = tiny_model(), tiny_model()
@@ -62,6 +63,7 @@ def test_adapters_checkpointing_and_rows_of_many_lengths() -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("quick")
 def test_unequal_layers_are_all_compiled_and_a_validation_runs_as_it_is() -> None:
     model = tiny_model(num_hidden_layers=5)

@@ -144,6 +144,7 @@ def test_prune_learns_from_the_files_that_it_was_given(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.second
 def test_auto_leaves_the_teacher_in_its_files_where_the_device_cannot_hold_it(
     pruned: Path, dense: Path, text: Path, tmp_path: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
