@@ -6,6 +6,7 @@ tokens each, in tokens/s) and prompt processing (one long prompt, one new token,
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -319,6 +320,8 @@ class _Pool:
     def awake(self, name: str) -> Iterator[tuple[Engine, list[Engine]]]:
         """Give the warmed engine of ``name`` and the others, which have come to rest."""
         if self._resident:
+            if self._run.engine == "vllm" and len(self._engines) > 1:
+                time.sleep(SETTLE_S)
             yield self._engines[name], [e for n, e in self._engines.items() if n != name]
             return
         engine = self._start(name)
