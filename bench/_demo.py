@@ -159,7 +159,7 @@ class Demo:
         return test, sample_sequences(self.tokenizer, wanted, exclude=test.spans)
 
     def _calibration(self) -> TokenSamples:
-        """What cuts are reconstructed on: of several kinds where the text is ours.
+        """Draw the text that cuts are reconstructed on: of several kinds where the text is ours.
 
         The documents of those kinds that are held back become the test texts of other kinds.
         """

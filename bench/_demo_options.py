@@ -113,7 +113,7 @@ def recommended(settings: Settings) -> PruneConfig:
 
 
 def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:
-    """What all trained arms share; the seed is of the order of the samples."""
+    """Return the options that all trained arms share; the seed is of the order of the samples."""
     return replace(
         elder_options("elder").train,
         dtype=settings.compute_dtype,

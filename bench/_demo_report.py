@@ -124,7 +124,7 @@ def _served(results: Results) -> Table:
 
 
 def picture(results: Results) -> tuple[Chart, ...]:
-    """What a reader sees first: the layers that went, quality against speed, and tokens per second."""
+    """Draw what a reader sees first: the removed layers, quality against speed, and tokens per second."""
     speed, plan = results.speed, results.plan
     rates = {name: speed.tokens_per_second(name).median for name in ("dense", "pruned")}
     shown = {
