@@ -86,8 +86,20 @@ class LayerRunner:
 
         with replaced_forwards(dict.fromkeys(self.layers, record)):
             self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
-        self._calls[ids.shape[0], ids.shape[1]] = calls
+        self._calls[ids.shape[0], ids.shape[1]] = self._without_plain_masks(calls)
         return streams[0]
+
+    def _without_plain_masks(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The calls of the layers without masks that hide what lies ahead and nothing else.
+
+        Transformers makes such a mask where a sequence is as long as the window. Without one, torch's attention is
+        causal by itself and takes half the time.
+        """
+        if self.model.config._attn_implementation != "sdpa":
+            return calls
+        masks = {id(mask): mask for mask in (call.get("attention_mask") for call in calls)}
+        plain = {key for key, mask in masks.items() if mask is not None and _is_causal(mask)}
+        return [c | {"attention_mask": None} if id(c.get("attention_mask")) in plain else c for c in calls]
 
     @contextmanager
     def computing(self, dtype: str) -> Iterator[None]:
@@ -294,6 +306,11 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
             del module.forward
             if own is not None:
                 module.forward = own
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a boolean mask [..., T, T] lets each position see itself and all before it, and nothing else."""
+    return mask.dtype == torch.bool and bool((mask == torch.ones_like(mask).tril()).all())
 
 
 def _no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
