@@ -33,7 +33,7 @@ from pyprune.cut._fit import Tally
 from pyprune.cut._sides import Chunk, CopiedLayers
 from pyprune.cut._steps import Step, steps_of
 from pyprune.cut._systems import Writers
-from pyprune.cut._walk import _USED, Walk, chunks_of
+from pyprune.cut._walk import USED, Walk, chunks_of
 from pyprune.cut.mask import mask_, restored
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.data.tokens import Batch
@@ -439,4 +439,4 @@ class _Solving(Walk):
 
     @override
     def _advance_past(self, writers: Writers) -> Tally:
-        return Tally({_USED: 0.0}, {_USED: 0.0})
+        return Tally({USED: 0.0}, {USED: 0.0})

@@ -21,7 +21,8 @@ from pyprune.cut._systems import SMALLEST, Readers, Writers
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 
-_USED = "used"
+USED = "used"
+"""The kind under which the errors of the sequences that are solved on are summed."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Walk:
         gather(False)
         # Behind a norm the stream is not linear in what the sums hold.
         linear = writers.gain is None
-        error = equations.error() if linear else self._errors(writers, held_back=False).error[_USED]
+        error = equations.error() if linear else self._errors(writers, held_back=False).error[USED]
         solutions = partial(joint_solutions, equations, projections)
         held_back = partial(self._errors, writers, held_back=True)
         choice = choose(projections, solutions, self.ridges, held_back, partial(gather, True))
@@ -147,7 +148,7 @@ class Walk:
         if choice.ridge is not None:
             self.cut.solved(projections)
         after = self._advance_past(writers)
-        before = after if choice.ridge is None else Tally({_USED: error}, after.size)
+        before = after if choice.ridge is None else Tally({USED: error}, after.size)
         self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after.overall())))
 
     def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
@@ -155,8 +156,8 @@ class Walk:
         tally = Tally()
         for chunk in self.chunks:
             if chunk.held_back == held_back:
-                tally.add(chunk.kind if held_back else _USED, *self._error(chunk, writers.behind(chunk)))
-        return tally.over_processes(self.judging if held_back else [_USED])
+                tally.add(chunk.kind if held_back else USED, *self._error(chunk, writers.behind(chunk)))
+        return tally.over_processes(self.judging if held_back else [USED])
 
     def _advance_past(self, writers: Writers) -> Tally:
         """Take the cut stream past solved writers; the errors on the sequences that are solved on."""
@@ -164,8 +165,8 @@ class Walk:
         for chunk in self.chunks:
             chunk.cut = writers.behind(chunk)
             if not chunk.held_back:
-                tally.add(_USED, *self._error(chunk, chunk.cut))
-        return tally.over_processes([_USED])
+                tally.add(USED, *self._error(chunk, chunk.cut))
+        return tally.over_processes([USED])
 
     def _gather(self, writers: Writers, chunk: Chunk, equations: NormalEquations, *, check: bool) -> None:
         """Add a chunk to the equations: what the writers read, and what they should write to the stream before them."""
