@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 from typing_extensions import override
 
 from pyprune.ops import layer_norm_virtual
@@ -51,13 +52,12 @@ class SkippedAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """[B, T, H] -> zeros [B, T, H]."""
-        if past_key_values is not None:
+        # By its type: the argument is called past_key_values up to Transformers 5.23 and cache from 5.24 on.
+        for cache in (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)):
             placeholder = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
-            past_key_values.update(placeholder, placeholder, self.layer_idx)
+            cache.update(placeholder, placeholder, self.layer_idx)
         return torch.zeros_like(hidden_states), None
 
 

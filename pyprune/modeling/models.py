@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any, ClassVar, cast
 
+import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
+from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, all_families, resolve
 from pyprune.families.base import BLOCKS
 from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, layer_view
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
+from pyprune.runtime.modes import evaluating
+
+_CACHE_TOKENS = 8
+_CACHE_ERROR = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 1e-3})
+"""Largest relative difference of logits that rounding explains, by the dtype of the weights."""
 
 
 class PrunedModelMixin:
@@ -19,6 +28,7 @@ class PrunedModelMixin:
 
     config_class: Any
     decoder_layer_class: ClassVar[type[nn.Module]]
+    _cache_is_right = False
 
     def __init__(self, config: PretrainedConfig) -> None:
         stub = copy.deepcopy(config)
@@ -28,6 +38,40 @@ class PrunedModelMixin:
         # The stock constructor resolves the attention implementation on the configuration it is given.
         config._attn_implementation = stub._attn_implementation
         self._build_layers(cast(Any, config))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock model's; where attention is skipped, the first call looks at what the cache does.
+
+        Raises:
+            UnsupportedModelError: with cached tokens in front of it, a token gets other logits than without a cache.
+        """
+        if not self._cache_is_right and kwargs.get("use_cache", True):
+            self._check_cache()
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _check_cache(self) -> None:
+        model = cast(Any, self)
+        skipped = [module.layer_idx for module in model.modules() if isinstance(module, SkippedAttention)]
+        if skipped:
+            with evaluating(model), torch.no_grad():
+                off = self._cache_error()
+            if not off < _CACHE_ERROR[model.dtype]:
+                raise UnsupportedModelError(
+                    f"Transformers {transformers.__version__} generates wrongly from this model, whose attention is "
+                    f"skipped in layers {skipped}: with its cache, logits are {off:.1%} off. Install "
+                    "a release that docs/python.md names, or generate with use_cache=False."
+                )
+        self._cache_is_right = True
+
+    def _cache_error(self) -> float:
+        """What a token's logits lack behind cached tokens, relative to those of a pass without a cache."""
+        model = cast(Any, self)
+        ids = torch.arange(_CACHE_TOKENS, device=model.device)[None] % model.config.vocab_size
+        expected = model(ids, use_cache=False).logits[:, -1].float()
+        first = model(ids[:, :-1], use_cache=True)
+        kept = {name: value for name, value in first.items() if isinstance(value, Cache)}
+        cached = model(ids[:, -1:], use_cache=True, **kept).logits[:, -1].float()
+        return float((cached - expected).norm() / expected.norm().clamp(min=1e-30))
 
     def _build_layers(self, config: Any) -> None:
         family: Family = config.family
