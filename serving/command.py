@@ -12,7 +12,12 @@ from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
-from pyprune.serving.cpu import cache_environment, memory_nodes_warning, slow_products_warning
+from pyprune.serving.cpu import (
+    cache_environment,
+    memory_nodes_warning,
+    saturating_int8_warning,
+    slow_products_warning,
+)
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
 from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded
 from pyprune.serving.plugin import architectures, why_not_loaded
@@ -67,7 +72,11 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
         warn(f"The files of {folder} were not verified.")
     given = given_options(extra_args)
     version = vllm_version()
-    on_cpu = (*memory_nodes_warning(given, version), *slow_products_warning(checkpoint.config, given, version))
+    on_cpu = (
+        *memory_nodes_warning(given, version),
+        *slow_products_warning(checkpoint.config, given, version),
+        *saturating_int8_warning(checkpoint.config, version),
+    )
     for warning in (*serving_warnings(checkpoint.config), *on_cpu):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.launch", "serve"]

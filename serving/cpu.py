@@ -14,7 +14,15 @@ from pyprune.serving.checkpoints import rotary_scaling, scaled_positions
 from pyprune.serving.engines import KV_CACHE_SPACE
 from pyprune.serving.releases import is_cpu_build
 from pyprune.serving.vllm_options import context_tokens, draft_config
-from pyprune.serving.widths import PARTITION, cache_bytes, head_channels, layer_widths, stages_of, token_bytes_of
+from pyprune.serving.widths import (
+    PARTITION,
+    cache_bytes,
+    head_channels,
+    layer_widths,
+    quantised_layout,
+    stages_of,
+    token_bytes_of,
+)
 
 SERVE_KV_CACHE_GIB = 2
 """Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
@@ -67,6 +75,25 @@ def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, 
     asked = {None: usual, "auto": usual, "half": "float16", "float": "float32"}.get(given.dtype, given.dtype)
     warning = slow_dtype_warning(asked, device("cpu"))
     return () if warning is None else (f"vLLM will run in {asked}, and {warning} (--dtype float32)",)
+
+
+def saturating_int8_warning(config: Mapping[str, Any], version: str) -> tuple[str, ...]:
+    """A warning that this CPU gets the products of an int8 model wrong, in vLLM as elsewhere.
+
+    Args:
+        config: config.json of the model.
+        version: of vLLM.
+    """
+    if not is_cpu_build(version) or quantised_layout(config) != "int-quantized":
+        return ()
+    from pyprune.runtime.device import int8_products_saturate
+
+    if not int8_products_saturate():
+        return ()
+    return (
+        "this CPU has no VNNI instructions, without which sums of int8 products (w8a8-int8) saturate in oneDNN: "
+        "answers are off. Serve the checkpoint that is not quantised, or export with --quantise w4a16.",
+    )
 
 
 def memory_nodes(status: str) -> int:

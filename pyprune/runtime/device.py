@@ -128,6 +128,16 @@ def _masked(dtype: torch.dtype) -> bool:
     return not getattr(torch.ops.mkldnn, ask)()
 
 
+@cache
+def int8_products_saturate() -> bool:
+    """Whether this CPU gets products of int8 matrices wrong, of which it is asked one whose sums are the largest.
+
+    Without VNNI instructions (AVX2 alone, or masked), oneDNN adds pairs of products in 16 bits, which hold 32,767.
+    """
+    left, right = torch.full((32, 64), 127, dtype=torch.int8), torch.full((64, 32), 127, dtype=torch.int8)
+    return not torch.equal(torch._int_mm(left, right), left.int() @ right.int())
+
+
 def bfloat16_is_faster(device: torch.device) -> bool:
     """Whether a device multiplies matrices faster in bfloat16 than in float32; the same in all processes.
 

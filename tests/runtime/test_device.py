@@ -72,6 +72,17 @@ def test_a_masked_cpu_counts_as_one_without_instructions() -> None:
     assert subprocess.run([sys.executable, "-c", ask], env=masked, check=False).returncode == 0
 
 
+@pytest.mark.process
+@pytest.mark.skipif(platform.machine() not in device.X86, reason="oneDNN masks instructions of x86 alone")
+def test_int8_products_saturate_without_vnni() -> None:
+    """And with it they do not, where a CPU has it."""
+    ask = "import sys; from pyprune.runtime.device import int8_products_saturate; sys.exit(int8_products_saturate())"
+    masks = ["AVX2"] + (["DEFAULT"] if torch.cpu.get_capabilities().get("avx512_vnni") else [])
+    environments = [os.environ | {"ONEDNN_MAX_CPU_ISA": mask} for mask in masks]
+    codes = [subprocess.run([sys.executable, "-c", ask], env=env, check=False).returncode for env in environments]
+    assert codes == [1, 0][: len(masks)]
+
+
 class Moved(torch.nn.Module):
     """Keeps where it was moved to; this machine may have one place only."""
 

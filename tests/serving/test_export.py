@@ -32,6 +32,7 @@ from pyprune.serving.plugin import look_for_platform
 from pyprune.serving.vllm_options import given_options, hub_of
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.products import without_instructions
+from tests._support.quantised import in_32s, write_pair
 from tests._support.served import edit_the_config
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -268,6 +269,28 @@ def test_a_dtype_that_this_cpu_has_no_arithmetic_for_is_warned_of(
     printed = capsys.readouterr().err
     assert ("arithmetic" in printed) is (named is not None), printed
     assert named is None or f"vLLM will run in {named}, and this CPU has no {named} arithmetic" in printed
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("quantise", "saturate", "version", "warned"),
+    [
+        ("w8a8-int8", True, "0.32.0+cpu", True),
+        ("w8a8-int8", False, "0.32.0+cpu", False),
+        ("w8a8-int8", True, "0.32.0", False),
+        ("w4a16", True, "0.32.0+cpu", False),
+    ],
+)
+def test_int8_is_warned_of_where_its_products_saturate(
+    quantise: str, saturate: bool, version: str, warned: bool,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write_pair(tmp_path, "llama-head-dim", in_32s, quantise)
+    monkeypatch.setattr("pyprune.runtime.device.int8_products_saturate", lambda: saturate)
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: version)
+    monkeypatch.setattr(sys, "platform", "linux")
+    serve_command(tmp_path / "quantised", [])
+    assert ("this CPU has no VNNI" in capsys.readouterr().err) is warned
 
 
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
