@@ -334,9 +334,12 @@ def _uninterrupted() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+LEARNING_RATE = 1e-2
+
+
 def prune_arguments(dense: Path, text: Path, out: Path, *more: str) -> list[str]:
     options = {
-        "steps": 40, "batch_size": 6, "micro_batch_size": 2, "dtype": "float32", "learning_rate": 1e-2,
+        "steps": 40, "batch_size": 6, "micro_batch_size": 2, "dtype": "float32", "learning_rate": LEARNING_RATE,
         "checkpoint_interval": 2,
     }  # fmt: skip
     sets = [part for name, value in options.items() for part in ("--set", f"recover.train.{name}={value}")]
@@ -385,7 +388,9 @@ def test_a_killed_process_stops_all_and_the_run_goes_on_in_another_number(
     assert stage["action"] == "recover"
     assert 2 <= stage["resumed_from"] < 40, "it was killed while divided weights were trained"
     weights = [load_file(folder / "model.safetensors") for folder in (alone, together)]
-    assert largest_difference(*weights) < 1e-4
+    # A twentieth of one step: where squared gradients are nearly zero, Adam divides by what the order of a sum decides,
+    # and that differs between CPUs. A state that is lost or read twice makes steps of difference.
+    assert largest_difference(*weights) < LEARNING_RATE / 20
 
 
 def _kill_one(parent: int, folder: Path) -> list[int]:
