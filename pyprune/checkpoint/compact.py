@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.checkpoint.load import read_generation_config
+from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
 from pyprune.checkpoint.save import converted
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
@@ -139,6 +140,7 @@ class StreamedCut:
         with atomic_folder(out, overwrite=overwrite) as temporary:
             digests = write_shards(temporary, self._entries, self._tensors(), limit)
             model.config.save_pretrained(temporary)
+            write_older_notation(temporary)
             if model.generation_config is not None:
                 # As it is: save_pretrained refuses values that Transformers only reads (LLaMA 2: an idle temperature).
                 model.generation_config.to_json_file(temporary / "generation_config.json")

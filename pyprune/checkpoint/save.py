@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import PruningRecord, write_record
 from pyprune.errors import OutputError
 from pyprune.families import count_parameters
@@ -61,6 +62,7 @@ def save_checkpoint(
     facts["dtype"] = dtype or str(model.dtype).removeprefix("torch.")
     with atomic_folder(out, overwrite=overwrite) as temporary:
         _save_weights(model, temporary, dtype, trained=trained)
+        write_older_notation(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         if convert is not None:
