@@ -12,6 +12,7 @@
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  whole training steps, optimizer, memory and streamed compaction on SmolLM2-135M
 # make gpu-card  on one GPU, within 40 minutes: kernels, bandwidth, whole steps at 7B shapes, dense and pruned in vLLM
+# make releases the contract of every family on the oldest and newest Transformers, torch, PEFT and so on: 2 GB each
 # make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
 # make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
 # make lock     rewrite requirements.lock from the current environment
@@ -34,7 +35,7 @@ SANITIZED := build/sanitize
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card matrix container lock clean
+.PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card releases matrix container lock clean
 
 demo: setup
 	$(PY) bench/end_to_end.py
@@ -126,6 +127,9 @@ GPU_PY = $(if $(wildcard $(VENV)/.stamp-package),$(PY),$(PYTHON))
 gpu-card:
 	$(GPU_PY) -c "import pyprune.serving" 2>/dev/null || $(GPU_PY) -m pip install --no-deps --no-build-isolation -e .
 	$(GPU_PY) -m bench.gpu_card $(CARD)
+
+releases: setup
+	$(PY) -m tests.releases
 
 matrix: setup
 	$(PY) -m bench.matrix

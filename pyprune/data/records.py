@@ -1,9 +1,11 @@
-"""Records with named fields -> documents: the lines of a .jsonl file and the rows of a hub data set."""
+"""Records with named fields -> documents: lines of a .jsonl file, rows of a table (.csv) and of a hub data set."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 from itertools import chain
 from typing import Any
 
@@ -60,7 +62,25 @@ def parse_jsonl(source: str, text: str, field: str | None) -> Corpus:
     Raises:
         DataError: a line is no JSON object, or lacks the field, or holds something else than text in it.
     """
-    records: Iterator[tuple[str, Record]] = _lines(source, text)
+    return _corpus(source, _lines(source, text), field)
+
+
+def parse_table(source: str, text: str, field: str | None, delimiter: str) -> Corpus:
+    """Read a .csv or .tsv file, whose first line names its fields, as :func:`parse_jsonl` reads its records.
+
+    Args:
+        source: what errors name.
+        text: the content of the file.
+        field: the field with the text; None = an instruction layout, else "text".
+        delimiter: between two values of a line; values may be quoted and then hold it, and line ends.
+
+    Raises:
+        DataError: as there, or the quotes of a value do not match.
+    """
+    return _corpus(source, _rows(source, text, delimiter), field)
+
+
+def _corpus(source: str, records: Iterator[tuple[str, Record]], field: str | None) -> Corpus:
     first = next(records, None)
     if first is None:
         return Corpus(source, ())
@@ -81,6 +101,20 @@ def _lines(source: str, text: str) -> Iterator[tuple[str, Record]]:
         if line.strip():
             where = f"{source!r}, line {number}"
             yield where, _parse_record(where, line)
+
+
+def _rows(source: str, text: str, delimiter: str) -> Iterator[tuple[str, Record]]:
+    before = csv.field_size_limit(RECORD_CHARACTERS)
+    reader = csv.DictReader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            yield f"{source!r}, line {reader.line_num}", {str(name): value for name, value in row.items()}
+    except csv.Error as error:
+        raise DataError(
+            f"{source!r}, line {reader.line_num} is no row of a table ({error}). Correct its quotes, or give .jsonl."
+        ) from error
+    finally:
+        csv.field_size_limit(before)
 
 
 def _parse_record(where: str, line: str) -> dict[str, Any]:

@@ -23,11 +23,13 @@ from pyprune.data.hub import check_datasets, read_hub_id, read_named
 from pyprune.data.layouts import parse_packaged, parse_plain
 from pyprune.data.packages import packaged_file
 from pyprune.data.packages import packaged_text as packaged_text
-from pyprune.data.records import parse_jsonl
+from pyprune.data.records import parse_jsonl, parse_table
 from pyprune.errors import DataError, did_you_mean, shown
 
 PACKAGE_PREFIX = "package:"
-_LOCAL_SUFFIXES = (".txt", ".jsonl", ".gz")
+_RECORD_LINES = (".jsonl", ".ndjson", ".jsonlines")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_LOCAL_SUFFIXES = (".txt", *_RECORD_LINES, *_TABLES, ".gz")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 
 
@@ -51,7 +53,7 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
 
     Args:
         source: a name of :data:`HUB_SOURCES`, a datasets id ("org/name" or "org/name:config"), a local
-            .txt or .jsonl file (optionally .gz), or "package:NAME/FILE" (text inside an installed package).
+            .txt, .jsonl or .csv file (optionally .gz), or "package:NAME/FILE" (text inside an installed package).
         split: of a hub data set; ignored for local files and packages.
         field: the column or jsonl field with the text; None finds "text" or an instruction layout by itself.
 
@@ -135,27 +137,30 @@ def _check_text_file(path: Path) -> None:
 def _read_local(source: str, field: str | None) -> Corpus:
     path = local_path(source)
     text = read_text(path)
-    if _ends(path.name, ".jsonl"):
-        return parse_jsonl(source, text, field)
-    _refuse_field(source, field)
-    return parse_plain(source, text)
+    records = _parse_records(source, path.name, text, field)
+    return parse_plain(source, text) if records is None else records
 
 
 def _read_packaged(source: str, field: str | None) -> Corpus:
     name = source.removeprefix(PACKAGE_PREFIX)
     text = packaged_text(name)
     file_name = name.rsplit("/", 1)[-1]
-    if _ends(file_name, ".jsonl"):
+    records = _parse_records(source, file_name, text, field)
+    return parse_packaged(source, file_name, text) if records is None else records
+
+
+def _parse_records(source: str, name: str, text: str, field: str | None) -> Corpus | None:
+    """The documents of a file with named fields, by its name; None for plain text."""
+    if any(_ends(name, ending) for ending in _RECORD_LINES):
         return parse_jsonl(source, text, field)
-    _refuse_field(source, field)
-    return parse_packaged(source, file_name, text)
-
-
-def _refuse_field(source: str, field: str | None) -> None:
+    for ending, delimiter in _TABLES.items():
+        if _ends(name, ending):
+            return parse_table(source, text, field, delimiter)
     if field is not None:
         raise DataError(
-            f"field is {shown(field)}, but {source!r} is plain text; field is for .jsonl and hub data only."
+            f"field is {shown(field)}, but {source!r} is plain text; field is for .jsonl, .csv and hub data only."
         )
+    return None
 
 
 def text_sha256(text: str) -> str:

@@ -347,8 +347,9 @@ class Fitting:
             return reasons[-1]
 
         held = space.without(why_not)
-        if held != space:
-            say(f"Some choices are left out. {next(filter(None, reasons))}")
+        # The only layer must stay, for no reason of an engine's.
+        if held != space and (reason := next(filter(None, reasons), "")):
+            say(f"Some choices are left out. {reason}")
         return held
 
     @property

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyprune.families import all_families, resolve
 from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, pruned_config_class
+from pyprune.runtime.releases import warn_of_untried_releases
 
 if TYPE_CHECKING:
     from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
@@ -77,3 +78,4 @@ def _register() -> None:
 
 
 _register()
+warn_of_untried_releases()

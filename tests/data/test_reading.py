@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 
@@ -44,6 +46,41 @@ def test_wikitext_layout_becomes_the_rows_of_the_hub(tmp_path: Path) -> None:
 def test_penn_treebank_layout_is_one_sentence_a_document(tmp_path: Path) -> None:
     path = text_file(tmp_path, " no it was n't black monday \n but while N stocks fell \n")
     assert read_corpus(path).text() == "no it was n't black monday\n\nbut while N stocks fell"
+
+
+@pytest.mark.parametrize("ending", ["ndjson", "jsonlines", "NDJSON", "ndjson.gz"])
+def test_other_names_of_jsonl(tmp_path: Path, ending: str) -> None:
+    records = [{"id": i, "text": text} for i, text in enumerate(("a", "b"))]
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path = tmp_path / f"d.{ending}"
+    path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    assert read_documents(str(path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("ending", "mark"), [("csv", ","), ("tsv", "\t")])
+def test_tables_are_read_by_their_columns(tmp_path: Path, ending: str, mark: str) -> None:
+    texts = [f'one{mark} "quoted"', "two\nlines", "x" * 200_000]
+    path = tmp_path / f"d.{ending}"
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter=mark).writerows(
+            [("text", "body"), *((text, f"b{i}") for i, text in enumerate(texts))]
+        )
+    assert read_documents(str(path)) == texts
+    assert read_documents(str(path), field="body") == ["b0", "b1", "b2"]
+    with pytest.raises(DataError, match=r"line 2 has no field 'author'\. Fields there: body, text\."):
+        read_documents(str(path), field="author")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('text,body\n"open,b\n', r"is no row of a table \(unexpected end of data\)"),
+        ("body,text\nb\n", r"field 'text' is NoneType, not text"),
+    ],
+)
+def test_unusable_tables(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_documents(text_file(tmp_path, content, "d.csv"))
 
 
 def test_jsonl_text_field_is_found_and_can_be_overridden(tmp_path: Path) -> None:

@@ -117,6 +117,20 @@ def test_a_budget_becomes_a_checkpoint_that_keeps_it(place: Path, tmp_path: Path
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_a_model_of_one_layer_keeps_it(place: Path, tmp_path: Path) -> None:
+    """A draft model, for one: its only layer cannot go, which is no reason of an engine's."""
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "text.txt").symlink_to(place / "text.txt")
+    model = tiny_model("llama", num_hidden_layers=1)
+    save_checkpoint(model, tiny_tokenizer(), one / "dense", plan=None, provenance={"source": "tiny"})
+    result = run(*arguments(one, tmp_path / "out", "parameters<=95%"), "--no-recover")
+    assert result.exit_code == 0, result.output
+    plan = read_pruning_json(tmp_path / "out").plan
+    assert plan.kept_layers == (0,)
+    assert 0 < len(plan.layers[0].ffn) < plan.dense.intermediate_size
+
+
 def test_candidates_are_compared_on_some_of_the_text_and_the_winner_is_written_on_all(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
