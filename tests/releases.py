@@ -61,7 +61,8 @@ def try_releases(which: str, folder: Path, arguments: list[str]) -> bool:
     subprocess.run([*pip, "install", "--no-compile", *package, *others], check=True)
     # A copy beside no sources, so that what is tested is the installed package.
     copy = folder / "checkout"
-    shutil.copytree(REPO / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("tests", "bench"):
+        shutil.copytree(REPO / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(REPO / "pyproject.toml", copy)
     done = subprocess.run(
         [str(python), "-m", "pytest", *CONTRACT, "--tier", "first", *arguments],
