@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
 from pyprune.runtime.progress import warn
+from pyprune.serving.adapters import why_not_of_this_model
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.cpu import (
     cache_environment,
@@ -102,7 +103,8 @@ def servable(
         MissingDependencyError: vLLM is not installed.
         CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
             here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or inputs stored together) that the
-            ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, or is for a vLLM on a CPU
+            ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, is given an adapter of another
+            model, or is for a vLLM on a CPU
             what that ends at (a pipeline of ranks without compilation, w8a16, int8 in layers of Transformers or under
             adapters).
     """
@@ -137,7 +139,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     if is_tried_cpu_build(version):
         reason = reason or why_not_rounded(checkpoint.config, checkpoint.architecture)
         reason = reason or (given.enable_lora and why_not_adapted(checkpoint.config, given.tensor_parallel_size)) or ""
-    return reason
+    return reason or why_not_of_this_model(checkpoint.folder, given.lora_modules)
 
 
 def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:

@@ -57,6 +57,7 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     parser.add_argument("--speculative-config", "-sc")
     parser.add_argument("--spec-method")
     parser.add_argument("--spec-model")
+    parser.add_argument("--lora-modules", nargs="+", default=())
     for switch in ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):

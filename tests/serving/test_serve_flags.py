@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -309,3 +310,38 @@ def test_vllms_own_file_of_options_is_read_where_it_decides(
     for wrong in ("- a list", "{", "revision: {a: 1}"):
         file.write_text(wrong)
         assert serve_command(folder, ["--config", str(file)]), "vLLM says what is wrong with it"
+
+
+def adapter(folder: Path, layers: int, **sizes: int) -> Path:
+    """As PEFT writes those of q_proj and down_proj of a tiny LLaMA."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama", num_hidden_layers=layers, **sizes)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "reason"),
+    [
+        (4, {}, None),
+        (6, {}, "it has layers up to number 5, and this model has 4, numbered from 0"),
+        (4, {"intermediate_size": 80}, r"model\.layers\.\d\.mlp\.down_proj reads 80 channels in it and \d+ here"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_adapter_of_another_model_is_refused(
+    layers: int, sizes: dict[str, int], reason: str | None, as_json: bool, folder: Path, executed: list[list[str]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    path = adapter(tmp_path / "adapter", layers, **sizes)
+    value = json.dumps({"name": "own", "path": str(path)}) if as_json else f"own={path}"
+    words = ["serve", folder, "--", "--enable-lora", "--lora-modules", value, "--port", "9000"]
+    if reason is None:
+        assert run(*words).exit_code == 0
+        assert len(executed) == 1
+        return
+    said = refused(*words)
+    assert re.search(f"the adapter own in .* was trained on another model: {reason}", " ".join(said.split()))
+    assert not executed
