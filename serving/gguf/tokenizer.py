@@ -6,7 +6,7 @@ Everything is read off the fast tokenizer. What llama.cpp would split in another
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,14 @@ class Vocabulary:
     left_out: list[str] = field(default_factory=list)
 
 
-def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
+def add_tokenizer(writer: Any, tokenizer: Any, rows: int, ends: Sequence[int] = ()) -> list[str]:
     """Add the vocabulary, the special tokens and the chat template.
 
     Args:
         writer: a ``gguf.GGUFWriter``.
         tokenizer: of the checkpoint; None = it has none.
         rows: of the embedding; ids without a token become unused ones.
+        ends: ids that end an answer (``generation_config.json``), the tokenizer's own end among them or not.
 
     Returns:
         Notes for the user, one sentence each.
@@ -87,6 +88,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> list[str]:
     writer.add_add_eos_token(after)
     notes = [f"Tokens without a row in the embedding are left out: {', '.join(vocabulary.left_out)}."]
     notes = notes * bool(vocabulary.left_out) + [COMPOSES] * vocabulary.composes
+    notes += _add_ends(writer, [end for end in ends if end != tokenizer.eos_token_id and end < rows], vocabulary.tokens)
     return notes + _add_chat_template(writer, tokenizer.chat_template)
 
 
@@ -105,6 +107,16 @@ def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, b
             "The checkpoint has no tokenizer, and a GGUF file holds one. Put its files into the folder."
         )
     return read_vocabulary(tokenizer, rows), _added_ids(tokenizer)
+
+
+def _add_ends(writer: Any, ends: Sequence[int], tokens: Sequence[str]) -> list[str]:
+    """Add the ends beside the tokenizer's own: of a turn and of a message, which stop llama.cpp alike."""
+    for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
+        add(end)
+    if len(ends) <= 2:
+        return []
+    others = ", ".join(tokens[end] for end in ends[2:])
+    return [f"A GGUF file names three ends of an answer; llama.cpp may go on behind {others}."]
 
 
 def _add_chat_template(writer: Any, template: Any) -> list[str]:

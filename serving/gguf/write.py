@@ -144,6 +144,14 @@ def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None
         raise OutputError(f"{out} is not a GGUF file that pyprune wrote; it is not replaced, even with --overwrite.")
 
 
+def _ends(folder: Path) -> list[int]:
+    """The ids that end an answer, as generation_config.json of a checkpoint has them."""
+    from pyprune.checkpoint.load import read_generation_config
+
+    ends = getattr(read_generation_config(folder), "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
 def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, list[str]]:
     """Write the file; (elements, notes)."""
     import gguf
@@ -163,7 +171,8 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_plan(writer, model.tensors.folder)
     notes = add_metadata(writer, model)
-    notes += add_tokenizer(writer, load_tokenizer(str(model.tensors.folder)), model.config.vocab_size)
+    folder = model.tensors.folder
+    notes += add_tokenizer(writer, load_tokenizer(str(folder)), model.config.vocab_size, _ends(folder))
     factors = [Planned(name, values.shape, partial(np.asarray, values)) for name, values in rope_factors(model)]
     planned = [*factors, *planned_tensors(model)]
     formats = [kind_of(tensor.shape, quantise, head=tensor.name == model.head) for tensor in planned]

@@ -43,6 +43,23 @@ def test_byte_level_tokens_and_the_chat_template(tmp_path: Path) -> None:
         assert server.post("/apply-template", messages=messages)["prompt"] == "the garden"
 
 
+@pytest.mark.parametrize("ends", [[1, 5], [6, 1, 5], [1, 5, 6, 7], 5])
+def test_llama_cpp_stops_at_every_end_of_generation_config(ends: list[int] | int, tmp_path: Path) -> None:
+    """None has a name that llama.cpp knows; a file names three of them, and a note the others."""
+    LLAMA.write(tmp_path)
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
+    report = export_gguf(tmp_path / "model", tmp_path / "again.gguf", quantise="f32")
+    others = [end for end in ([ends] if isinstance(ends, int) else ends) if end != 1]
+    keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    assert [values_of(report)[key] for key in keys if key in values_of(report)] == others[:2]
+    assert any("llama.cpp may go on behind" in note for note in report.notes) is (len(others) > 2)
+    with LlamaCpp(report.path) as server:
+        for end in (1, *others[:2]):
+            answer = server.post("/completion", prompt=[20, 21], n_predict=6, logit_bias=[[end, 1000]])
+            assert answer["stop_type"] == "eos", end
+
+
 def split(pattern: str) -> dict[str, Any]:
     """What splits text by a pattern, then writes bytes as characters."""
     first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
