@@ -13,6 +13,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +43,7 @@ from pyprune.checkpoint.plausible import (
     stored_elements,
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
-from pyprune.checkpoint.shards import check_finite, weight_files
+from pyprune.checkpoint.shards import check_finite, has_safetensors, read_header, weight_files
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import (
     CheckpointError,
@@ -310,18 +311,32 @@ def weights_version(
 
 
 def stored_dtype(path_or_id: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> str | None:
-    """The dtype that a checkpoint's config.json names, a key of :data:`DTYPES`, or None where it names none.
+    """The dtype of most weights of a folder with safetensors, a key of :data:`DTYPES`.
+
+    Of what is not here, or not in that format, it is the one that config.json names, or None where it names none.
 
     Raises:
-        CheckpointError: the configuration cannot be read.
+        CheckpointError: the configuration or the headers cannot be read.
     """
     source = str(path_or_id)
     with actionable(source):
         if os.path.isdir(source):
             check_config(read_config(Path(source)), source)
         config = config_of(source, revision=revision, trust_remote_code=trust_remote_code)
-    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        found = _dtype_of_most(Path(source)) if os.path.isdir(source) else None
+    name = found or str(getattr(config, "dtype", None)).removeprefix("torch.")
     return name if name in DTYPES else None
+
+
+def _dtype_of_most(folder: Path) -> str | None:
+    """The dtype of most numbers in a folder's safetensors; those of no key of :data:`DTYPES` do not count."""
+    if not has_safetensors(folder):
+        return None
+    names, counts = {dtype: name for name, dtype in DTYPES.items()}, Counter[str]()
+    for place in (place for path in weight_files(folder) for place in read_header(path)):
+        counts[names.get(place.entry.dtype, "")] += math.prod(place.entry.shape)
+    del counts[""]
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _is_folder(source: str) -> bool:

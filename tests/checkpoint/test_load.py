@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.files import atomic_folder, write_text
+from tests._support.cli import run
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.paths import REPO
@@ -365,6 +367,52 @@ def test_a_config_with_the_wrong_kind_of_value_is_refused(
         load_model(out)
     with pytest.raises(CheckpointError, match="value of the wrong kind"):
         stored_dtype(out)
+
+
+HALF, SINGLE = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("named", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("matrices", "norms", "stored"),
+    [(HALF, HALF, "float16"), (HALF, SINGLE, "float16"), (SINGLE, HALF, "float32"), (torch.float64, HALF, "float16")],
+)
+def test_the_dtype_of_a_folder_is_that_of_most_of_its_weights(
+    named: str | None, matrices: torch.dtype, norms: torch.dtype, stored: str, tmp_path: Path
+) -> None:
+    """Whatever config.json says: what is written of it would else be larger, or rounded."""
+    save_checkpoint(tiny_model("llama"), None, tmp_path / "out", plan=None, provenance={})
+    _stored_as(tmp_path / "out", named, lambda weight: norms if weight.dim() == 1 else matrices)
+    assert stored_dtype(tmp_path / "out") == stored
+
+
+def _stored_as(folder: Path, named: str | None, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> None:
+    (folder / "pruning.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: weight.to(dtype_of(weight)) for name, weight in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name)
+    (folder / "config.json").write_text(json.dumps(config if named is None else config | {"dtype": named}))
+
+
+@pytest.mark.parametrize("command", [["prune", "--method", "last", "--ratio", "0.25"], ["export"]])
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "loaded"])
+def test_what_is_written_has_the_dtype_of_what_was_read(
+    command: list[str], streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={})
+    _stored_as(tmp_path / "dense", None, lambda _: HALF)
+    if not streamed:
+        monkeypatch.setattr("pyprune.pipeline.why_loaded", lambda *_, **__: "In memory.")
+    found = run(command[0], tmp_path / "dense", *command[1:], "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {HALF}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
 
 
 def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
