@@ -20,7 +20,7 @@ from pyprune.serving.cpu import (
     slow_products_warning,
 )
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
-from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded
+from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded, why_not_stock
 from pyprune.serving.plugin import architectures, why_not_loaded
 from pyprune.serving.releases import (
     RUNNER,
@@ -129,6 +129,7 @@ def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str
     widths = layer_widths(checkpoint.config)
     # Of a stock architecture nobody else asks: vLLM itself would end in an assertion of a rank.
     reason = why_not_unequal_heads(widths, version) or why_not_shared(checkpoint.config, given.tensor_parallel_size)
+    reason = reason or why_not_stock(checkpoint.config)
     reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
     draft = draft_config(given)
     if _drafts_with_a_model(given, draft):

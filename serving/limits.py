@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pyprune.families import why_unserved
 from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.plugin import architectures
 from pyprune.serving.stats import cpu_flags
@@ -35,7 +36,8 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
     hidden = config.get("hidden_size") or 0
     architecture = architecture_of(config)
-    found = [reason for reason in (_why_not_heads(config), *_rounding_reasons(config, architecture)) if reason]
+    reasons = (_why_not_heads(config), why_not_stock(config), *_rounding_reasons(config, architecture))
+    found = [reason for reason in reasons if reason]
     if architecture.startswith("Pruned") and architecture not in architectures():
         found.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
@@ -48,6 +50,12 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         where = f"{ffn_field(config)} of {named_layers(layers)}"
         found.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     return tuple(found)
+
+
+def why_not_stock(config: Mapping[str, Any]) -> str:
+    """Why vLLM's own class ends at its start with a stock checkpoint; empty where it does not, or is not that."""
+    reason = why_unserved(config)
+    return reason and f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves."
 
 
 def why_not_rounded(config: Mapping[str, Any], architecture: str) -> str:

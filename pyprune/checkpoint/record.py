@@ -18,6 +18,7 @@ from pyprune import __version__
 from pyprune.checkpoint.verify import TOKENIZER_CONFIG, digest_without_template
 from pyprune.checkpoint.verify import verify_files as verify
 from pyprune.errors import CheckpointError, PlanError, shown
+from pyprune.families import why_unserved
 from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import (
@@ -34,6 +35,8 @@ from pyprune.runtime.files import (
 
 RECORD_NAME = CHECKPOINT_MANIFEST
 RECORD_VERSION = 1
+UNSERVED = "unserved"
+"""Where the record says why vLLM's own class refuses a stock checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,9 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
     inside = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (CARD_NAME, RECORD_NAME))
     names = [p.relative_to(folder).as_posix() for p in inside]
     files = {name: known.get(name) or file_digest(folder / name) for name in names}
+    config = folder / "config.json"
+    if config.is_file() and (reason := why_unserved(json.loads(config.read_text(encoding="utf-8")))):
+        record = replace(record, provenance={**record.provenance, UNSERVED: reason})
     card = model_card(record)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
     tokenizer = digest_without_template(folder / TOKENIZER_CONFIG)
@@ -316,11 +322,10 @@ def model_card(record: PruningRecord) -> str:
     """The README.md of a checkpoint: method, plan, measured quality and speed, how to load it."""
     facts = record.provenance
     stock = not str(facts.get("architecture", "")).startswith("Pruned")
-    loading = (
-        "This is a stock architecture: plain Transformers and vLLM load it without pyprune."
-        if stock
-        else "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`."
-    )
+    loading = "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`."
+    if stock:
+        readers = "Transformers loads" if UNSERVED in facts else "Transformers and vLLM load"
+        loading = f"This is a stock architecture: plain {readers} it without pyprune. {facts.get(UNSERVED, '')}".strip()
     lines = ["---", "library_name: transformers", "tags: [pyprune, structured-pruning]", "---", ""]
     lines += ["# Pruned with pyprune", "", loading, "", *_card_table(_card_facts(record))]
     for section in ("quality", "speed"):

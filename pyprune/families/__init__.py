@@ -6,7 +6,7 @@ Found by looking in this folder and in the entry points ``pyprune.families`` of 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -46,6 +46,7 @@ __all__ = [
     "parameters_after",
     "resolve",
     "shapes_after",
+    "why_unserved",
 ]
 
 GROUP = "pyprune.families"
@@ -72,6 +73,12 @@ def all_families() -> dict[str, Family]:
                 where[name] = source
             found[family.model_type] = family
     return found
+
+
+def why_unserved(config: Mapping[str, Any]) -> str:
+    """Why vLLM's own class of a stock architecture refuses a config.json (plain data); empty where it does not."""
+    family = all_families().get(str(config.get("model_type")))
+    return "" if family is None else family.unserved(config)
 
 
 def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:

@@ -208,6 +208,7 @@ class Family:
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported, or "".
+        unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or "".
     """
 
     model_type: str
@@ -230,6 +231,7 @@ class Family:
     vllm: str = ""
     gguf: tuple[GgufForm, ...] | str = "pyprune has no layout for this family."
     refuse: Callable[[PretrainedConfig], str] = lambda config: ""
+    unserved: Callable[[Mapping[str, Any]], str] = lambda config: ""
 
     @cached_property
     def reads_raw_stream(self) -> bool:

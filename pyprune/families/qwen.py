@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses, StockTarget
 from pyprune.families.common import (
@@ -45,6 +46,17 @@ def _why_not_qwen3(config: PretrainedConfig, plan: PrunePlan) -> str:
     return output_bias_or_why(config, "Qwen3's MLP") or uniform_or_why(plan)
 
 
+def _windowed_in_part(config: Mapping[str, Any]) -> str:
+    """What vLLM asserts of these classes."""
+    layers, first = config.get("num_hidden_layers", 0), config.get("max_window_layers", 28)
+    kinds = len(set(config.get("layer_types") or ()))
+    if not kinds and config.get("use_sliding_window"):
+        kinds = 2 if 0 < first < layers else 1
+    if kinds < 2 or first == layers:
+        return ""
+    return "vLLM's stock classes of Qwen take a sliding window in every layer or in none, and this model has both."
+
+
 def _why_not_openelm(config: PretrainedConfig, sizes: GgufSizes) -> str:
     if not sizes.tied:
         return "it has no head of its own, so that the embedding must be tied"
@@ -58,6 +70,7 @@ FAMILIES = (
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm_layers:BiasedDecoderLayer",
+        unserved=_windowed_in_part,
         gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, why_not=square_or_why), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
@@ -69,6 +82,7 @@ FAMILIES = (
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
         vllm_layer="pyprune.serving.vllm_layers:NormedDecoderLayer",
+        unserved=_windowed_in_part,
         gguf=(
             GgufForm("qwen3", NORMED_DECODER),
             GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, why_not=_why_not_openelm),

@@ -59,7 +59,7 @@ class PrunedModelMixin:
                 raise UnsupportedModelError(
                     f"Transformers {transformers.__version__} generates wrongly from this model, whose attention is "
                     f"skipped in layers {skipped}: with its cache, logits are {off:.1%} off. Install "
-                    "a release that docs/python.md names, or generate with use_cache=False."
+                    "an older release, or generate with use_cache=False."
                 )
         self._cache_is_right = True
 

@@ -128,7 +128,8 @@ def test_a_model_of_one_layer_keeps_it(place: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     plan = read_pruning_json(tmp_path / "out").plan
     assert plan.kept_layers == (0,)
-    assert 0 < len(plan.layers[0].ffn) < plan.dense.intermediate_size
+    dense = plan.dense
+    assert plan.layers[0].widths != (dense.num_attention_heads, dense.num_key_value_heads, dense.intermediate_size)
 
 
 def test_candidates_are_compared_on_some_of_the_text_and_the_winner_is_written_on_all(

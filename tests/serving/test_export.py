@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,38 @@ def test_a_dtype_that_this_cpu_has_no_arithmetic_for_is_warned_of(
     printed = capsys.readouterr().err
     assert ("arithmetic" in printed) is (named is not None), printed
     assert named is None or f"vLLM will run in {named}, and this CPU has no {named} arithmetic" in printed
+
+
+SOME, ALL, NONE = {"max_window_layers": 2}, {"max_window_layers": 0}, {"max_window_layers": 4}
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("windows", "removed", "refused"), [(SOME, [1], True), (SOME, [2, 3], False), (ALL, [1], False), (NONE, [1], False)]
+)
+def test_windows_in_some_layers_are_known_to_end_vllms_stock_class(
+    name: str,
+    windows: dict[str, int],
+    removed: list[int],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It would end minutes later in an assertion; the same layers are served as the pruned architecture."""
+    model = tiny_model(name, use_sliding_window=True, sliding_window=6, **windows)
+    plan = family_for(model).plan(model.config).drop_layers(removed)
+    compact_(model, plan)
+    reports = {target: export(model, tmp_path / target, plan=plan, target=target) for target in ("stock", "pruned")}
+    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    for target, report in reports.items():
+        ends = refused and target == "stock"
+        assert any("--target pruned" in warning for warning in report.warnings) is ends
+        card = (tmp_path / target / "README.md").read_text()
+        assert ("and vLLM load it without pyprune" in card) is (target == "stock" and not ends)
+        told = pytest.raises(CheckpointError, match=r"every layer or in none.*--target pruned")
+        with told if ends else nullcontext():
+            serve_command(tmp_path / target)
 
 
 @pytest.mark.usefixtures("with_vllm")

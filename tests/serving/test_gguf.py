@@ -133,7 +133,7 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
         assert largest_difference(model, server) < case.tolerance
         tokens, ends = server.greedy(prompts()[-1], 8)
         assert tokens == continuation(model, prompts()[-1], 8, ends)
-        assert 1 <= len(ends) <= 2
+        assert 1 <= len(ends) <= 3
 
 
 @pytest.mark.parametrize(("quantise", "tolerance"), [("f16", 0.02), ("bf16", 0.2)])
