@@ -214,6 +214,7 @@ def _checked_values(source: str, options: Mapping[str, Any], *, quantised: bool 
     """config.json as plain data, of a known model type and with sizes that a model may have."""
     local = os.path.isdir(source)
     raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
+    _refuse_wrapper(raw, source)
     if raw.get("model_type") is not None:
         _check_model_type(raw["model_type"])
     check_config(raw, source, quantised=quantised)
@@ -376,6 +377,17 @@ def config_of(source: str, **options: Any) -> Any:
     except (AttributeError, TypeError) as error:
         # Only config.json is read here: this is what Transformers makes of a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
+
+
+def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
+    """Say of a text model with a tower beside it what it is; neither its type nor its names are those of its text."""
+    text = raw.get("text_config")
+    if isinstance(text, Mapping):
+        towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))
+        raise UnsupportedModelError(
+            f"{named(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
+            "pruned. Load it with Transformers, save its language_model and text_config as a checkpoint, and give that."
+        )
 
 
 def _check_model_type(name: Any) -> None:

@@ -302,9 +302,12 @@ class Family:
             found = row.regex.match(name)
             if found:
                 return row, int(found["i"]) if "i" in row.regex.groupindex else None
+        if "language_model." in name:
+            advice = "It is named as the text part of a larger model is. Rename it without language_model."
+        else:
+            advice = "The model has a part this family does not know; add a row in pyprune/families."
         raise UnsupportedModelError(
-            f"No row of the {self.model_type!r} family table describes the parameter {name!r}. "
-            "The model has a part this family does not know; add a row in pyprune/families."
+            f"No row of the {self.model_type!r} family table describes the parameter {name!r}. {advice}"
         )
 
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError
+from pyprune.families import all_families
 from pyprune.serving.checkpoints import read_checkpoint
 from tests._support.gguf import write_gguf
 from tests._support.models import tiny_model
@@ -71,6 +72,21 @@ def test_an_empty_bin_is_a_damaged_file_and_not_ctrl_c(foreign: Path) -> None:
     (foreign / "model.safetensors").unlink()
     (foreign / "pytorch_model.bin").touch()
     refused(foreign, r"pytorch_model\.bin is empty")
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma3_text", "mistral3", "llama"])
+def test_a_model_of_several_parts_is_called_that(foreign: Path, model_type: str) -> None:
+    """Whatever its type says: its text part is one of the known ones, and its files are whole."""
+    change_config(foreign, model_type=model_type, text_config={"hidden_size": 64}, vision_config={})
+    with pytest.raises(UnsupportedModelError, match=r"several parts \(vision_config\).*save its language_model"):
+        load_model(foreign)
+
+
+def test_weights_named_as_a_part_of_a_larger_model_are_called_that() -> None:
+    with pytest.raises(UnsupportedModelError, match="named as the text part of a larger model"):
+        all_families()["llama"].match("language_model.model.embed_tokens.weight")
+    with pytest.raises(UnsupportedModelError, match="add a row in pyprune/families"):
+        all_families()["llama"].match("model.layers.0.router.weight")
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "x"])
