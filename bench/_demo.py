@@ -176,7 +176,7 @@ class Demo:
         used = [self.test, *self.elsewhere.values()]
         return sample_sequences(self.tokenizer, wanted, exclude=[text.spans for text in used])
 
-    def measured(self, label: str, model: PreTrainedModel, *, brief: bool = False, **facts: Any) -> Outcome:
+    def measure(self, label: str, model: PreTrainedModel, *, brief: bool = False, **facts: Any) -> Outcome:
         """Measure the weights as they are served, and let the model write; ``brief``: on the test text alone.
 
         Args:
@@ -236,12 +236,12 @@ class Demo:
         found: dict[str, Outcome] = {}
         seconds = 0.0
 
-        def reached(name: tuple[str, str] | None) -> None:
+        def measure_as(name: tuple[str, str] | None) -> None:
             if name is not None:
                 losses = [record["lm_loss"] for stage in run.result.stages for record in history(stage)]
                 facts = {"config": arm.config.to_dict(), "warnings": list(run.result.warnings)}
                 key, label = name
-                found[key] = self.measured(
+                found[key] = self.measure(
                     label, model, brief=arm.brief, seconds=round(seconds, 1), losses=losses, **facts
                 )
 
@@ -250,12 +250,12 @@ class Demo:
         run.train_before_the_cut()
         run.cut()
         seconds = time.monotonic() - begin
-        reached(arm.cut)
+        measure_as(arm.cut)
         begin = time.monotonic()
         run.train_after_the_cut()
         seconds += time.monotonic() - begin
         run.finished()
-        reached(arm.trained)
+        measure_as(arm.trained)
         return model, found
 
     def teacher(self) -> PreTrainedModel:

@@ -69,7 +69,7 @@ class Texts:
         self.tests = evaluation_texts(tokenizer, self.mixture.tests, data)
 
     def draw(self, kind: str, seed: int) -> TokenSamples:
-        """As many tokens as are trained on: of the mixture, or of one kind of its texts; none is a test token."""
+        """Draw as many tokens as are trained on: of the mixture, or of one kind of its texts; none is a test token."""
         from pyprune.config.data import DataConfig
         from pyprune.data.sampling import sample_sequences
 
@@ -161,7 +161,7 @@ class Bench:
         return self.tuned[1:]
 
     def samples(self, kind: str, seed: int) -> TokenSamples:
-        """What a seed draws, drawn once."""
+        """Draw the samples of a seed, once."""
         if (kind, seed) not in self.drawn:
             self.drawn[kind, seed] = self.texts.draw(kind, seed)
         return self.drawn[kind, seed]
@@ -221,7 +221,7 @@ class Bench:
         return {name: round(result.perplexity, 3) for name, result in found.items()}
 
     def _plan(self, case: Case) -> PrunePlan:
-        """What the case removes: decided once, from the text of seed 0."""
+        """Decide what the case removes, once, from the text of seed 0."""
         from pyprune.plan import PrunePlan
 
         key = digest([case.name, self.name])[:16]

@@ -49,7 +49,7 @@ def run(demo: Demo, layers: tuple[int, ...]) -> Results:
     """
     clock = demo.clock
     with clock.phase("dense: measure and export"):
-        outcomes: dict[str, Outcome] = {"dense_ppl": demo.measured("dense", demo.model)}
+        outcomes: dict[str, Outcome] = {"dense_ppl": demo.measure("dense", demo.model)}
         dense_folder = demo.export("dense", demo.model, None, {"method": "none"})
     with clock.phase("choose the layers"):
         plan = demo.choose_layers(layers)

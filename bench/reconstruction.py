@@ -1,4 +1,4 @@
-r"""What reconstruction gives back after a cut of a real model, in and out of domain; every row is kept as JSONL.
+r"""Measure what reconstruction gives back after a cut of a real model, in and out of domain; append rows as JSONL.
 
     python bench/reconstruction.py                              # every case; an hour or more on 2 cores
     python bench/reconstruction.py --case layers-7 --calibration prose mixture

@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pyprune.runtime.files import parse_json
-
-if TYPE_CHECKING:
-    from pyprune.checkpoint.shards import Place
 
 FILE = "adapter_model.safetensors"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -46,22 +42,20 @@ def why_not_of_this_model(model: Path, modules: Iterable[str]) -> str:
     Raises:
         CheckpointError: a header is damaged.
     """
-    from pyprune.checkpoint.shards import has_safetensors, read_header, weight_files
+    from pyprune.checkpoint.shards import TensorFiles, has_safetensors, read_header
 
     given = list(adapter_folders(modules))
     if not given or not has_safetensors(model):
         return ""
-    weights = _shapes(place for path in weight_files(model) for place in read_header(path))
+    files = TensorFiles(model)
+    weights = {name: files.shape(name) for name in files.names()}
     for name, folder in given:
-        if reason := _difference(_shapes(read_header(folder / FILE)), weights):
+        adapter = {place.entry.name: place.entry.shape for place in read_header(folder / FILE)}
+        if reason := _difference(adapter, weights):
             return (
                 f"the adapter {name} in {folder} was trained on another model: {reason}. Train it on this checkpoint."
             )
     return ""
-
-
-def _shapes(places: Iterable[Place]) -> dict[str, tuple[int, ...]]:
-    return {place.entry.name: place.entry.shape for place in places}
 
 
 def _difference(adapter: Shapes, weights: Shapes) -> str:

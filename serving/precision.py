@@ -7,14 +7,15 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-CONFIDENCE = 0.95
+from pyprune.runtime.intervals import half_width
+
 MAX_REPEATS = 10
 """Most turns of a comparison that goes on until its interval is narrow, unless the caller says otherwise."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Confidence interval of a ratio (:data:`CONFIDENCE`).
+    """Confidence interval of a ratio (:data:`pyprune.runtime.intervals.CONFIDENCE`).
 
     Attributes:
         low: its lower end.
@@ -40,12 +41,8 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
     """
     if len(ratios) < 2:
         return None
-    from scipy.special import stdtrit
-
     logs = [math.log(ratio) for ratio in ratios]
-    quantile = float(stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2))
-    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
-    middle = statistics.fmean(logs)
+    middle, half = statistics.fmean(logs), half_width(logs)
     return Interval(math.exp(middle - half), math.exp(middle + half), len(logs))
 
 

@@ -70,13 +70,12 @@ def try_releases(which: str, folder: Path, arguments: list[str]) -> bool:
         cwd=copy,
         check=False,
     )
-    versions = [f"{name} {_version(python, name)}" for name in TRIED]
-    print(f"releases: {which}: {'passed' if not done.returncode else 'FAILED'} with {', '.join(versions)}", flush=True)
+    print(f"releases: {which}: {'passed' if not done.returncode else 'FAILED'} with {_versions(python)}", flush=True)
     return not done.returncode
 
 
-def _version(python: Path, name: str) -> str:
-    code = f"from importlib.metadata import version; print(version({name!r}))"
+def _versions(python: Path) -> str:
+    code = f"from importlib.metadata import version; print(', '.join(f'{{n}} {{version(n)}}' for n in {TRIED!r}))"
     return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 

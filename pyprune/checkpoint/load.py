@@ -43,7 +43,7 @@ from pyprune.checkpoint.plausible import (
     stored_elements,
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
-from pyprune.checkpoint.shards import check_finite, has_safetensors, read_header, weight_files
+from pyprune.checkpoint.shards import TensorFiles, check_finite, has_safetensors, weight_files
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import (
     CheckpointError,
@@ -333,11 +333,10 @@ def _dtype_of_most(folder: Path) -> str | None:
     """The dtype of most numbers in a folder's safetensors; those of no key of :data:`DTYPES` do not count."""
     if not has_safetensors(folder):
         return None
-    names, counts = {dtype: name for name, dtype in DTYPES.items()}, Counter[str]()
-    for place in (place for path in weight_files(folder) for place in read_header(path)):
-        counts[names.get(place.entry.dtype, "")] += math.prod(place.entry.shape)
-    del counts[""]
-    return max(counts, key=counts.__getitem__, default=None)
+    files, counts = TensorFiles(folder), Counter[str]()
+    for name in files.names():
+        counts[str(files.dtype(name)).removeprefix("torch.")] += math.prod(files.shape(name))
+    return next((name for name, _ in counts.most_common() if name in DTYPES), None)
 
 
 def _is_folder(source: str) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pyprune.checkpoint.plausible import CONFIG
 from pyprune.families import all_families
 
-CONFIG = "config.json"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from pyprune.config.data import MIXTURES
@@ -27,9 +28,13 @@ from pyprune.data.records import parse_jsonl, parse_table
 from pyprune.errors import DataError, did_you_mean, shown
 
 PACKAGE_PREFIX = "package:"
-_RECORD_LINES = (".jsonl", ".ndjson", ".jsonlines")
-_TABLES = {".csv": ",", ".tsv": "\t"}
-_LOCAL_SUFFIXES = (".txt", *_RECORD_LINES, *_TABLES, ".gz")
+_READERS: dict[str, Callable[[str, str, str | None], Corpus]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), parse_jsonl),
+    ".csv": partial(parse_table, delimiter=","),
+    ".tsv": partial(parse_table, delimiter="\t"),
+}
+"""Ending of a file with named fields -> what reads (source, text, field)."""
+_LOCAL_SUFFIXES = (".txt", *_READERS, ".gz")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 
 
@@ -151,11 +156,9 @@ def _read_packaged(source: str, field: str | None) -> Corpus:
 
 def _parse_records(source: str, name: str, text: str, field: str | None) -> Corpus | None:
     """The documents of a file with named fields, by its name; None for plain text."""
-    if any(_ends(name, ending) for ending in _RECORD_LINES):
-        return parse_jsonl(source, text, field)
-    for ending, delimiter in _TABLES.items():
+    for ending, read in _READERS.items():
         if _ends(name, ending):
-            return parse_table(source, text, field, delimiter)
+            return read(source, text, field)
     if field is not None:
         raise DataError(
             f"field is {shown(field)}, but {source!r} is plain text; field is for .jsonl, .csv and hub data only."

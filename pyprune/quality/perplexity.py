@@ -21,6 +21,7 @@ from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.data.stream import TokenStream, check_token_ids, corpus_stream, position_limit
 from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean, shown
+from pyprune.runtime.intervals import half_width
 from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
@@ -205,10 +206,21 @@ def perplexity(
         ):
             losses.append(_window_losses(model, batch))
             _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
-    per_token = torch.cat(losses)
-    found = averaged(per_token, protocol)
-    within = interval(per_token)
-    return PerplexityResult(found, len(windows), windows.numel(), protocol, size, source, sha256, within)
+    return result_of(torch.cat(losses), windows, protocol, source, sha256)
+
+
+def result_of(losses: Tensor, windows: Tensor, protocol: str, source: str, text_sha256: str) -> PerplexityResult:
+    """Return what the losses of all predictions, float64 [windows, T - 1], say of a text in windows, [windows, T]."""
+    return PerplexityResult(
+        averaged(losses, protocol),
+        len(windows),
+        windows.numel(),
+        protocol,
+        windows.shape[1],
+        source,
+        text_sha256,
+        interval(losses),
+    )
 
 
 def averaged(losses: Tensor, protocol: str) -> float:
@@ -222,10 +234,7 @@ def interval(losses: Tensor) -> tuple[float, float] | None:
     pieces = losses.flatten().unfold(0, PIECE, PIECE).mean(1) if losses.numel() >= PIECE else losses.new_empty(0)
     if len(pieces) < 2:
         return None
-    from scipy.special import stdtrit
-
-    middle = float(losses.mean())
-    half = float(stdtrit(len(pieces) - 1, 0.975)) * float(pieces.std()) / math.sqrt(len(pieces))
+    middle, half = float(losses.mean()), half_width(pieces.tolist())
     return math.exp(middle - half), math.exp(middle + half)
 
 

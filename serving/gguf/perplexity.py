@@ -21,9 +21,8 @@ from pyprune.quality.perplexity import (
     EvaluationError,
     EvaluationText,
     PerplexityResult,
-    averaged,
     cut_windows,
-    interval,
+    result_of,
     window_size,
 )
 from pyprune.runtime.progress import track
@@ -88,8 +87,7 @@ def gguf_perplexity(
         raise EvaluationError(
             f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
         )
-    found, within = averaged(losses, protocol), interval(losses)
-    return PerplexityResult(found, len(windows), windows.numel(), protocol, size, text.source, text.text_sha256, within)
+    return result_of(losses, windows, protocol, text.source, text.text_sha256)
 
 
 def _read(server: LlamaServer, source: str, split: str | None, field: str | None) -> EvaluationText:
