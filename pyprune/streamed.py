@@ -217,4 +217,4 @@ class StoredRun:
         """Cut the weights from file to file; see :meth:`StreamedCut.write`. Call :meth:`result` first."""
         if self._cut is None:
             raise RuntimeError("There is no plan yet; call result() first.")
-        return self._cut.write(out, provenance, tokenizer=self._tokenizer, overwrite=overwrite)
+        return self._cut.write(out, provenance, overwrite=overwrite)

@@ -113,16 +113,14 @@ class StreamedCut:
         out: str | Path,
         provenance: Mapping[str, Any],
         *,
-        tokenizer: Any = None,
         overwrite: bool = False,
         max_shard_bytes: int | None = None,
     ) -> Path:
-        """Write the checkpoint, tensor by tensor.
+        """Write the checkpoint, tensor by tensor, the tokenizer's files copied.
 
         Args:
             out: the folder to create; it appears complete or not at all.
             provenance: plain JSON data for the record.
-            tokenizer: to be saved; None = the files of the source are copied as they are.
             overwrite: replace an existing ``out``.
             max_shard_bytes: see :func:`compact_checkpoint`.
 
@@ -144,10 +142,7 @@ class StreamedCut:
             if model.generation_config is not None:
                 # As it is: save_pretrained refuses values that Transformers only reads (LLaMA 2: an idle temperature).
                 model.generation_config.to_json_file(temporary / "generation_config.json")
-            if tokenizer is not None:
-                tokenizer.save_pretrained(temporary)
-            else:
-                copy_tokenizer(self.source.folder, temporary)
+            copy_tokenizer(self.source.folder, temporary)
             write_record(temporary, PruningRecord(self.plan, facts), digests)
         return Path(out)
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import PruningRecord, write_record
+from pyprune.checkpoint.tokenizer import write_tokenizer
 from pyprune.errors import OutputError
 from pyprune.families import count_parameters
 from pyprune.ops.rounding import changed_to_bfloat16
@@ -40,7 +41,7 @@ def save_checkpoint(
 
     Args:
         model: a compacted (or dense) model.
-        tokenizer: its tokenizer, or None.
+        tokenizer: its tokenizer, or None; the files it was loaded from are copied (:func:`write_tokenizer`).
         out: the folder to create.
         plan: what stayed of the dense model, or None.
         provenance: plain JSON data: method, options, source, what was measured.
@@ -63,8 +64,7 @@ def save_checkpoint(
     with atomic_folder(out, overwrite=overwrite) as temporary:
         _save_weights(model, temporary, dtype, trained=trained)
         write_older_notation(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        write_tokenizer(tokenizer, temporary)
         if convert is not None:
             convert(temporary)
         write_record(temporary, PruningRecord(plan, facts))

@@ -38,20 +38,24 @@ INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EDITABLE = ("generation_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 """Files that operators adapt: an edited one is a warning, an edited file of any other name an error."""
+TOKENIZER_FILES = (
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
+    "*.model", "*.model.v*", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+)  # fmt: skip
+"""Names of top-level files of tokenizers and chat templates, in all formats."""
+CHAT_TEMPLATES = "additional_chat_templates"
 LOADED_FILES = (
     # weights, and what says which file they are in
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
     "*.index.json", "*.index", "consolidated*", "weight_names.json",
     # configurations: of the model, of generation, of quantisation, of adapters, of processors
     "*config*.json", "*config*.yaml", "*processor*.json", "params.json", "modules.json", "adapter_model*",
-    # tokenizers and chat templates
-    "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
-    "*.model", "*.model.v*", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    *TOKENIZER_FILES,
     # code
     "*.py", "*.pyc", "*.so",
 )  # fmt: skip
 """Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
-LOADED_FOLDERS = ("additional_chat_templates", "custom_generate")
+LOADED_FOLDERS = (CHAT_TEMPLATES, "custom_generate")
 """Folders of which they would read every file."""
 
 
