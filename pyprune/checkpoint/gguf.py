@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pyprune.errors import CheckpointError, MissingDependencyError, shown
-from pyprune.runtime.progress import warn
 
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 """Value type in a GGUF file -> struct's name for it; 8 is a string and 9 an array."""
@@ -23,6 +22,8 @@ BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that follow from the model's configuration; no parameter takes them."""
 MAX_TENSORS, MAX_NAME_BYTES, MAX_DIMENSIONS = 1_000_000, 1 << 16, 8
+LONGEST_LIST = 4096
+"""Numbers of a list that is kept: one for each layer."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class GgufHeader:
         path: the file.
         tensors: name -> number of elements.
         blocks: number of decoder blocks, by the metadata and by the tensors.
-        facts: the metadata, name -> number or text; a list is None.
+        facts: the metadata, name -> number, text or tuple of numbers; another or a long list is None.
     """
 
     path: Path
@@ -108,11 +109,13 @@ class _Walk:
         return self._name(), self._value(self._number("I"))
 
     def _value(self, kind: int) -> Any:
-        """A number or a text; an array is passed over."""
+        """A number, a text or a short list of numbers; another array is passed over."""
         if kind == STRING:
             return self._text()
         if kind == ARRAY:
             inner, length = self._number("I"), self._number("Q")
+            if inner in FORMATS and length <= LONGEST_LIST:
+                return tuple(self._number(FORMATS[inner]) for _ in range(length))
             self._skip(inner, length)
             return None
         if kind not in FORMATS:
@@ -204,5 +207,3 @@ def refuse_unused(header: GgufHeader, model: Any) -> None:
             f"({', '.join(map(shown, unused[:3]))}); they would be left out. The file is damaged, or its architecture "
             "is not what it says."
         )
-    if any(name in DERIVED for name in header.tensors):
-        warn(f"{header.path} scales its rotary frequencies, which Transformers does not read: long texts will suffer.")

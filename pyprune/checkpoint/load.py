@@ -32,6 +32,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
 from pyprune.checkpoint.damage import actionable, named
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
+from pyprune.checkpoint.gguf_config import check_architecture, complete_config
 from pyprune.checkpoint.plausible import (
     CONFIG,
     check_config,
@@ -226,10 +227,12 @@ def _gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) -> Pre
     local = os.path.isdir(source)
     path = os.path.join(source, gguf_file) if local else cached_file(source, gguf_file, revision=options["revision"])
     header: GgufHeader = read_gguf_header(Path(str(path)))
+    check_architecture(header, all_families())
     config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
     _check_model_type(config.model_type)
     where = os.path.join(source, gguf_file)
     check_config(config.to_dict(), where)
+    complete_config(config, header)
     refuse_unused(header, check_parameters(config, header.elements, where))
     return config
 

@@ -47,6 +47,7 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
     if rope.get("rope_type") == "linear":
         _add(writer, "rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(float(rope["factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
     for key, value in model.form.metadata(config).items():
         _add(writer, key, value)
     if not all(ffn):

@@ -1,11 +1,13 @@
-"""A tiny GGUF file of a LLaMA model, whole or with a lie in it."""
+"""Tiny GGUF files: of a LLaMA model, whole or with a lie in it, and of any model with the metadata that is given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS = 32, 16, 40, 4, 2
 
@@ -70,3 +72,52 @@ def _shapes(blocks: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"blk.{i}.{name}.weight": (FFN, HIDDEN) for name in ("ffn_gate", "ffn_up")}
         shapes[f"blk.{i}.ffn_down.weight"] = (HIDDEN, FFN)
     return shapes
+
+
+def write_model_as_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Write a model as llama.cpp's converter does where that changes no weight (not LLaMA's, whose heads it turns).
+
+    Args:
+        model: in float32.
+        path: of the file.
+        architecture: llama.cpp's name.
+        keys: metadata beside the sizes, without the architecture's name; names with a colon are written as they are
+            behind it.
+        tensors: further tensors, of one dimension.
+    """
+    import gguf
+
+    config: Any = model.config
+    writer = gguf.GGUFWriter(str(path), architecture)
+    sizes = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    for key, value in {**sizes, **keys}.items():
+        add[type(value)](key[1:] if key.startswith(":") else f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(config.vocab_size - 3))])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    state = dict(model.named_parameters())  # a tied head once
+    for name, tensor in state.items():
+        writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), tensor.detach().numpy())
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

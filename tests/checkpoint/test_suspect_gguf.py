@@ -37,12 +37,6 @@ def test_a_gguf_with_tensors_that_nothing_takes_is_refused(gguf_folder: Path, na
     refused_gguf(gguf_folder, f"no parameter of its llama model takes \\('{name}'\\)")
 
 
-def test_rotary_factors_in_a_gguf_are_warned_of(gguf_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_gguf(gguf_folder / "x.gguf", extra=["rope_freqs.weight"])
-    load_model(gguf_folder, gguf_file="x.gguf")
-    assert "scales its rotary frequencies" in capsys.readouterr().err
-
-
 def test_a_gguf_that_claims_a_large_model_is_refused(gguf_folder: Path) -> None:
     write_gguf(gguf_folder / "x.gguf", hidden=2_000_000)
     refused_gguf(gguf_folder, "describes a model of")
