@@ -24,6 +24,7 @@ from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError
+from pyprune.families import begins_with_bos
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
 from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
@@ -363,7 +364,7 @@ def _reworked(
         if tokenizer is None:
             raise no_tokenizer(pruned)
         check_sequence_length(model.config, config.data.sequence_length)
-        samples = sample_sequences(tokenizer, config.data)
+        samples = sample_sequences(tokenizer, config.data, bos=begins_with_bos(model.config))
         check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
         marks = known.get("training_marks", "")
         warnings = [*_other_weights(known, dense, pruned), *trained_before(marks, samples), *unguarded([samples])]

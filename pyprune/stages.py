@@ -27,7 +27,7 @@ from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
 from pyprune.errors import ConfigError, PlanError
-from pyprune.families import check_plan, count_parameters, family_for
+from pyprune.families import begins_with_bos, check_plan, count_parameters, family_for
 from pyprune.methods.base import PlanDecision, PlanRequest, Prepare, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
@@ -152,7 +152,7 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         raise no_tokenizer(model.name_or_path or "The model")
     for data in wanted.values():
         check_sequence_length(model.config, data.sequence_length)
-    drawn = split_disjoint(tokenizer, wanted) if wanted else {}
+    drawn = split_disjoint(tokenizer, wanted, bos=begins_with_bos(model.config)) if wanted else {}
     for samples in drawn.values():
         check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
     return drawn

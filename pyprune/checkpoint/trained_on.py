@@ -39,7 +39,7 @@ def training_marks(samples: Iterable[TokenSamples], earlier: str = "") -> str:
 
 
 def _marks(samples: TokenSamples) -> Hashes:
-    ids = samples.ids.numpy()
+    ids = samples.as_read
     everywhere = shingle_hashes(ids, SHINGLE)
     found = everywhere[:, ::SHINGLE]
     if samples.records:

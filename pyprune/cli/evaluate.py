@@ -59,6 +59,14 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = BATCH_SIZE,
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            "--bos/--no-bos",
+            help="Begin every window and prompt with the bos token, or none. Default: as the model's family expects it "
+            "(Gemma: yes).",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
     device: Annotated[
         str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
@@ -103,6 +111,7 @@ def evaluate(
         tasks=names,
         limit=limit,
         batch_size=batch_size,
+        bos=bos,
         dtype=dtype,
         device=device,
         gguf_file=gguf_file,
@@ -110,7 +119,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     measured, scores = found.perplexity, found.tasks
-    of_all: dict[str, str | int | None] = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision}
+    of_all: dict[str, str | int | None] = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision, "bos": bos}
     of_texts = {**of_all, "split": split, "field": field, "max_tokens": max_tokens}
     of_tasks = {**of_all, "limit": limit}
     tables = []
@@ -129,7 +138,7 @@ def evaluate(
     )  # first: figures that were measured must not be lost to a full disk
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
-        add_to_record(model, quality=_facts(found, parts, limit, dtype))
+        add_to_record(model, quality=_facts(found, parts, limit, dtype, bos))
 
 
 def _told(conditions: Mapping[str, str | int | None]) -> str:
@@ -138,9 +147,12 @@ def _told(conditions: Mapping[str, str | int | None]) -> str:
     return f"Measured with: {', '.join(told)}." if told else ""
 
 
-def _facts(found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str) -> dict[str, float]:
+def _facts(
+    found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str, bos: bool | None
+) -> dict[str, float]:
     """What the record is to hold: figures under names that say what of a text (``parts``) or task they are of."""
     computed = [dtype] if dtype != "float32" else []
+    computed += [] if bos is None else ["with bos" if bos else "without bos"]
     of_task = [f"{limit} examples"] if limit is not None else []
     texts = {
         named_figure(f"{r.protocol} {r.source}", parts[r.source] + computed): r.perplexity for r in found.perplexity

@@ -91,6 +91,9 @@ class DataConfig(Config):
             enough), 8,000 more than WikiText-2 (0.85). Samples of different uses never have a token in common.
         cross_documents: whether a window may run on from one document into the next; null = as the source's
             literature draws it (bookcorpus: no, so that each window is part of one record; every other source: yes).
+        bos: whether every window begins with the tokenizer's bos token, in the place of its first token, which is never
+            predicted; null = as the model's family expects it (Gemma: yes; others: no). Instruction records get it in
+            front, and also where the tokenizer puts one before a text.
     """
 
     source: str = "wikitext2"
@@ -105,6 +108,7 @@ class DataConfig(Config):
     mixture: tuple[MixturePart, ...] = ()
     overlap: float = option(0.0, at_least=0, below=1)
     cross_documents: bool | None = None
+    bos: bool | None = None
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:

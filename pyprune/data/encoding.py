@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pyprune.errors import DataError, shown
 from pyprune.runtime.limits import bounded_call, foreign_errors
+from pyprune.runtime.progress import warn
 
 Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -37,6 +38,27 @@ _OTHER_TEMPLATE = "Turn chat_template off, or use a model whose template works."
 
 _SEPARATORS = (("\n\n", 2), ("\n", 1), (" ", 0))
 """Where a long text is best cut, and how much of the mark stays before the cut: a space begins the next token."""
+
+
+def bos_id(tokenizer: Any, asked: bool | None, *, usual: bool = False) -> int | None:
+    """The token that every window begins with, or None for none.
+
+    Args:
+        tokenizer: of the model.
+        asked: the option; None = as the model's family has it.
+        usual: the family's habit (``Family.begins_with_bos``).
+
+    Raises:
+        DataError: it is asked for, and the tokenizer has no bos token.
+    """
+    if not (usual if asked is None else asked):
+        return None
+    number: int | None = tokenizer.bos_token_id
+    if number is None and asked:
+        raise DataError("bos is on, but the tokenizer has no bos token. Turn the option off, or set its bos_token.")
+    if number is None:
+        warn("The model's family expects a bos token before every text, but the tokenizer has none: none is put there.")
+    return number
 
 
 def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool = False) -> Iterator[Ids]:

@@ -32,7 +32,9 @@ class Example:
     response: int
 
 
-def encode_examples(tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_template: bool = False) -> Iterator[Example]:
+def encode_examples(
+    tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_template: bool = False, bos: int | None = None
+) -> Iterator[Example]:
     """Tokenise every record of which something is left to predict.
 
     An example is the beginning-of-sequence token (where the tokenizer uses one), prompt, response, end-of-sequence
@@ -44,6 +46,7 @@ def encode_examples(tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_templat
         corpus: instruction records.
         cutoff: most tokens in an example.
         chat_template: lay the records out by the tokenizer's chat template, which brings its own marks.
+        bos: id of a token that every example begins with, once; None = as the tokenizer or its template does.
 
     Raises:
         DataError: the corpus holds no instruction records, or one of many millions of characters; the tokenizer fails
@@ -57,10 +60,11 @@ def encode_examples(tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_templat
     if tokenizer.eos_token_id is None:
         raise DataError("The tokenizer has no end-of-sequence token, which ends a response; set its eos_token.")
     name = corpus.name
-    beginning = () if chat_template else _beginning(tokenizer, name)
+    usual = () if chat_template else _beginning(tokenizer, name)
     answered = (d for d in corpus.documents if d.turns[-1][1].strip())
     laid_out = (_chat(tokenizer, d, name) if chat_template else (d.prompt, d.text) for d in answered)
     for ids, response in _encode(tokenizer, laid_out, name):
+        beginning = usual if bos is None else () if ids[:1].tolist() == [bos] else (bos,)
         example = _finish([*beginning, *ids.tolist()], len(beginning) + response, tokenizer.eos_token_id, cutoff)
         if example.response < len(example.ids):
             yield example

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,21 @@ class TokenSamples(Batch):
     def records(self) -> bool:
         """Whether these are whole instruction records, not windows of a text."""
         return isinstance(self.spans.stream, ExampleStream)
+
+    @property
+    def as_read(self) -> Ids:
+        """The tokens as they lie in the text, without a bos token in the place of one: int64 [N, T]."""
+        if self.records:
+            return self.ids.numpy()
+        return np.stack([self.spans.stream.tokens[start:end] for start, end in self.spans.spans])
+
+    def beginning_with(self, bos: int) -> TokenSamples:
+        """Windows whose first token, which is never predicted, is ``bos``; records as they are."""
+        if self.records:
+            return self
+        ids = self.ids.clone()
+        ids[:, 0] = bos
+        return replace(self, ids=ids, labels=ids)
 
     @classmethod
     def cut(cls, stream: TokenStream, spans: Sequence[tuple[int, int]]) -> TokenSamples:

@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pyprune.config.data import DataConfig
-from pyprune.data.encoding import Ids
+from pyprune.data.encoding import Ids, bos_id
 from pyprune.data.overlap import SpanSet, shingle_hashes
 from pyprune.data.placement import Mask, Span, Windows, divide, place_together
 from pyprune.data.samples import TokenSamples as TokenSamples
@@ -34,19 +34,23 @@ def sample_sequences(
     config: DataConfig,
     *,
     exclude: SpanSet | Sequence[SpanSet] = (),
+    bos: bool = False,
 ) -> TokenSamples:
     """Draw ``config.samples`` windows of ``config.sequence_length`` tokens, or whole records, seeded.
 
     Args:
         exclude: text already in use; no drawn token is a copy of it.
+        bos: whether the model's family begins its windows with the bos token, which holds where ``config.bos`` is None.
 
     Raises:
         ConfigError: the options are invalid.
         DataError: the source cannot be read, or is too small (the message has both counts).
     """
     config.validate()
-    stream = token_stream(tokenizer, config, needed=config.samples * config.sequence_length)
-    return _draw(stream, config, [exclude] if isinstance(exclude, SpanSet) else list(exclude))
+    first = bos_id(tokenizer, config.bos, usual=bos)
+    stream = token_stream(tokenizer, config, needed=config.samples * config.sequence_length, bos=first)
+    drawn = _draw(stream, config, [exclude] if isinstance(exclude, SpanSet) else list(exclude))
+    return drawn if first is None else drawn.beginning_with(first)
 
 
 def _draw(stream: TokenStream, config: DataConfig, exclude: Sequence[SpanSet]) -> TokenSamples:
@@ -162,6 +166,7 @@ def split_disjoint(
     configs: Mapping[str, DataConfig],
     *,
     reserved: Sequence[SpanSet] = (),
+    bos: bool = False,
 ) -> dict[str, TokenSamples]:
     """Draw several sample sets that share no text, even when their sources coincide.
 
@@ -172,20 +177,22 @@ def split_disjoint(
     Args:
         configs: name of the use (for example "regularise", "recover") -> options.
         reserved: text that no set may touch (the test text: ``EvaluationText.spans``).
+        bos: see :func:`sample_sequences`.
 
     Raises:
         ConfigError: invalid options, all of them together.
         DataError: a source cannot be read, or is too small for the samples wanted.
     """
     _check(configs)
-    streams = _streams(tokenizer, configs)
+    first = {name: bos_id(tokenizer, config.bos, usual=bos) for name, config in configs.items()}
+    streams = _streams(tokenizer, configs, first)
     try:
         drawn = _draw_in_turn(streams, configs, reserved)
     except DataError:
         drawn = _draw_together(streams, configs, reserved)
     for a, b in combinations(drawn, 2):
         assert_disjoint(drawn[a], drawn[b], names=(a, b))
-    return drawn
+    return {name: s if (token := first[name]) is None else s.beginning_with(token) for name, s in drawn.items()}
 
 
 def _check(configs: Mapping[str, DataConfig]) -> None:
@@ -199,24 +206,28 @@ def _check(configs: Mapping[str, DataConfig]) -> None:
         raise ConfigError(problems)
 
 
-def _key(config: DataConfig) -> tuple[Any, ...]:
+def _key(config: DataConfig, bos: int | None) -> tuple[Any, ...]:
     """What the stream of a set depends on."""
     inside = not all(windows_cross(config, source) for source in config.sources)
-    length = config.sequence_length if inside or config.layout == "instructions" else None
-    return (config.parts, config.chat_template, config.layout, config.cross_documents, length)
+    records = config.layout == "instructions"
+    length = config.sequence_length if inside or records else None
+    return (config.parts, config.chat_template, config.layout, config.cross_documents, length, bos if records else None)
 
 
-def _streams(tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, DataConfig]) -> dict[str, TokenStream]:
+def _streams(
+    tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, DataConfig], bos: Mapping[str, int | None]
+) -> dict[str, TokenStream]:
     """Return each set's stream; one source is read once, as far as all its sets need it."""
+    keys = {name: _key(config, bos[name]) for name, config in configs.items()}
     needed: dict[tuple[Any, ...], int] = {}
-    for config in configs.values():
-        needed[_key(config)] = needed.get(_key(config), 0) + config.samples * config.sequence_length
+    for name, config in configs.items():
+        needed[keys[name]] = needed.get(keys[name], 0) + config.samples * config.sequence_length
     read: dict[tuple[Any, ...], TokenStream] = {}
-    for config in configs.values():
-        key = _key(config)
+    for name, config in configs.items():
+        key = keys[name]
         if key not in read:
-            read[key] = token_stream(tokenizer, config, needed=needed[key])
-    return {name: read[_key(config)] for name, config in configs.items()}
+            read[key] = token_stream(tokenizer, config, needed=needed[key], bos=bos[name])
+    return {name: read[keys[name]] for name in configs}
 
 
 def _draw_in_turn(
@@ -264,7 +275,7 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
     copied = a.spans.found_in(b.spans.stream)
     shared = [i for i, (start, end) in enumerate(b.spans.spans) if copied[start:end].any()]
     if not shared:
-        shared = _contained(a.ids.numpy(), b.ids.numpy())
+        shared = _contained(a.as_read, b.as_read)
     if shared:
         start, end = b.spans.spans[shared[0]]
         raise DataError(

@@ -104,7 +104,9 @@ class ExampleStream(TokenStream):
         return cls(source, stream.tokens, stream.sha256, parts=stream.parts, examples=tuple(places))
 
 
-def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None) -> TokenStream:
+def token_stream(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, needed: int | None = None, bos: int | None = None
+) -> TokenStream:
     """Read and tokenise a source, or every text of a mixture, without special tokens except those of its layout.
 
     Documents are separated by their layout's joiner; instruction records end with the eos token, and
@@ -115,13 +117,14 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, need
 
     Args:
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
+        bos: id of a token that every instruction record begins with; None = as the tokenizer has it.
 
     Raises:
         DataError: see :func:`pyprune.data.sources.read_corpus`; a chat template is to be used and there is none
             that works; or the tokenizer fails.
     """
     if config.layout == "instructions":
-        return _example_stream(tokenizer, config)
+        return _example_stream(tokenizer, config, bos)
     total = sum(part.share for part in config.parts)
     streams: list[TokenStream] = []
     for part in config.parts:
@@ -209,11 +212,13 @@ def _layout(
             yield render(tokenizer, document.turns, corpus.name)
 
 
-def _example_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> ExampleStream:
+def _example_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, bos: int | None) -> ExampleStream:
     corpus = read_corpus(config.source, config.split, config.field)
     if config.chat_template:
         check_chat_template(tokenizer, corpus.name)
-    examples = encode_examples(tokenizer, corpus, cutoff=config.sequence_length, chat_template=config.chat_template)
+    examples = encode_examples(
+        tokenizer, corpus, cutoff=config.sequence_length, chat_template=config.chat_template, bos=bos
+    )
     stream = ExampleStream.join(config.source, examples)
     if not stream.examples:
         raise DataError(

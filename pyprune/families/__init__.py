@@ -37,6 +37,7 @@ __all__ = [
     "StockClasses",
     "StockTarget",
     "all_families",
+    "begins_with_bos",
     "check_plan",
     "count_parameters",
     "decoder_layers",
@@ -123,6 +124,16 @@ def resolve(path: str) -> Any:
             f"A family names {path!r}, which cannot be imported ({shown(error)}). "
             "It must be 'module:name'; check it and the version of the package it is in."
         ) from error
+
+
+def begins_with_bos(config: Any) -> bool:
+    """Whether models of this configuration expect a bos token before every text; False for a type that is not known.
+
+    Args:
+        config: of a model, pruned or not, or anything else.
+    """
+    family = all_families().get(str(getattr(config, "model_type", "")).removeprefix("pruned_"))
+    return family is not None and family.begins_with_bos
 
 
 def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:

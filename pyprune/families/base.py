@@ -194,6 +194,8 @@ class Family:
         norm: rms (RMSNorm) or layer (LayerNorm with mean subtraction).
         unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
+        begins_with_bos: the model expects its bos token before every text, and so in front of every window that it
+            reads (Gemma); the figures of one that gets none are many times worse.
         intermediate_field: the config field that holds the FFN width.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
         gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
@@ -221,6 +223,7 @@ class Family:
     norm: Literal["rms", "layer"] = "rms"
     unit_offset_norm: bool = False
     scaled_embedding: bool = False
+    begins_with_bos: bool = False
     intermediate_field: str = "intermediate_size"
     has_head_dim_field: bool = True
     gauge: bool = False

@@ -108,5 +108,6 @@ FAMILIES = (
         stock_targets=(StockTarget("gemma3_text", _why_not_gemma3),),
         unit_offset_norm=True,
         scaled_embedding=True,
+        begins_with_bos=True,
     ),
 )

@@ -37,7 +37,7 @@ from pyprune.data.sources import check_sources
 from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
 from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedModelError
-from pyprune.families import family_for
+from pyprune.families import begins_with_bos, family_for
 from pyprune.fitting.timed import time_plans, time_winner
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import empty_cache, parked
@@ -261,7 +261,8 @@ class Fitting:
         """The text, by what it is for; see :meth:`FitOptions.texts`."""
         config = self.model.config
         check_sequence_length(config, self.options.data.sequence_length)
-        return split_disjoint(self.tokenizer, self.options.texts(position_limit(config)))
+        texts = self.options.texts(position_limit(config))
+        return split_disjoint(self.tokenizer, texts, bos=begins_with_bos(config))
 
     @cached_property
     def scores(self) -> UnitScores:

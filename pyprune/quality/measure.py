@@ -56,6 +56,7 @@ def evaluate(
     tasks: str | Sequence[str] = (),
     limit: int | None = None,
     batch_size: int = 8,
+    bos: bool | None = None,
     dtype: str = "float32",
     device: str = "auto",
     gguf_file: str | None = None,
@@ -74,6 +75,8 @@ def evaluate(
         tasks: lm-eval tasks, for example piqa.
         limit: examples of each task; None = all.
         batch_size: requests of a task in one forward pass.
+        bos: whether every window of a text and every prompt of a task begins with the bos token; None = as the model's
+            family expects it (Gemma: yes).
         dtype: float32, bfloat16 or float16, to compute in.
         device: auto, cpu, cuda or cuda:N.
         gguf_file: a GGUF file inside the model's folder or repository.
@@ -111,12 +114,12 @@ def evaluate(
         for source in sources:
             text = evaluation_text(tokenizer, source, split=split, field=field)
             assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
-            measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens))
+            measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens, bos=bos))
             if len(sources) > 1 or names:  # what comes next may fail
                 say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
         if not names:
             return Evaluation(tuple(measured))
-        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, manager=manager)
+        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, bos=bos, manager=manager)
     each = tasks_behind(names, manager)
     without = tuple(task for task in each if task not in accuracies(scores, each))
     return Evaluation(tuple(measured), scores, mean_accuracy(scores, each), without)

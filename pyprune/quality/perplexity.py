@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.data.encoding import encode, joined
+from pyprune.data.encoding import bos_id, encode, joined
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.data.stream import TokenStream, check_token_ids, corpus_stream, position_limit
 from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean, shown
+from pyprune.families import begins_with_bos
 from pyprune.runtime.intervals import half_width
 from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
@@ -132,6 +133,7 @@ def evaluate_perplexity(
     window: int | None = None,
     max_tokens: int | None = None,
     batch_size: int | None = None,
+    bos: bool | None = None,
 ) -> PerplexityResult:
     """Measure the perplexity of ``model`` on a source.
 
@@ -140,6 +142,8 @@ def evaluate_perplexity(
         protocol: "ppl-2048" or "ppl-128".
         split, field: see :func:`evaluation_text`.
         window, max_tokens, batch_size: see :func:`perplexity`.
+        bos: whether every window begins with the tokenizer's bos token; None = as the model's family expects it
+            (Gemma: yes). The published protocols, which are LLaMA's, have it in the first window alone.
 
     Raises:
         ConfigError, DataError, EvaluationError: see :func:`perplexity` and :func:`evaluation_text`.
@@ -158,6 +162,7 @@ def evaluate_perplexity(
         batch_size=batch_size,
         source=text.source,
         sha256=text.text_sha256,
+        bos=bos_id(tokenizer, bos, usual=begins_with_bos(getattr(model, "config", None))),
     )
 
 
@@ -172,6 +177,7 @@ def perplexity(
     batch_size: int | None = None,
     source: str = "the text",
     sha256: str = "",
+    bos: int | None = None,
 ) -> PerplexityResult:
     """Measure perplexity over non-overlapping windows of one token stream; the tail is dropped.
 
@@ -186,6 +192,7 @@ def perplexity(
         max_tokens: use only this many tokens from the beginning; None = all.
         max_windows: use at most this many windows; None = all.
         batch_size: windows in a forward pass; None = about 2048 tokens.
+        bos: token id that takes the place of the first one of every window, which is never predicted; None = none.
 
     Raises:
         ConfigError: an unknown protocol or an option out of range.
@@ -197,7 +204,7 @@ def perplexity(
     step = batch_size if batch_size is not None else max(1, _FORWARD_TOKENS // size)
     if step < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
-    windows = cut_windows(token_ids, size, max_tokens, max_windows, source)
+    windows = cut_windows(token_ids, size, max_tokens, max_windows, source, bos)
     _check_model(model, windows, size)
     losses: list[Tensor] = []
     with evaluating(model), torch.no_grad():
@@ -252,7 +259,12 @@ def window_size(protocol: str, window: int | None = None) -> int:
 
 
 def cut_windows(
-    token_ids: Tensor | Sequence[int], size: int, max_tokens: int | None, max_windows: int | None, source: str
+    token_ids: Tensor | Sequence[int],
+    size: int,
+    max_tokens: int | None,
+    max_windows: int | None,
+    source: str,
+    bos: int | None = None,
 ) -> Tensor:
     """Cut a token stream into windows, int64 [windows, size], and drop the tail; the options of :func:`perplexity`.
 
@@ -272,7 +284,11 @@ def cut_windows(
             "Give more text, or use a protocol with a shorter window."
         )
     count = count if max_windows is None else min(count, max_windows)
-    return used[: count * size].reshape(count, size)
+    windows = used[: count * size].reshape(count, size)
+    if bos is not None:
+        windows = windows.clone()
+        windows[:, 0] = bos
+    return windows
 
 
 def _check_model(model: nn.Module, windows: Tensor, size: int) -> None:

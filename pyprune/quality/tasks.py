@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pyprune.data.encoding import check_chat_template, render
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
+from pyprune.families import begins_with_bos
 from pyprune.runtime.limits import foreign_errors
 from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import quiet
@@ -31,6 +32,7 @@ def evaluate_tasks(
     num_fewshot: int | None = None,
     include_path: Path | str | None = None,
     apply_chat_template: bool = False,
+    bos: bool | None = None,
     manager: Any = None,
 ) -> dict[str, dict[str, float]]:
     """Run lm-eval tasks on a model in memory (stock or pruned architecture alike).
@@ -42,6 +44,7 @@ def evaluate_tasks(
         num_fewshot: examples in the prompt; None = the task's own number.
         include_path: folder of further task files (YAML), for example over local jsonl files.
         apply_chat_template: wrap the prompts in the tokenizer's chat template.
+        bos: whether prompts begin with the bos token; None = as the model's family expects it, else as lm-eval does.
         manager: what :func:`check_tasks` returned for these tasks; None = they are looked up here.
 
     Returns:
@@ -63,7 +66,10 @@ def evaluate_tasks(
         check_chat_template(tokenizer, ", ".join(tasks))
         render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
     with evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        first = True if bos is None and begins_with_bos(getattr(model, "config", None)) else bos
+        wrapped = HFLM(
+            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, add_bos_token=first
+        )
         # The global seeds stay as they are: an evaluation must not change the training around it.
         output = simple_evaluate(
             wrapped,

@@ -40,7 +40,7 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, OutputError
-from pyprune.families import family_for, parameter_shapes
+from pyprune.families import begins_with_bos, family_for, parameter_shapes
 from pyprune.methods.base import PlanRequest, own_options
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method
@@ -297,7 +297,8 @@ class _Bench:
         data = config.data
         if data not in self.samples:
             reserved = [text.spans for text in self.texts]
-            drawn = sample_sequences(self.tokenizer, data, exclude=reserved).ids
+            bos = begins_with_bos(self.model.config)
+            drawn = sample_sequences(self.tokenizer, data, exclude=reserved, bos=bos).ids
             check_token_ids(self.model.config, drawn)
             self.samples[data] = drawn
         return self.samples[data]
@@ -308,6 +309,7 @@ class _Bench:
         plan = _plan(record, ratio) if record else None
         measured = {"text": self.ids_digests[text.source], "windows": text.max_windows}
         measured |= {"protocol": self.config.protocol, "tokens": self.config.max_tokens}
+        measured |= {"bos": True} if begins_with_bos(self.model.config) else {}
         key = _key("perplexity", self._weights_of(variant), {"plan": plan and plan.to_dict(), **measured})
         known = self.records.of("perplexity").get(key)
         if known is None:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from pyprune.checkpoint.gguf import read_gguf_header
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.errors import DataError
+from pyprune.families import all_families
 from pyprune.quality.perplexity import (
     EvaluationError,
     EvaluationText,
@@ -77,7 +79,8 @@ def gguf_perplexity(
         )
     with LlamaServer(path, slots=slots, context=size, float32=float32, threads=threads) as server:
         text = source if isinstance(source, EvaluationText) else _read(server, source, split, field)
-        windows = cut_windows(text.token_ids, size, max_tokens, text.max_windows, text.source)
+        bos = _bos(Path(path))
+        windows = cut_windows(text.token_ids, size, max_tokens, text.max_windows, text.source, bos)
         if int(windows.min()) < 0 or int(windows.max()) >= facts.vocab_size:
             raise DataError(
                 f"The text has token ids outside of the {facts.vocab_size} of {path}; tokenise it with its own."
@@ -88,6 +91,14 @@ def gguf_perplexity(
             f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
         )
     return result_of(losses, windows, protocol, text.source, text.text_sha256)
+
+
+def _bos(path: Path) -> int | None:
+    """The token that every window begins with, where the family that is written as this architecture expects one."""
+    facts = read_gguf_header(path).facts
+    expecting = [f.gguf for f in all_families().values() if f.begins_with_bos and not isinstance(f.gguf, str)]
+    names = {form.architecture for forms in expecting for form in forms}
+    return facts.get("tokenizer.ggml.bos_token_id") if facts.get("general.architecture") in names else None
 
 
 def _read(server: LlamaServer, source: str, split: str | None, field: str | None) -> EvaluationText:
