@@ -17,7 +17,7 @@ from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
 from pyprune.data.sampling import TokenSamples
-from pyprune.data.sources import check_sources
+from pyprune.data.sources import look_up_samples
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
@@ -120,7 +120,7 @@ def _pruned(
 ) -> PruneResult:
     config = checked(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
-    check_sources(_sources(config))
+    look_up_samples(wanted_text(config).values())
     if resume:
         config = with_kept_memory(out, config)
     division, config = placed(Source(model_id, reading), config, placement)
@@ -307,7 +307,7 @@ def decision_for(
         The plan, with the notes and warnings that a cut by it would come with.
     """
     config = checked(config)
-    check_sources(_sources(config))
+    look_up_samples(wanted_text(config).values())
     reading: dict[str, Any] = {
         "gguf_file": gguf_file,
         "revision": revision,

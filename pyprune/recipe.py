@@ -187,17 +187,32 @@ def _one_text(start: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, A
     return {"recovery_data": {name: given[name] for name in alike if name in given}}
 
 
-def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
-    """Other text of the cut or of recovery is as much, and in windows as long, as the method's, unless it says.
+_OF_A_SOURCE = ("source", "split", "field", "mixture", "chat_template", "cross_documents", "bos")
+"""Options of ``data`` that other text of the run shares where it names no source of its own."""
 
-    Not as what scores read, which is little.
+
+def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
+    """Other text of the cut or of recovery is the method's, as much, and in windows as long, unless it says.
+
+    Not as much as what scores read, which is little.
     """
     usual, method = options.get("data"), options.get("method")
-    if not isinstance(usual, Mapping) or not isinstance(method, str) or method == "none" or get_method(method).scores:
+    if not isinstance(usual, Mapping):
         return options
-    amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual}
-    # Where no other text is named, null stands in the options and stays.
-    return merge({"cut": {"data": amounts}, "recovery_data": amounts}, options)
+    scores = not isinstance(method, str) or method == "none" or get_method(method).scores
+    amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual and not scores}
+    source = {name: usual[name] for name in _OF_A_SOURCE if name in usual}
+    result, cut = dict(options), options.get("cut")
+    if isinstance(cut, Mapping) and isinstance(cut.get("data"), Mapping):
+        result["cut"] = {**cut, "data": _completed(cut["data"], amounts, source)}
+    if isinstance(options.get("recovery_data"), Mapping):
+        result["recovery_data"] = _completed(options["recovery_data"], amounts, source)
+    return result
+
+
+def _completed(text: Mapping[str, Any], amounts: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Other text of a run, with what it does not name of its own."""
+    return {**amounts, **({} if {"source", "mixture"} & set(text) else source), **text}
 
 
 def with_texts_named(config: PruneConfig) -> PruneConfig:

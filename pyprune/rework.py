@@ -20,7 +20,7 @@ from pyprune.checkpoint.trained_on import marked_passages, training_marks, ungua
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_compacted_
 from pyprune.data.sampling import TokenSamples, sample_sequences
-from pyprune.data.sources import check_sources
+from pyprune.data.sources import look_up_samples
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError
@@ -246,7 +246,7 @@ def check_recovery(
     """
     dense = Dense(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     _check_teacher(pruned, config, dense)
-    check_sources(config.data.sources)
+    look_up_samples([config.data])
     return within_memory(_trained(pruned, dense), config, always=True)
 
 
@@ -336,7 +336,7 @@ def _check_places(
 ) -> None:
     """Find out before anything is loaded that the output cannot be written, or that the text is not there."""
     check_output(out, overwrite=overwrite, reads=[pruned, dense.model, *config.data.sources])
-    check_sources(config.data.sources)
+    look_up_samples([config.data])
 
 
 @contextmanager

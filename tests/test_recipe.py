@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from pyprune.errors import ConfigError, did_you_mean
+from pyprune.methods.registry import presets
 from pyprune.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
+from pyprune.stages import wanted_text
 
 HOSTILE = {
     "anchor": ("&a 5", "anchors (&) and aliases (*) are not read"),
@@ -366,3 +368,31 @@ def test_explicit_layers_need_no_text() -> None:
     config = build_config(preset="elder", settings=["elder.layers=[1]"])
     assert config.options is not None
     assert not config.options.reads_text
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if "paper" not in name])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["cut.reconstruct=least_squares"],
+        ["cut.reconstruct=least_squares", "cut.data.samples=12"],
+        ["stages.after=[recover]", "recovery_data.sequence_length=64"],
+        ["verify=true"],
+    ],
+)
+def test_the_text_that_is_given_serves_every_use_without_its_own(name: str, settings: list[str]) -> None:
+    try:
+        config = build_config(preset=name, options={"data.source": "mine.txt", "data.bos": True}, settings=settings)
+    except ConfigError:
+        pytest.skip("the method does not take these options")
+    texts = wanted_text(config)
+    assert {source for text in texts.values() for source in text.sources} == {"mine.txt"}
+    assert all(text.bos for text in texts.values())
+
+
+def test_text_that_names_its_source_keeps_it() -> None:
+    settings = ["cut.reconstruct=least_squares", "cut.data.source=ptb", "stages.after=[recover]"]
+    config = build_config(preset="taylor", options={"data.source": "mine.txt"}, settings=settings)
+    assert {use: text.sources for use, text in wanted_text(config).items()} == {
+        "regularise": ("mine.txt",), "cut": ("ptb",), "recover": ("mine.txt",)
+    }  # fmt: skip

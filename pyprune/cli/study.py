@@ -132,7 +132,7 @@ def robustness(
     from pyprune.checkpoint.load import load_model
     from pyprune.checkpoint.tokenizer import no_tokenizer
     from pyprune.config.data import DataConfig
-    from pyprune.data.sources import check_sources
+    from pyprune.data.sources import evaluation_split, look_up, look_up_samples
     from pyprune.study.perturbations import Adapter
     from pyprune.study.robustness import check_robustness, check_rows_file
     from pyprune.study.robustness_config import RobustnessConfig
@@ -154,7 +154,8 @@ def robustness(
     check_rows_file(out)
     if json_file not in (None, "-") and Path(str(json_file)).resolve() == out.with_suffix(".md").resolve():
         raise OutputError(f"--json is {json_file}, where the tables are written; name another file.")
-    check_sources([*(DataConfig(calibration).sources if calibration else ()), *config.texts])
+    look_up((text, evaluation_split(text)) for text in config.texts)
+    look_up_samples([DataConfig(calibration)] if calibration else [])
     loaded, tokenizer = load_model(
         model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )

@@ -144,11 +144,7 @@ def read_named(name: str, split: str, field: str | None) -> Corpus:
         MissingDependencyError: the package `datasets` is missing.
     """
     entry = HUB_SOURCES[name]
-    if split not in entry.splits:
-        raise DataError(f"{name} has no split {shown(split)}. Available: {', '.join(entry.splits)}.")
-    files = {split: entry.files[split]} if entry.files else None
-    loaded = "train" if entry.held_out else split
-    rows = _load_rows(name, entry.repository, entry.config, loaded, revision=entry.revision, data_files=files)
+    rows = _rows_of(name, split)
     records = _each(name, rows, _chosen(name, rows, entry, split))
     instructions = entry.instructions and field is None
     if instructions:
@@ -185,12 +181,38 @@ def read_hub_id(source: str, split: str, field: str | None) -> Corpus:
         DataError: it has no such split or column, or cannot be loaded or read.
         MissingDependencyError: the package `datasets` is missing.
     """
-    repository, _, config = source.partition(":")
-    rows = _load_rows(source, repository, config or None, split)
+    rows = _rows_of(source, split)
     first = next(iter(_each(source, rows)), None)
     if first is not None and field is None and is_instruction(first[1]):
         return Corpus(source, tuple(instruction_documents(_each(source, rows))), instructions=True)
     return Corpus(source, tuple(text_documents(_each(source, rows), field)))
+
+
+def fetch(source: str, split: str) -> None:
+    """Download a split of a data set, unless the cache has it, for a run that reads it after other work.
+
+    Args:
+        source: a name of :data:`HUB_SOURCES`, "org/name" or "org/name:config".
+        split: one of its splits.
+
+    Raises:
+        DataError: it has no such split, or cannot be loaded.
+        MissingDependencyError: the package `datasets` is missing.
+    """
+    _rows_of(source, split)
+
+
+def _rows_of(source: str, split: str) -> Iterable[Record]:
+    """All records of what holds a split."""
+    entry = HUB_SOURCES.get(source)
+    if entry is None:
+        repository, _, config = source.partition(":")
+        return _load_rows(source, repository, config or None, split)
+    if split not in entry.splits:
+        raise DataError(f"{source} has no split {shown(split)}. Available: {', '.join(entry.splits)}.")
+    files = {split: entry.files[split]} if entry.files else None
+    loaded = "train" if entry.held_out else split
+    return _load_rows(source, entry.repository, entry.config, loaded, revision=entry.revision, data_files=files)
 
 
 def _load_rows(

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from pyprune.config.data import MIXTURES
+from pyprune.config.data import MIXTURES, DataConfig
 from pyprune.data.documents import Corpus as Corpus
 from pyprune.data.documents import Document as Document
 from pyprune.data.files import check_file, local_path, read_text
 from pyprune.data.hub import HUB_SOURCES as HUB_SOURCES
-from pyprune.data.hub import check_datasets, read_hub_id, read_named
+from pyprune.data.hub import check_datasets, fetch, read_hub_id, read_named
 from pyprune.data.layouts import parse_packaged, parse_plain
 from pyprune.data.packages import packaged_file
 from pyprune.data.packages import packaged_text as packaged_text
@@ -113,6 +113,27 @@ def check_sources(sources: Iterable[str]) -> None:
     """Refuse sources as :func:`check_source` does, the first one that cannot be read."""
     for source in sources:
         check_source(source)
+
+
+def look_up(texts: Iterable[tuple[str, str]]) -> None:
+    """Refuse text that cannot be had, before any work is done for it: files are found, data sets downloaded.
+
+    Args:
+        texts: (source, split) of each.
+
+    Raises:
+        DataError, MissingDependencyError: as :func:`check_source`; also a data set that cannot be loaded.
+    """
+    given = list(texts)
+    check_sources(source for source, _ in given)
+    for source, split in given:
+        if has_splits(source):
+            fetch(source, split)
+
+
+def look_up_samples(configs: Iterable[DataConfig]) -> None:
+    """:func:`look_up` what samples are drawn from."""
+    look_up((part.source, part.split) for config in configs for part in config.parts)
 
 
 def has_splits(source: str) -> bool:

@@ -33,7 +33,7 @@ from pyprune.budget.values import search_of
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.tokenizer import no_tokenizer
 from pyprune.data.sampling import TokenSamples, split_disjoint
-from pyprune.data.sources import check_sources
+from pyprune.data.sources import look_up_samples
 from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
 from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedModelError
@@ -172,7 +172,7 @@ class Fitting:
             ConfigError: devices that cannot share its layers, see :meth:`check_shared`.
         """
         options.validate()
-        check_sources(options.data.sources)
+        look_up_samples([options.data])
         version = weights_version(model_id, **reading)
         model, tokenizer = load_model(model_id, dtype=options.dtype, device=options.device, **reading)
         if tokenizer is None:

@@ -10,7 +10,7 @@ from typing import Any
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.tokenizer import load_tokenizer, no_tokenizer
 from pyprune.checkpoint.trained_on import assert_not_trained_on
-from pyprune.data.sources import check_sources
+from pyprune.data.sources import evaluation_split, look_up
 from pyprune.errors import ConfigError
 from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text, window_size
 from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, tasks_behind
@@ -94,7 +94,7 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not sources and not names:
         raise ConfigError("There is nothing to measure; give ppl (for example 'wikitext2'), tasks, or both.")
-    check_sources(sources)
+    look_up((source, split or evaluation_split(source)) for source in sources)
     window_size(protocol)
     manager = check_tasks(names, limit=limit, batch_size=batch_size) if names else None
     model, tokenizer = load_model(
