@@ -135,7 +135,8 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     """The configuration of a local checkpoint, compared with its weight files, and the shapes it asks for.
 
     Returns:
-        (configuration, parameter name -> shape; tied parameters once).
+        (configuration, parameter name -> shape). A tied head has no entry; one that is stored with other values than
+        the embedding is not tied, whatever config.json says.
 
     Raises:
         CheckpointError: config.json or the weight files are damaged, or they do not belong together.
@@ -145,7 +146,28 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     refuse_adapter(Path(folder))
     with actionable(source):
         config, model = _checked_config(source, {"trust_remote_code": False})
+        if config.tie_word_embeddings and _has_own_head(Path(folder), config):
+            config.tie_word_embeddings = False
+        elif config.tie_word_embeddings:
+            model.tie_weights()
         return config, parameter_shapes(model)
+
+
+def _has_own_head(folder: Path, config: PretrainedConfig) -> bool:
+    """Whether a folder's safetensors hold a head with other values than the embedding."""
+    if not has_safetensors(folder):
+        return False
+    rows = all_families()[str(config.model_type).removeprefix("pruned_")].rows
+    vocabulary = [row for row in rows if row.axes == ("vocab", "hidden")]
+    files, found = TensorFiles(folder), {}
+    for name in files.names():
+        for row in vocabulary:
+            if row.regex.match(name) or row.regex.match(f"model.{name}"):  # the decoder alone may be stored
+                found[row.role] = name
+    if len(found) < 2:
+        return False
+    head = files.read(found["head"])
+    return not torch.equal(head, files.read(found["embedding"]).to(head.dtype))
 
 
 def model_without_weights(

@@ -138,8 +138,6 @@ class StoredModel:
         self.files = TensorFiles(self.folder)
         self.config, self._shapes = read_dense_config(self.folder)
         self.family = family_for(self.config)
-        if self.config.tie_word_embeddings and self._head_is_its_own():
-            self.config.tie_word_embeddings = False
         self._where = self._parameter_names()
         self._check_shapes()
 
@@ -334,16 +332,6 @@ class StoredModel:
                     f"{name} of {self.folder} has the shape {shape}, but by its config.json it is {expected}. The "
                     "checkpoint is damaged or its config.json was changed."
                 )
-
-    def _head_is_its_own(self) -> bool:
-        """Whether the files hold a head with other values than the embedding; Transformers then leaves them untied."""
-        found: dict[str, Tensor] = {}
-        vocabulary = [row for row in self.family.rows if row.axes == ("vocab", "hidden")]
-        for name in self.files.names():
-            for row in vocabulary:
-                if row.regex.match(self._parameter_name(name)):
-                    found[row.role] = self.files.read(name)
-        return len(found) == 2 and not torch.equal(found["head"], found["embedding"].to(found["head"].dtype))
 
 
 def without_parameters(config: PretrainedConfig) -> PreTrainedModel:

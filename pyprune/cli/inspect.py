@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,7 +39,7 @@ def inspect(
     from pyprune.serving.checkpoints import read_checkpoint
     from pyprune.serving.widths import COLUMNS, layer_widths
 
-    checkpoint = read_checkpoint(folder)  # verifies it
+    checkpoint = _as_loaded(read_checkpoint(folder))  # verifies it
     record = read_record(checkpoint.folder)
     provenance = record.provenance if record else {}
     rows = [*_sizes(checkpoint), *_plan(record)]
@@ -54,6 +56,24 @@ def inspect(
         "provenance": provenance,
     }
     output(data, json_file, Table(folder, ("", "value"), tuple(rows)))
+
+
+def _as_loaded(checkpoint: Checkpoint) -> Checkpoint:
+    """With the sizes and parameters of the model that is made of it: files may hold more (a head that is tied, buffers
+    of early releases), and config.json may leave sizes to its class. Of what pyprune does not load, as the files say.
+    """
+    from pyprune.checkpoint.load import read_dense_config
+    from pyprune.errors import CheckpointError, UnsupportedModelError
+
+    if "quantization_config" in checkpoint.config:
+        return checkpoint
+    try:
+        config, shapes = read_dense_config(checkpoint.folder)
+    except (CheckpointError, UnsupportedModelError):
+        return checkpoint
+    stated = {name: value for name, value in checkpoint.config.items() if value is not None}
+    parameters = sum(map(prod, shapes.values()))
+    return replace(checkpoint, config={**config.to_dict(), **stated}, parameters=parameters)
 
 
 def _sizes(checkpoint: Checkpoint) -> Rows:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -26,8 +25,6 @@ without one. Blocks of 32 divide it; K-quants leave it to others."""
 
 COMPUTED_ROPE = ("default", "linear")
 """Types of rotary positions that llama.cpp computes from the metadata."""
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""Names of the two in every family that has a form."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,7 @@ def open_model(folder: Path) -> Model:
     config, shapes = read_dense_config(folder)
     family = all_families()[str(config.model_type).removeprefix("pruned_")]
     tensors = TensorFiles(folder)
-    tied = bool(config.tie_word_embeddings) and not _has_own_head(tensors)
-    if tied:
-        shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
+    tied = bool(config.tie_word_embeddings)
     stored = _stored_names(tensors, shapes, folder)
     sizes = sizes_of(family, config, shapes, tied=tied)
     return Model(family, config, choose_form(family, config, sizes, list(stored)), sizes, tensors, stored)
@@ -105,12 +100,6 @@ def _stored_names(tensors: TensorFiles, shapes: Mapping[str, tuple[int, ...]], f
             )
         found[name] = place
     return found
-
-
-def _has_own_head(tensors: TensorFiles) -> bool:
-    """Whether the files hold a head with other values than the embedding although it is said to be tied."""
-    both = {HEAD, EMBEDDING} <= set(tensors.names())
-    return both and not torch.equal(tensors.read(HEAD), tensors.read(EMBEDDING))
 
 
 def sizes_of(

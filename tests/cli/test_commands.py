@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pyprune import stages
+from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
 from pyprune.cli.bench import _perplexity
 from pyprune.cut.compact import compact_
 from pyprune.errors import DataError, OutputError
-from pyprune.families import family_for
+from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
@@ -207,6 +208,27 @@ def test_inspect_shows_widths_by_layer_and_what_was_measured(tmp_path: Path) -> 
     assert (rows["quality: ppl-128 text"], rows["speed: prompt speedup"]) == ("9.50", "1.25")
     data = json.loads(run("inspect", folder, "--json", "-").stdout)
     assert [layer["FFN channels"] for layer in data["layers"] if layer["FFN channels"]] == list(filter(None, ffn))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-head-dim", "gemma3", "qwen2-tied", "opt", "mistral"])
+def test_inspect_prints_the_figures_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    """Files of other programs hold a tied head twice, and buffers; config.json may leave sizes to its class."""
+    folder = write_model(tiny_model(name), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    embedding = next(t for n, t in weights.items() if "embed_tokens" in n)
+    weights["lm_head.weight"] = weights.get("lm_head.weight", embedding).clone()
+    if name not in ("opt", "gemma3"):
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    fields = type(tiny_model(name).config)()
+    usual = [key for key, value in config.items() if getattr(fields, key, value) == value and key != "model_type"]
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in usual}))
+    model, _ = load_model(folder)
+    data = json.loads(run("inspect", folder, "--json", "-").stdout)
+    assert data["parameters"] == count_parameters(model)
+    heads = [layer["KV heads"] for layer in data["layers"]]
+    assert heads == [family_for(model).sizes(model.config).num_key_value_heads] * 4
 
 
 def test_lines_are_not_written_into_the_report(pruned: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
