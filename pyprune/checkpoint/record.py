@@ -322,7 +322,10 @@ def model_card(record: PruningRecord) -> str:
     """The README.md of a checkpoint: method, plan, measured quality and speed, how to load it."""
     facts = record.provenance
     stock = not str(facts.get("architecture", "")).startswith("Pruned")
-    loading = "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`."
+    loading = (
+        "Run `import pyprune.modeling` before `AutoModelForCausalLM.from_pretrained`; a program that does not runs as "
+        "`python -m pyprune.modeling PROGRAM ARGS`."
+    )
     if stock:
         readers = "Transformers loads" if UNSERVED in facts else "Transformers and vLLM load"
         loading = f"This is a stock architecture: plain {readers} it without pyprune. {facts.get(UNSERVED, '')}".strip()

@@ -36,6 +36,8 @@ _COPIES = 16
 _OWN_TOKENIZER = "Its files may be damaged; use the tokenizer that came with the model."
 _OTHER_TEMPLATE = "Turn chat_template off, or use a model whose template works."
 
+_SPARE_TOKENS, _CHARACTERS_A_TOKEN = 256, 8
+"""How much of a text is tokenised at first for its first tokens."""
 _SEPARATORS = (("\n\n", 2), ("\n", 1), (" ", 0))
 """Where a long text is best cut, and how much of the mark stays before the cut: a space begins the next token."""
 
@@ -83,6 +85,29 @@ def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool =
                 _return_freed_memory()
         else:
             yield from _rows(tokenizer, group, source, special=special)
+
+
+def encode_first(tokenizer: Any, text: str, source: str, limit: int | None, *, special: bool = False) -> Ids:
+    """The first tokens of a text, of which no more is tokenised than they need.
+
+    Args:
+        tokenizer, source, special: as for :func:`encode`.
+        text: any.
+        limit: most tokens; None = all.
+
+    Returns:
+        int64 [n], n at most ``limit``.
+
+    Raises:
+        DataError: as :func:`encode`.
+    """
+    length = len(text) if limit is None else (max(limit, 1) + _SPARE_TOKENS) * _CHARACTERS_A_TOKEN
+    while True:
+        ids = joined(encode(tokenizer, [text[:length]], source, special=special))
+        # The last tokens of a part are others where the text goes on.
+        if length >= len(text) or (limit is not None and len(ids) >= limit + _SPARE_TOKENS):
+            return ids[:limit]
+        length *= 2
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str], source: str) -> Iterator[Ids]:

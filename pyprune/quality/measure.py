@@ -112,7 +112,7 @@ def evaluate(
     measured = []
     with products_in(dtype):
         for source in sources:
-            text = evaluation_text(tokenizer, source, split=split, field=field)
+            text = evaluation_text(tokenizer, source, split=split, field=field, max_tokens=max_tokens)
             assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
             measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens, bos=bos))
             if len(sources) > 1 or names:  # what comes next may fail

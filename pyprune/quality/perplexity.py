@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.data.encoding import bos_id, encode, joined
+from pyprune.data.encoding import bos_id, encode_first
 from pyprune.data.overlap import SpanSet
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.data.stream import TokenStream, check_token_ids, corpus_stream, position_limit
@@ -102,13 +102,19 @@ class PerplexityResult:
 
 
 def evaluation_text(
-    tokenizer: PreTrainedTokenizerBase, source: str, *, split: str | None = None, field: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    *,
+    split: str | None = None,
+    field: str | None = None,
+    max_tokens: int | None = None,
 ) -> EvaluationText:
     r"""Read a source, join it as its layout asks (blank line; one space for C4) and tokenise it once.
 
     Args:
         source: see :func:`pyprune.data.sources.read_corpus`.
         split: of a hub data set; None = the one results are published on (PTB and C4: validation, else test).
+        max_tokens: tokenise only so much of it; None = all.
         field: the field or column with the text.
 
     Raises:
@@ -117,7 +123,7 @@ def evaluation_text(
     chosen = split or evaluation_split(source)
     corpus = read_corpus(source, chosen, field)
     text = corpus.text()
-    ids = torch.from_numpy(joined(encode(tokenizer, [text], source, special=True)))
+    ids = torch.from_numpy(encode_first(tokenizer, text, source, max_tokens, special=True))
     read = partial(corpus_stream, tokenizer, corpus)
     return EvaluationText(source, ids, text_sha256(text), corpus.max_windows, read)
 
@@ -149,9 +155,9 @@ def evaluate_perplexity(
         ConfigError, DataError, EvaluationError: see :func:`perplexity` and :func:`evaluation_text`.
     """
     window_size(protocol, window)
-    text = (
-        source if isinstance(source, EvaluationText) else evaluation_text(tokenizer, source, split=split, field=field)
-    )
+    text = source
+    if not isinstance(text, EvaluationText):
+        text = evaluation_text(tokenizer, text, split=split, field=field, max_tokens=max_tokens)
     return perplexity(
         model,
         text.token_ids,

@@ -14,13 +14,14 @@ import pytest
 
 from pyprune.config.data import DataConfig
 from pyprune.data import encoding, instructions
-from pyprune.data.encoding import Ids, encode, encode_each, joined, pieces, render
+from pyprune.data.encoding import Ids, encode, encode_each, encode_first, joined, pieces, render
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
 from pyprune.quality.perplexity import evaluation_text
 from tests._support.text import prose
 from tests._support.tokenizer import tiny_tokenizer
+from tests.serving.llama_cpp import byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -261,3 +262,22 @@ def test_a_long_document_gets_memory_and_time_in_proportion(monkeypatch: pytest.
     tokenizer = tiny_tokenizer(chat_template=True)
     text = "x" * 50_000_000
     assert render(tokenizer, [("user", text)], "a") == f"<|user|>{text}<|end|>"
+
+
+@pytest.mark.parametrize("made", [tiny_tokenizer, byte_level_tokenizer, sentencepiece_tokenizer])
+@pytest.mark.parametrize(
+    "text", [prose(20_000), "the and on " * 9000, "\u4e16\u754c" * 20_000, "a" * 50_000, "the", ""]
+)
+@pytest.mark.parametrize("limit", [1, 700, 5000, None])
+def test_the_first_tokens_are_those_of_the_whole_text(made: Callable[[], Any], text: str, limit: int | None) -> None:
+    tokenizer = made()
+    whole = joined(encode(tokenizer, [text], "text", special=True))
+    assert (encode_first(tokenizer, text, "text", limit, special=True) == whole[:limit]).all()
+
+
+def test_a_long_line_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    tokenizer: Any = Recorder()
+    path = text_file(tmp_path, prose(400_000))
+    text = evaluation_text(tokenizer, path, max_tokens=2000)
+    assert len(text.token_ids) == 2000
+    assert sum(len(given) for call in tokenizer.calls for given in call) < 50_000 < len(Path(path).read_text())

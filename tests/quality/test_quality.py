@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pyprune import build_config, prune
 from pyprune.config.data import DataConfig
 from pyprune.cut.compact import compact_
 from pyprune.data.sampling import sample_sequences
@@ -21,8 +23,10 @@ from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import EvaluationError, evaluate_perplexity, evaluation_text, interval, perplexity
 from pyprune.quality.tasks import accuracies, evaluate_tasks, mean_accuracy
+from tests._support.models import tiny_model
 from tests._support.paths import SHARED_DATA
 from tests._support.tasks import choice_task
+from tests._support.text import write_model
 from tests._support.tokenizer import VOCAB_SIZE, tiny_tokenizer
 
 shared = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")
@@ -215,6 +219,24 @@ def test_tasks_run_on_a_model_in_memory(tmp_path: Path) -> None:
     assert set(results["tiny_sums"]) >= {"acc", "acc_norm", "acc_stderr"}
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.second
+def test_lm_eval_itself_runs_on_a_pruned_folder(tmp_path: Path) -> None:
+    """By itself it calls Transformers out of date, which knows nothing of the pruned architectures."""
+    dense = write_model(tiny_model("llama"), tmp_path / "dense")
+    plan = family_for(tiny_model("llama")).plan(tiny_model("llama").config).with_layer(1, ffn=range(8))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    prune(dense, build_config(options={"method": "none", "plan": str(tmp_path / "plan.json")}), out=tmp_path / "pruned")
+    args = ["lm_eval", "--model", "hf", "--model_args", f"pretrained={tmp_path / 'pruned'},dtype=float32"]
+    args += ["--tasks", "tiny_sums", "--include_path", str(choice_task(tmp_path)), "--device", "cpu"]
+    alone = subprocess.run([sys.executable, "-m", *args], capture_output=True, text=True, check=False)
+    assert "does not recognize this architecture" in alone.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "pyprune.modeling", *args], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|tiny_sums|" in done.stdout
 
 
 def test_the_mean_accuracy_is_that_of_the_tasks_asked_for() -> None:
