@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import struct
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError, shown
+from pyprune.runtime.files import read_json
 from pyprune.runtime.limits import one_line
 
 
 def named(source: str) -> str:
     """A path or hub id for a message: as it is, unless it is very long or would not stay on one line."""
     return source if source.isprintable() and len(source) <= 300 else shown(source)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A JSON file that holds one object, such as tokenizer.json.
+
+    Raises:
+        CheckpointError: it holds something else, or is cut off; the message names the file.
+    """
+    try:
+        data = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated or damaged; fetch or write it again."
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds {shown(data)}, where an object in braces belongs; fetch it again.")
+    return data
 
 
 @contextmanager
@@ -63,15 +87,45 @@ def _refuse(source: str, error: BaseException) -> None:
             f"{name} is not a local folder, and reading it from the hub failed: {text} "
             "Check the spelling and the network, or give a local folder."
         ) from error
-    raise CheckpointError(
-        f"{name} could not be read: {text} The files may be truncated or damaged; fetch or write the checkpoint again."
-    ) from error
+    if _lacks_bytes(error):
+        advice = "The files are truncated or damaged; fetch or write the checkpoint again."
+    else:
+        text = _of_validation(text)
+        advice = "Correct that value, or take the files that the model's authors published."
+    raise CheckpointError(f"{name} could not be read: {text} {advice}") from error
+
+
+VALIDATED = re.compile(r"Strict\w+ \((?:Class v|V)alidation error for (?:validator '\w+'|field '(\w+)'): (.*)\)\.")
+"""How Transformers' configuration classes report a value: the field, and what was wrong."""
+MISMATCHED = "You set `ignore_mismatched_sizes` to `False`"
+
+
+def _of_validation(text: str) -> str:
+    """What was wrong with a value, without the names of the classes that found it."""
+    if text.startswith(MISMATCHED):
+        return "Its weights have other shapes than the sizes in config.json."
+    found = VALIDATED.fullmatch(text)
+    if found is None:
+        return text
+    reason = re.sub(r"^\w+Error: ", "", found[2]).removesuffix(".")
+    return f"config.json: {reason}."
+
+
+def _lacks_bytes(error: BaseException) -> bool:
+    """Whether a file ends too early, or holds other bytes than its format has; any other error is of a value."""
+    from safetensors import SafetensorError
+
+    cut = (json.JSONDecodeError, UnicodeDecodeError, EOFError, struct.error, zipfile.BadZipFile, SafetensorError)
+    if isinstance(error, cut) or is_panic(error):
+        return True
+    return isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
 
 
 def _reason(error: BaseException) -> str:
     """A library's error in one line of bounded length, with its type where the text alone says too little."""
-    text = one_line(str(error))
-    speaks = isinstance(error, (OSError, ValueError, RuntimeError)) and text
+    sentence = isinstance(error, KeyError) and " " in str(error)  # of Transformers, not a missing name
+    text = one_line(str(error.args[0]) + "." if sentence else str(error))
+    speaks = sentence or (isinstance(error, (OSError, ValueError, RuntimeError)) and text)
     return text if speaks else f"{type(error).__name__} ({text})."
 
 

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
-from pyprune.checkpoint.damage import actionable, named
+from pyprune.checkpoint.damage import actionable, named, read_mapping
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
 from pyprune.checkpoint.gguf_config import check_architecture, complete_config
 from pyprune.checkpoint.plausible import (
@@ -60,6 +60,7 @@ from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
 from pyprune.runtime.progress import quiet
 
+GENERATION = "generation_config.json"
 QUANTISED_PER_ELEMENT = 8
 """Weights in a stored element of a quantised checkpoint, at most: eight of 4 bits in a word of 32."""
 
@@ -205,7 +206,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig | None:
     Raises:
         CheckpointError: it is damaged.
     """
-    if not os.path.isfile(os.path.join(folder, "generation_config.json")):
+    if not os.path.isfile(os.path.join(folder, GENERATION)):
         return None
     with actionable(str(folder)):
         return GenerationConfig.from_pretrained(folder)
@@ -253,8 +254,8 @@ def _gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) -> Pre
     config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
     _check_model_type(config.model_type)
     where = os.path.join(source, gguf_file)
-    check_config(config.to_dict(), where)
     complete_config(config, header)
+    check_config(config.to_dict(), where)
     refuse_unused(header, check_parameters(config, header.elements, where))
     return config
 
@@ -379,6 +380,8 @@ def _check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
         raise CheckpointError(f"{folder} has no file {shown(gguf_file)}.")
     if gguf_file is None and not os.path.isfile(folder / CONFIG):
         raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
+    if os.path.isfile(folder / GENERATION):
+        read_mapping(folder / GENERATION)  # Transformers leaves a damaged one out in silence
     if has_record(folder):
         read_pruning_json(folder, verify_files=verify)
 

@@ -91,16 +91,15 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
         quantised: whether weights as :mod:`pyprune.serving.quantise` writes them are taken.
 
     Raises:
-        CheckpointError: a size that is no whole number, zero, negative or enormous; quantised weights; attention of
-            a repository on the hub.
+        CheckpointError: a size that is no whole number, zero, negative or enormous; a token id outside the vocabulary,
+            a list of another length than the layers, an activation, a dtype or a rope type that Transformers does not
+            know; quantised weights; attention of a repository on the hub.
     """
     for name, most in COUNTS.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
-            raise CheckpointError(
-                f"{CONFIG} of {source} is damaged: {name} is {shown(value)}; allowed are whole numbers from 1 to "
-                f"{most:,}. Fetch or write the checkpoint again."
-            )
+            raise not_allowed(source, name, value, f"whole numbers from 1 to {most:,}")
+    _check_named_values(config, source)
     for name in ("quantization_config", "compression_config"):
         if config.get(name) and not (quantised and is_exported_quantisation(config)):
             where = " here (eval, bench, serve and inspect take this one)" if is_exported_quantisation(config) else ""
@@ -114,6 +113,55 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
                 f"{CONFIG} of {source} asks for attention from the hub ({name}: {shown(config[name])}), which would "
                 "run code that comes from there. Remove that entry."
             )
+
+
+def not_allowed(source: str, name: str, value: Any, allowed: str) -> CheckpointError:
+    """The error of a value in config.json that no model has: which field, its value, what is allowed.
+
+    Args:
+        source: folder or hub id.
+        name: of the field.
+        value: that is there.
+        allowed: in words.
+    """
+    return CheckpointError(
+        f"{CONFIG} of {source} says {name} = {shown(value)}; allowed are {allowed}. Correct it, or take the file that "
+        "the model's authors published."
+    )
+
+
+def _check_named_values(config: Mapping[str, Any], source: str) -> None:
+    """Values on which Transformers fails with a word that names neither the field nor what it takes."""
+    import torch
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rows, pad = config.get("vocab_size"), config.get("pad_token_id")
+    if isinstance(rows, int) and isinstance(pad, int) and pad >= rows:
+        raise not_allowed(source, "pad_token_id", pad, f"0 to {rows - 1} (vocab_size is {rows}) and null")
+    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
+    if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
+        raise not_allowed(source, "layer_types", kinds, f"lists of {layers} entries, one for each layer")
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        if isinstance(config.get(name), str) and config[name] not in ACT2FN:
+            raise not_allowed(source, name, config[name], "the activations of Transformers, such as silu and gelu")
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        if isinstance(value, str) and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
+            raise not_allowed(source, name, value, "the dtypes of torch, such as float32 and bfloat16")
+    known = {*ROPE_INIT_FUNCTIONS, "default", "mrope", "su"}  # the early name of longrope
+    for field in ("rope_parameters", "rope_scaling"):
+        for rope in _ropes(config.get(field)):
+            kind = rope.get("rope_type", rope.get("type"))
+            if isinstance(kind, str) and kind not in known:
+                raise not_allowed(source, f"{field}.rope_type", kind, ", ".join(sorted(known)))
+
+
+def _ropes(value: Any) -> list[Mapping[str, Any]]:
+    """The rotary scaling of a model, or of each kind of its layers."""
+    if not isinstance(value, Mapping):
+        return []
+    return [value, *(inner for inner in value.values() if isinstance(inner, Mapping))]
 
 
 def is_exported_quantisation(config: Mapping[str, Any]) -> bool:

@@ -17,12 +17,11 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pyprune.checkpoint.damage import actionable, is_panic
+from pyprune.checkpoint.damage import actionable, is_panic, read_mapping
 from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.verify import CHAT_TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX
-from pyprune.runtime.files import read_json
 from pyprune.runtime.progress import warn
 
 MARKS = ("tokenizer*", "*vocab*", "*.model", "*.model.v*", "*.tiktoken", "tekken*.json")
@@ -55,8 +54,9 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False, **options: A
         if not any(_files(folder, MARKS)):
             return None
         _check_token_ids(folder / "tokenizer.json")
+        own_code = _own_code(folder)
         tokenizer = _read(AutoTokenizer, source, trust_remote_code=trust_remote_code, **options)
-        if (folder / "tokenizer.json").is_file() and not _own_code(folder):
+        if (folder / "tokenizer.json").is_file() and not own_code:
             tokenizer = _as_the_file_says(folder, tokenizer)
         setattr(tokenizer, _ORIGIN, (folder, _state(tokenizer)))
         return tokenizer
@@ -77,8 +77,7 @@ def _read(kind: Any, source: str | Path, **options: Any) -> Any:
 def _own_code(folder: Path) -> bool:
     """Whether the tokenizer brings its own class."""
     path = folder / TOKENIZER_CONFIG
-    values = read_json(path) if path.is_file() else {}
-    return isinstance(values, dict) and "auto_map" in values
+    return path.is_file() and "auto_map" in read_mapping(path)
 
 
 def _as_the_file_says(folder: Path, tokenizer: Any) -> Any:
@@ -175,11 +174,11 @@ def _check_token_ids(path: Path) -> None:
     """The tokenizers library makes a table as long as the largest id, and ends the process where that does not fit."""
     if not path.is_file():
         return
-    data = read_json(path)
-    model = data.get("model") if isinstance(data, dict) else None
+    data = read_mapping(path)
+    model = data.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    added = data.get("added_tokens") if isinstance(data, dict) else None
+    added = data.get("added_tokens")
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i <= MAX_INDEX), None)
     if wrong is not None:

@@ -22,6 +22,7 @@ from pyprune.serving.checkpoints import read_checkpoint
 from tests._support.gguf import write_gguf
 from tests._support.models import tiny_model
 from tests._support.suspect import READERS, change_config, refused
+from tests._support.text import write_model
 from tests._support.tokenizer import tiny_tokenizer
 
 SIZES = ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -33,7 +34,7 @@ SIZES = ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", 
 def test_impossible_sizes_are_refused_before_memory_is_taken(foreign: Path, name: str, value: Any) -> None:
     change_config(foreign, **{name: value})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert name in refused(foreign, "is damaged|describes a model of")
+    assert name in refused(foreign, "allowed are whole numbers|describes a model of")
     with pytest.raises(CheckpointError):
         READERS["compact"](foreign)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "kilobytes"
@@ -165,7 +166,7 @@ def test_ctrl_c_stays_what_it_is(foreign: Path, monkeypatch: pytest.MonkeyPatch,
 def test_a_damaged_tokenizer_is_one_error(foreign: Path) -> None:
     for text in ("", "[]", '{"model": 3}', "[" * 100_000, "null"):
         (foreign / "tokenizer.json").write_text(text)
-        refused(foreign, "could not be read")
+        refused(foreign, r"could not be read|tokenizer\.json (is not valid JSON|holds)")
 
 
 def test_a_panic_of_rust_is_one_line_and_other_words_come_through(
@@ -220,3 +221,42 @@ def test_pipes_in_a_folder_are_not_waited_for(foreign: Path) -> None:
             load_model(foreign)
         with pytest.raises(CheckpointError):
             read_checkpoint(foreign)
+
+
+WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"pad_token_id": 999}, r"pad_token_id = 999; allowed are 0 to 383"),
+    ("llama", {"hidden_size": "48"}, r"hidden_size = '48'; allowed are whole numbers"),
+    ("llama", {"hidden_act": "swishy"}, r"hidden_act = 'swishy'; allowed are the activations of Transformers"),
+    ("llama", {"dtype": "float99"}, r"dtype = 'float99'; allowed are the dtypes of torch"),
+    ("llama", {"num_attention_heads": 7}, r"hidden size \(48\) is not a multiple of the number of att.* \(7\)"),
+    ("llama", {"num_key_value_heads": 4}, r"weights have other shapes than the sizes in config\.json"),
+    ("llama", {"rms_norm_eps": None}, r"Field 'rms_norm_eps' expected float, got NoneType"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"type": "ntk-aware", "factor": 2}},
+     r"rope_scaling\.rope_type = 'ntk-aware'; allowed are default, dynamic"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, r"Missing required keys .*factor"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1], "short_factor": [1]},
+              "original_max_position_embeddings": 64}, r"short_factor field must have length 4, got 1"),
+    ("qwen2", {"layer_types": ["full_attention"] * 3}, r"layer_types = .*allowed are lists of 4 entries"),
+    ("qwen2", {"layer_types": ["weird"] * 4}, r"entries must be in \('full_attention'"),
+    ("gemma3", {"query_pre_attn_scalar": None}, r"Field 'query_pre_attn_scalar' expected int"),
+]  # fmt: skip
+"""Model, values in its config.json -> what is said: the field, its value, what is allowed."""
+
+
+@pytest.mark.parametrize(("name", "values", "said"), WRONG_VALUES, ids=lambda value: str(value)[:40])
+def test_a_wrong_value_is_no_damage(name: str, values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_model(name), tmp_path / "c")
+    change_config(folder, **values)
+    message = refused(folder, said)
+    assert "damaged" not in message
+    assert "truncated" not in message
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"],
+)
+def test_a_file_that_ends_early_is_named(file: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "c")
+    (folder / file).write_bytes((folder / file).read_bytes()[:60])
+    assert file in refused(folder, "damaged")
