@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyprune.errors import CheckpointError, shown
 from pyprune.runtime.files import read_bounded
+from pyprune.runtime.progress import track
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -357,7 +358,7 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
     with path.open("wb", buffering=0) as stream, _Behind(stream) as behind:
         behind.put(np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8).data)
-        for entry in entries:
+        for entry in track(entries, f"writing {path.name}"):
             name, pieces = next(tensors)
             _write_tensor(behind, entry, name, pieces)
     return behind.digest.hexdigest()

@@ -21,7 +21,7 @@ import typer
 from pyprune.errors import ConfigError, PypruneError, TrainingError, shown
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.processes import first, joined
-from pyprune.runtime.progress import end_bars, printable, say
+from pyprune.runtime.progress import bars_as_lines, end_bars, printable, say
 
 ERROR_CODE = 2
 FAILURE_CODE = 1
@@ -48,6 +48,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         written = _written_at(kwargs)
         with interruptible() as interruption:
             try:
+                bars_as_lines()
                 _check_json_file(kwargs)
                 _check_revisions(kwargs)
                 with joined(command.__name__, may_divide=command.__name__ in DIVIDED):

@@ -20,6 +20,7 @@ from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.modes import evaluating, frozen
+from pyprune.runtime.progress import track
 
 
 @dataclass
@@ -116,7 +117,7 @@ def _run_whole(model: PreTrainedModel, batches: Iterable[Tensor], names: Iterabl
     head = model.get_output_embeddings()
     listened = {id(model.get_submodule(name)) for name in names}
     runner: Callable[..., Any] = model if id(head) in listened else model.base_model
-    for batch in batches:
+    for batch in track(batches, "activations"):
         runner(input_ids=batch, use_cache=False)
 
 

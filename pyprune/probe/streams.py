@@ -22,6 +22,7 @@ from pyprune.families import Family, decoder_layers, family_for
 from pyprune.families.base import BLOCKS, Block
 from pyprune.runtime import processes
 from pyprune.runtime.products import products_in
+from pyprune.runtime.progress import track
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class LayerRunner:
 
     def through_(self, streams: list[Tensor]) -> None:
         """Take the streams [B, T, H] of batches through all layers, in their list."""
-        for _ in self.points_(streams):
+        for _ in track(self.points_(streams), "running layers", total=len(self.layers)):
             pass
 
     def points_(self, streams: list[Tensor]) -> Iterator[int]:

@@ -6,15 +6,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
 _console: Console | None = None
+_bar_is_shown = False
+
+SILENT_S, GAP_S, LONGEST_GAP_S = 2.0, 10.0, 60.0
+"""Of a step in a log: how long it may be without a line, and the shortest and longest time between two lines."""
 
 
 def console() -> Console:
@@ -42,7 +46,7 @@ def say(text: str, style: str = "") -> None:
     console().print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def time_left(began: float, done: int, total: int) -> str:
+def time_left(began: float, done: float, total: float) -> str:
     """What is left of equal parts, in words for the end of a line: ", about 12 min left"; nothing before the first.
 
     Args:
@@ -80,25 +84,107 @@ def quiet(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
+class LogLines:
+    """How far a long step is, as lines of a log: at least ten seconds apart, for every tenth and every minute.
+
+    Args:
+        what: is being done, in a few words.
+        total: parts of it; None where that is not known.
+        name: of a part, for example step.
+    """
+
+    def __init__(self, what: str, total: float | None, name: str = "") -> None:
+        self.what, self.total, self.name = what, total, f"{name} " if name else ""
+        self.began = self.said_at = time.perf_counter()
+        self.said = 0.0
+        self.lines = 0
+
+    def update(self, done: float, facts: str = "", shown: Callable[[float], str] = "{:,.0f}".format) -> None:
+        """Print that so many parts are done, where a line is due.
+
+        Args:
+            done: parts that are finished.
+            facts: what else there is to say of them.
+            shown: how a number of parts is written.
+        """
+        now = time.perf_counter()
+        waited = now - self.said_at
+        tenth = self.total is None or done - self.said >= self.total / 10
+        if waited < GAP_S or not (tenth or waited >= LONGEST_GAP_S):
+            return
+        of = f" of {shown(self.total)}{time_left(self.began, done, self.total)}" if self.total else ""
+        say(f"{self.what}: {self.name}{shown(done)}{of}{facts}", "dim")
+        self.said, self.said_at = done, now
+        self.lines += 1
+
+    def end(self, done: float, facts: str = "") -> None:
+        """Print what was done in all, of a step of over two seconds."""
+        if self.lines or time.perf_counter() - self.began > SILENT_S:
+            say(f"{self.what}: {self.name}{done:,.0f} done{facts}", "dim")
+
+
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Yield ``items`` while showing a progress bar on a terminal, or nothing but the final count in a log.
+    """Yield ``items`` while showing a progress bar on a terminal, or lines of a log (:class:`LogLines`).
+
+    Inside of another one, which shows its own bar, it shows none.
 
     Args:
         items: what to iterate over.
         description: what is being done, in a few words.
         total: number of items, when ``items`` has no length.
     """
+    global _bar_is_shown
     out = console()
-    if out.is_terminal:
+    count = len(items) if total is None and isinstance(items, Sized) else total
+    if not out.is_terminal:
+        lines = LogLines(description, count)
+        done = 0
+        for done, item in enumerate(items, 1):
+            yield item
+            lines.update(done)
+        lines.end(done)
+    elif _bar_is_shown:
+        yield from items
+    else:
         from rich.progress import track as rich_track
 
-        yield from rich_track(items, description=description, total=total, console=out, transient=True)
+        _bar_is_shown = True
+        try:
+            yield from rich_track(items, description=description, total=count, console=out, transient=True)
+        finally:
+            _bar_is_shown = False
+
+
+def bars_as_lines() -> None:
+    """Where stderr is no terminal, show the bars of other libraries (tqdm's: downloads, conversions) as lines of a log.
+
+    A bar redraws itself by returning to the start of its line; in a log, every frame of it stands behind the others.
+    """
+    if console().is_terminal:
         return
-    count = 0
-    for item in items:
-        yield item
-        count += 1
-    out.print(f"{description}: {count} done", highlight=False)
+    from tqdm.std import tqdm
+
+    if hasattr(tqdm, "_pyprune_lines"):
+        return
+    real, nowhere = tqdm.__init__, open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+
+    def make(bar: Any, *args: Any, **options: Any) -> None:
+        # "None" leaves a bar out where it would not be seen as one.
+        unseen = "disable" in options and options["disable"] is None
+        real(bar, *args, **options | {"file": nowhere} | ({"disable": False} if unseen else {}))
+        bar._pyprune_lines = LogLines(
+            str(getattr(bar, "desc", "") or "working").rstrip(": "), getattr(bar, "total", None)
+        )
+
+    def show(bar: Any, *_: Any, **__: Any) -> bool:
+        lines = getattr(bar, "_pyprune_lines", None)
+        if lines is not None:
+            scaled = bool(getattr(bar, "unit_scale", False))
+            lines.total = bar.total
+            lines.update(bar.n, shown=(lambda n: f"{bar.format_sizeof(n)}{bar.unit}") if scaled else "{:,.0f}".format)
+        return True
+
+    tqdm.__init__, tqdm.display, tqdm._pyprune_lines = make, show, None
 
 
 @contextmanager

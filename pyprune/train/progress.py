@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from pyprune.runtime.progress import console
+from pyprune.runtime.progress import LogLines, console
 from pyprune.train.objective import StepRecord
 
 
 class _StepProgress:
-    """A bar with the loss on a terminal; about ten lines in a log. Silent for runs under two seconds."""
+    """A bar with the loss on a terminal, lines in a log. Silent for runs under two seconds."""
 
     def __init__(self, description: str, steps: int) -> None:
         self.description = description
         self.steps = steps
-        self.started = time.monotonic()
+        self.lines = LogLines(description, steps, "step")
         self.bar: Any = None
-        self.printed = 0
 
     def __enter__(self) -> _StepProgress:
         if console().is_terminal:
@@ -43,10 +41,9 @@ class _StepProgress:
         if self.bar is not None:
             self.bar.update(self.task, completed=step, loss=text)
             return
-        due = step == self.steps or step >= self.printed + max(1, self.steps // 10)
-        if due and time.monotonic() - self.started > 2.0:
-            console().print(f"{self.description}: step {step}/{self.steps}, {text}", highlight=False)
-            self.printed = step
+        self.lines.update(step, f", {text}")
+        if step == self.steps:
+            self.lines.end(step, f", {text}")
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, did_you_mean
+from pyprune.runtime.progress import track
 from pyprune.serving.gguf.blocks import (
     BLOCKS,
     FALLBACK,
@@ -185,7 +186,7 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     try:
-        for values in _converted(planned, formats):
+        for values in track(_converted(planned, formats), "writing tensors", total=len(planned)):
             writer.write_tensor_data(values)
     finally:
         writer.close()

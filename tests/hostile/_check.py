@@ -15,7 +15,8 @@ MOST_CHARACTERS = 4_500
 
 _ESCAPE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PROGRESS = re.compile(
-    r"^(.+(: \d+ done|: +\d+%\|.*|: \d+it \[.*)|Memory at the peak: at most about .*|Loading torch and .*)$"
+    r"^(.+(: (\w+ )?[\d,.kMGB]+ (done|of .*)|: +\d+%\|.*|: \d+it \[.*)|Memory at the peak: at most about .*"
+    r"|Loading torch and .*)$"
 )
 """Lines of pyprune and bars of Transformers: how far the work has come, what it holds. No part of a message."""
 _USAGE = re.compile(r"^(Usage: |╭─ Error)")

@@ -23,6 +23,7 @@ from pyprune.methods.score._passes import Consume, NotLayerwiseError, Pass, Weig
 from pyprune.methods.score._stored_passes import StoredPasses
 from pyprune.methods.score.base import Scoring
 from pyprune.probe.activations import still
+from pyprune.runtime.progress import track
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _at(weights: Weights, draw: int, param: NamedParam) -> Tensor:
 def _in_memory(passes: Sequence[Pass], *, layerwise: bool) -> tuple[float, bool]:
     """The mean loss, and whether one layer was held at a time in all passes."""
     loss = 0.0
-    for one in passes:
+    for one in track(passes, "gradients"):
         try:
             loss += one.layerwise() if layerwise else one.whole()
         except NotLayerwiseError:

@@ -28,6 +28,7 @@ from pyprune.errors import ScoreError
 from pyprune.families import NamedParam
 from pyprune.methods.score._passes import NotLayerwiseError, Pass, Segment, at_weights
 from pyprune.probe.activations import still
+from pyprune.runtime.progress import track
 
 KEPT_BYTES = 2 << 30
 """Of streams that are kept between layers, in host memory."""
@@ -71,7 +72,7 @@ class StoredPasses:
             loss, gradients = self._ending(entered)
             left = list(entered) if outer else []
             del entered  # or it would be held while layers are run again
-            for index, entered in walk:
+            for index, entered in track(walk, "gradients of layers", total=ending - first):
                 self._layer_backwards(index, entered, gradients)
                 del entered
             if outer:
