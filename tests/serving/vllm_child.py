@@ -4,9 +4,11 @@ stdin: {"models": [folder, ...], "damaged": [folder, ...], "prompts": [[token id
 and perhaps "dtype" (default: float32), "compiled": true (default: eager), "ranks": n of tensor parallelism, "reload":
 true (every model answers once more, after its weights were wiped and vLLM was asked to load them again) and "built":
 {name: {"model": folder, "tensor": ranks, "stages": ranks, "partition": layers per rank, "draft": bool, "dtype": name,
-"streamed": URI of the weights, "compiled": bool}}, of which the model class alone is built
+"streamed": URI of the weights, "compiled": bool}}, of which the model class alone is built, and "attempted": [folder,
+...], of which each may end in an error
 stdout: {folder: [{"tokens": [generated], "prompt": [logprob of prompt[1:]], "top": [{token: logprob}]}, ...]}, and for
-a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none
+a damaged folder and what is built the error instead: {folder or name: "Type: message"}, or null when there was none;
+for an attempted one either of the two
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from unittest import mock
 
 def main() -> None:
     replies, job = read_job()
-    _load_classes(job["models"])
+    attempted: list[str] = job.get("attempted", [])
+    _load_classes([*job["models"], *attempted])
     # First of all: an engine keeps the environment variables that it has seen.
     answers: dict[str, Any] = {name: _built(**case) for name, case in job.get("built", {}).items()}
     answers |= {model: _answers(model, job) for model in job["models"]}
+    answers |= {model: _attempt(model, job) for model in attempted}
     json.dump(answers | {model: _refusal(model, job) for model in job["damaged"]}, replies)
     replies.close()
 
@@ -48,6 +52,16 @@ def _load_classes(models: list[str]) -> None:
     for folder in models:
         [name] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _attempt(model: str, job: dict[str, Any]) -> list[dict[str, Any]] | str:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        return _answers(model, job)
+    except Exception as error:
+        cleanup_dist_env_and_memory()
+        return f"{type(error).__name__}: {error}"
 
 
 def _refusal(model: str, job: dict[str, Any]) -> str | None:
