@@ -8,9 +8,10 @@ adapter on top of them, a kernel of the hub to run.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -71,7 +72,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}. Is {folder} a checkpoint folder?") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:300]}); the checkpoint is damaged.") from error
+        raise CheckpointError(
+            f"{path} is not valid JSON ({str(error)[:300]}): it is damaged, or no JSON in UTF-8 (without a byte order "
+            "mark, comments and commas at the end). Correct it, or fetch it again."
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not describe a language model (it is {shown(config)}).")
     if config.get("transformers_weights") is not None:
@@ -99,6 +103,7 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise not_allowed(source, name, value, f"whole numbers from 1 to {most:,}")
+    _check_numbers(config, source)
     _check_named_values(config, source)
     for name in ("quantization_config", "compression_config"):
         if config.get(name) and not (quantised and is_exported_quantisation(config)):
@@ -155,6 +160,27 @@ def _check_named_values(config: Mapping[str, Any], source: str) -> None:
             kind = rope.get("rope_type", rope.get("type"))
             if isinstance(kind, str) and kind not in known:
                 raise not_allowed(source, f"{field}.rope_type", kind, ", ".join(sorted(known)))
+
+
+def _check_numbers(config: Mapping[str, Any], source: str) -> None:
+    for name, value in _numbers(config):
+        last = name.rpartition(".")[2]
+        if not math.isfinite(value):  # JSON has neither, Python's reader takes both
+            raise not_allowed(source, name, value, "finite numbers")
+        if (last == "rope_theta" and value <= 0) or (last.endswith(("_eps", "_epsilon")) and value < 0):
+            raise not_allowed(source, name, value, "numbers above 0")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every number that is no whole one, with its dotted name."""
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
 
 
 def _ropes(value: Any) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ live at module level because serving engines pickle them to their worker process
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -85,10 +86,24 @@ class PrunedConfigMixin:
             square.hidden_size = head_dim * _value(self, "num_attention_heads")
         super(PrunedConfigMixin, square).validate_rope()  # type: ignore[misc]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as the stock configuration's; PEFT asks for it before it looks up what to adapt."""
+        _tell_peft()
+        return cast(dict[str, Any], super().to_dict())  # type: ignore[misc]
+
     def layer_config(self, index: int) -> PretrainedConfig:
         """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
         # Without per-layer sizes Transformers hands out the shared configuration itself.
         return cast(PretrainedConfig, copy.copy(self.per_layer_config[index]))
+
+
+def _tell_peft() -> None:
+    """Let PEFT, where it is imported, adapt by default what it adapts of stock types; its tables are by model type."""
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in vars(constants).items() if constants is not None else ():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
+            for stock in all_families().keys() & table.keys():
+                table.setdefault(PREFIX + stock, table[stock])
 
 
 class LayerView:

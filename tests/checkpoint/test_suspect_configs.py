@@ -238,6 +238,11 @@ WRONG_VALUES: list[tuple[str, dict[str, Any], str]] = [
               "original_max_position_embeddings": 64}, r"short_factor field must have length 4, got 1"),
     ("qwen2", {"layer_types": ["full_attention"] * 3}, r"layer_types = .*allowed are lists of 4 entries"),
     ("qwen2", {"layer_types": ["weird"] * 4}, r"entries must be in \('full_attention'"),
+    ("llama", {"rms_norm_eps": float("nan")}, r"rms_norm_eps = nan; allowed are finite numbers"),
+    ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps = -1\.0; allowed are numbers above 0"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}},
+     r"rope_parameters\.rope_theta = inf; allowed are finite numbers"),
+    ("granite", {"logits_scaling": float("nan")}, r"logits_scaling = nan; allowed are finite"),
     ("gemma3", {"query_pre_attn_scalar": None}, r"Field 'query_pre_attn_scalar' expected int"),
 ]  # fmt: skip
 """Model, values in its config.json -> what is said: the field, its value, what is allowed."""
@@ -260,3 +265,13 @@ def test_a_file_that_ends_early_is_named(file: str, tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "c")
     (folder / file).write_bytes((folder / file).read_bytes()[:60])
     assert file in refused(folder, "damaged")
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: "\ufeff" + text, lambda text: "// sizes\n" + text, lambda text: text.rstrip().removesuffix("}") + ",}",
+])  # fmt: skip
+def test_what_is_no_json_says_what_it_may_not_hold(change: Any, tmp_path: Path) -> None:
+    folder = write_model(tiny_model("llama"), tmp_path / "c")
+    path = folder / "config.json"
+    path.write_text(change(path.read_text()), encoding="utf-8")
+    assert "byte order mark, comments and commas" in refused(folder, r"config\.json is not valid JSON")
