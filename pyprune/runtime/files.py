@@ -7,6 +7,7 @@ manifest (``pruning.json`` of a checkpoint, ``metrics.json`` of a report), which
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -440,6 +441,12 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
     check_output(out, overwrite=overwrite)  # hours may have passed
     if not out.exists():
         part.rename(out)  # refused by the system if something with content appears at this very moment
+    elif _exchange(part, out):  # so that another process finds one of the two there at any time
+        try:
+            _refuse_foreign(part, shown_as=out)
+        except BaseException:
+            _exchange(part, out)
+            raise
     else:
         old = part.with_name("old")
         out.rename(old)
@@ -451,6 +458,15 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
             raise
         shutil.rmtree(old, ignore_errors=True)
     sync(out.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths trade places at once; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return int(rename(here, os.fsencode(one), here, os.fsencode(other), both)) == 0
 
 
 def _let_others_read(folder: Path) -> None:

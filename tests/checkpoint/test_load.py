@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from pyprune.cut.mask import masked
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
+from pyprune.runtime import files
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.files import atomic_folder, write_text
 from tests._support.cli import run
@@ -217,11 +219,35 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
         return real(self, target)
 
     before = {p.name: p.read_bytes() for p in out.iterdir()}
+    monkeypatch.setattr(files, "_exchange", lambda one, other: False)  # where the file system cannot
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
     assert [p.name for p in out.parent.iterdir()] == [out.name]
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_readers_find_a_whole_folder_while_it_is_replaced(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
+    """Another process looks for it all the time; for none of them it may be gone."""
+    out = written[0]
+    look = "import os, sys, time\nend = time.time() + 4\nmissing = seen = 0\nprint('ready', flush=True)\n"
+    look += (
+        "while time.time() < end:\n    seen += 1\n    missing += not os.path.isfile(sys.argv[1])\nprint(missing, seen)"
+    )
+    command = [sys.executable, "-c", look, str(out / "config.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+        writes = 0
+        while reader.poll() is None and writes < 40:
+            with atomic_folder(out, overwrite=True) as folder:
+                for path in out.iterdir():
+                    shutil.copyfile(path, folder / path.name)
+            writes += 1
+        missing, seen = map(int, reader.communicate()[0].split())
+    assert writes > 5
+    assert seen > 100
+    assert missing == 0
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
