@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_SHARD_BYTES = 5 * 10**9
 CLIPS = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's largest weight that the search tries as the end of its range: 1 to 0.7."""
-SHOWN_PROBLEMS = 5
+SHOWN_PROBLEMS = 1
 
 
 @dataclass(frozen=True)

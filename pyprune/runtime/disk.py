@@ -35,9 +35,11 @@ def disk_errors(out: str | Path) -> Iterator[None]:
 
 
 def reason(error: Exception, path: Path) -> str:
-    """What went wrong, in words; safetensors gives the system's error number as text only."""
+    """What went wrong, in words; safetensors gives the system's error number as text only, numpy none."""
     found = re.search(r"os error (\d+)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    if re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+        number = errno.ENOSPC
     if number == errno.ENOSPC:
         free = shutil.disk_usage(existing_parent(path.absolute())).free
         return f"no room on the disk ({free / 1e6:.0f} MB free); free some space or choose another folder"
