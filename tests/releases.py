@@ -27,7 +27,11 @@ REPO = Path(__file__).resolve().parents[1]
 TRIED = ("transformers", "torch", "peft", "datasets", "lm-eval", "gguf")
 EXTRAS = "data,eval,recover,report,gguf"
 """README's, without vLLM."""
-CONTRACT = ("tests/families/test_contract.py", "tests/modeling")
+CONTRACT = (
+    "tests/families/test_contract.py", "tests/modeling", "tests/checkpoint/test_tokenizer.py",
+    "tests/checkpoint/test_gguf_config.py", "tests/data/test_bos.py", "tests/runtime/test_progress.py",
+)  # fmt: skip
+"""What may change with a release of another package: classes, caches, tokenizers, GGUF readers, adapters, bars."""
 TESTING = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 

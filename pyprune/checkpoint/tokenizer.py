@@ -31,6 +31,11 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 OF_THE_RUN = ("local_files_only", "is_local", "name_or_path", "gguf_file", "_commit_hash")
 """What Transformers writes of how a tokenizer was loaded, which is nothing of the tokenizer."""
 _ORIGIN = "_pyprune_origin"
+SAMPLES = (
+    "Under the green hill, seven letters.", "two  spaces\tand\n\n    1,234 + 5.6 = it's", "Grüße, 世界! العربية 👩🏽",
+    "def f(x):\n        return {'a': x[0]}\r\n",
+)  # fmt: skip
+"""Texts on which a class and its tokenizer.json are compared; steps may be written in several ways and do the same."""
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -85,16 +90,25 @@ def _as_the_file_says(folder: Path, tokenizer: Any) -> Any:
     plain = _read(PreTrainedTokenizerFast, folder)
     if getattr(tokenizer, "is_fast", False) and _splitting(tokenizer) == _splitting(plain):
         return tokenizer
-    _say_once(
-        f"{folder} names the tokenizer class {type(tokenizer).__name__}, which splits text otherwise than its "
-        "tokenizer.json. The file is followed here; an engine that follows the class reads other tokens."
-    )
+    if not getattr(tokenizer, "is_fast", False) or any(_ids(tokenizer, text) != _ids(plain, text) for text in SAMPLES):
+        _say_once(
+            f"Transformers reads the tokenizer of {folder} as {type(tokenizer).__name__}, which splits text otherwise "
+            "than its tokenizer.json. The file is followed here; an engine that follows the class reads other tokens."
+        )
     known = plain.get_vocab()
     for name in NAMED_TOKENS:  # a class knows its usual ones, which the files of early releases do not name
         token = getattr(tokenizer, name, None)
         if getattr(plain, name) is None and token is not None and str(token) in known:
             setattr(plain, name, token)
     return plain
+
+
+def _ids(tokenizer: Any, text: str) -> Any:
+    """Token ids of a text; None where a class has put together what cannot split it."""
+    try:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception:  # of Rust, without a type of its own
+        return None
 
 
 @cache
