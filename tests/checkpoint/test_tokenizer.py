@@ -52,7 +52,8 @@ def test_a_class_reads_it_otherwise(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = write_files(tmp_path / "m", byte_level_tokenizer(), tokenizer_class="LlamaTokenizerFast")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     own = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(SAMPLE).ids
-    assert AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"] != own
+    if AutoTokenizer.from_pretrained(folder)(SAMPLE)["input_ids"] == own:
+        pytest.skip("this release of Transformers follows the file itself, as 5.24 does")
     for _ in range(2):
         load_tokenizer(str(folder))
     assert capsys.readouterr().err.count("splits text otherwise than its tokenizer.json") == 1
