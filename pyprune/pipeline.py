@@ -17,7 +17,7 @@ from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.run import PruneConfig
 from pyprune.data.sampling import TokenSamples
-from pyprune.data.sources import look_up_samples
+from pyprune.data.sources import check_sources, look_up_samples
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
@@ -120,10 +120,11 @@ def _pruned(
 ) -> PruneResult:
     config = checked(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
-    look_up_samples(wanted_text(config).values())
+    check_sources(_sources(config))
     if resume:
         config = with_kept_memory(out, config)
     division, config = placed(Source(model_id, reading), config, placement)
+    look_up_samples(wanted_text(config).values())  # of the model, the configuration alone has been read
     # Decided by all processes together, while the teacher may be wanted by some of them alone.
     taught_in = teacher_dtype(config)
 
@@ -307,13 +308,14 @@ def decision_for(
         The plan, with the notes and warnings that a cut by it would come with.
     """
     config = checked(config)
-    look_up_samples(wanted_text(config).values())
+    check_sources(_sources(config))
     reading: dict[str, Any] = {
         "gguf_file": gguf_file,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
     }
     division, config = placed(Source(model_id, reading), config, placement, always=True)
+    look_up_samples(wanted_text(config).values())
     if decides_from_disk(model_id, config, **reading):
         decision = StoredRun(model_id, config, revision=revision, only_planning=True).decide()
     else:
