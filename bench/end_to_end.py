@@ -35,7 +35,7 @@ from bench._demo_report import make_report, metrics, tables
 from pyprune.errors import PypruneError
 from pyprune.report import print_table, write_report
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest
-from pyprune.runtime.progress import say
+from pyprune.runtime.progress import bars_as_lines, say
 
 SHORT_OUT, FULL_OUT = Path("out/demo"), Path("out/demo-full")
 
@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None, settings: Settings | None = Non
         settings: how much is done; None = short, or full where the arguments say so.
     """
     options = _parser().parse_args(arguments)
+    bars_as_lines()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     settings = settings or (Settings.full() if options.full else Settings())
     out = Path(options.out or (FULL_OUT if options.full else SHORT_OUT)).absolute()
