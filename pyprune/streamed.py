@@ -161,10 +161,10 @@ class StoredRun:
         place = resolve_device(config.device)
         self._source = StoredModel(folder, dtype=DTYPES[config.dtype], device=place, scratch=scratch)
         self._cut: StreamedCut | None = None
-        self._tokenizer = load_tokenizer(str(model_id), revision=revision)
+        tokenizer = load_tokenizer(str(model_id), revision=revision)
         self.model: PreTrainedModel = self._source.model()
         self._source.check(self.model)
-        self.data: dict[str, TokenSamples] = draw_samples(self.model, self._tokenizer, config)
+        self.data: dict[str, TokenSamples] = draw_samples(self.model, tokenizer, config)
         text = StageText.of(self.data)
         own = planning(config) if only_planning else config
         cutting = Cutting(self._prepared, self._planned, self._compensated, self._solved, self._masked, self._compacted)

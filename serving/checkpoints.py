@@ -272,6 +272,7 @@ def read_gguf(path: Path) -> Checkpoint:
         "num_attention_heads": 1,
         "head_dim": max(keys, default=hidden * hidden) // hidden,  # all KV heads as one: enough for the cache's size
         "max_position_embeddings": facts.get(f"{architecture}.context_length"),
+        "bos_token_id": facts.get("tokenizer.ggml.bos_token_id"),
     }
     return Checkpoint(path, config, header.elements, path.stat().st_size, _format(facts))
 

@@ -1,4 +1,4 @@
-"""What a bad checkpoint makes Transformers and what it calls raise, as errors that a person can act on."""
+"""Turn what a bad checkpoint makes Transformers and its libraries raise into errors that a person can act on."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ MISMATCHED = "You set `ignore_mismatched_sizes` to `False`"
 
 
 def _of_validation(text: str) -> str:
-    """What was wrong with a value, without the names of the classes that found it."""
+    """Say what was wrong with a value, without the names of the classes that found it."""
     if text.startswith(MISMATCHED):
         return "Its weights have other shapes than the sizes in config.json."
     found = VALIDATED.fullmatch(text)
@@ -112,7 +112,7 @@ def _of_validation(text: str) -> str:
 
 
 def _lacks_bytes(error: BaseException) -> bool:
-    """Whether a file ends too early, or holds other bytes than its format has; any other error is of a value."""
+    """Return whether a file ends too early or holds other bytes than its format has; other errors are of a value."""
     from safetensors import SafetensorError
 
     cut = (json.JSONDecodeError, UnicodeDecodeError, EOFError, struct.error, zipfile.BadZipFile, SafetensorError)

@@ -87,6 +87,8 @@ def _own_code(folder: Path) -> bool:
 
 def _as_the_file_says(folder: Path, tokenizer: Any) -> Any:
     """The tokenizer itself, or where its class does otherwise than tokenizer.json, the file's without a class."""
+    if type(tokenizer) is PreTrainedTokenizerFast:  # without a class of its own already
+        return tokenizer
     plain = _read(PreTrainedTokenizerFast, folder)
     if getattr(tokenizer, "is_fast", False) and _splitting(tokenizer) == _splitting(plain):
         return tokenizer

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from pyprune.checkpoint.gguf import read_gguf_header
 from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.errors import DataError
 from pyprune.families import all_families
@@ -28,7 +27,7 @@ from pyprune.quality.perplexity import (
     window_size,
 )
 from pyprune.runtime.progress import track
-from pyprune.serving.checkpoints import read_gguf
+from pyprune.serving.checkpoints import Checkpoint, read_gguf
 from pyprune.serving.gguf.server import LlamaServer
 
 SLOTS = 4
@@ -79,7 +78,7 @@ def gguf_perplexity(
         )
     with LlamaServer(path, slots=slots, context=size, float32=float32, threads=threads) as server:
         text = source if isinstance(source, EvaluationText) else _read(server, source, split, field)
-        bos = _bos(Path(path))
+        bos = _bos(facts)
         windows = cut_windows(text.token_ids, size, max_tokens, text.max_windows, text.source, bos)
         if int(windows.min()) < 0 or int(windows.max()) >= facts.vocab_size:
             raise DataError(
@@ -93,12 +92,11 @@ def gguf_perplexity(
     return result_of(losses, windows, protocol, text.source, text.text_sha256)
 
 
-def _bos(path: Path) -> int | None:
+def _bos(file: Checkpoint) -> int | None:
     """The token that every window begins with, where the family that is written as this architecture expects one."""
-    facts = read_gguf_header(path).facts
     expecting = [f.gguf for f in all_families().values() if f.begins_with_bos and not isinstance(f.gguf, str)]
-    names = {form.architecture for forms in expecting for form in forms}
-    return facts.get("tokenizer.ggml.bos_token_id") if facts.get("general.architecture") in names else None
+    names = {f"llama.cpp {form.architecture}" for forms in expecting for form in forms}
+    return file.config["bos_token_id"] if file.architecture in names else None
 
 
 def _read(server: LlamaServer, source: str, split: str | None, field: str | None) -> EvaluationText:

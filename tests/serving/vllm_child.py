@@ -65,15 +65,8 @@ def _attempt(model: str, job: dict[str, Any]) -> list[dict[str, Any]] | str:
 
 
 def _refusal(model: str, job: dict[str, Any]) -> str | None:
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    try:
-        _answers(model, job)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        cleanup_dist_env_and_memory()
-    return None
+    found = _attempt(model, job)
+    return found if isinstance(found, str) else None
 
 
 def _built(
