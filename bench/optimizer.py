@@ -51,7 +51,7 @@ from bench._timing import (
     release,
 )
 from pyprune.checkpoint.compact import compact_checkpoint
-from pyprune.checkpoint.record import RECORD_NAME
+from pyprune.checkpoint.manifest import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for

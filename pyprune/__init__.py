@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from pyprune.runtime.version import VERSION as __version__
 
 _PUBLIC = {
     "Evaluation": "pyprune.quality.measure:Evaluation",

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, Self
 
 from pyprune.errors import PlanError, did_you_mean, shown
-from pyprune.runtime.files import parse_json
 
 PLAN_VERSION = 1
 MAX_LAYERS = 4096
@@ -265,8 +264,8 @@ class PrunePlan:
             PlanError: not JSON, or not a valid plan.
         """
         try:
-            data = parse_json(text)
-        except ValueError as error:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"The plan is not valid JSON: {str(error)[:300]}.") from error
         return cls.from_dict(data)
 

@@ -21,6 +21,7 @@ from pyprune.runtime.figures import WRITTEN_BY
 from pyprune.runtime.files import parse_json, read_bounded, seal, unseal, write_text
 from pyprune.runtime.progress import warn
 from pyprune.runtime.records import differences
+from pyprune.runtime.version import VERSION
 
 PROFILE_VERSION = 1
 DENSE = "dense"
@@ -145,10 +146,8 @@ class Profile:
         """The file's text."""
         import json
 
-        from pyprune import __version__
-
         body = {
-            WRITTEN_BY: __version__,
+            WRITTEN_BY: VERSION,
             "profile": PROFILE_VERSION,
             "made": self.made,
             **self.identity(),

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.checkpoint.load import read_generation_config
+from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
-from pyprune.checkpoint.record import PruningRecord, inherited_facts, write_record
+from pyprune.checkpoint.record import inherited_facts, write_record
 from pyprune.checkpoint.save import converted
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
 from pyprune.checkpoint.stored import StoredModel, without_parameters

@@ -10,11 +10,11 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pyprune import __version__
+from pyprune.checkpoint.manifest import RECORD_NAME, RECORD_VERSION, PruningRecord
 from pyprune.checkpoint.verify import TOKENIZER_CONFIG, digest_without_template
 from pyprune.checkpoint.verify import verify_files as verify
 from pyprune.errors import CheckpointError, PlanError, shown
@@ -23,54 +23,16 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import (
     CARD_NAME,
-    CHECKPOINT_MANIFEST,
     check_file,
     file_digest,
     read_bounded,
     read_json,
-    seal,
     unseal,
     write_text,
 )
 
-RECORD_NAME = CHECKPOINT_MANIFEST
-RECORD_VERSION = 1
 UNSERVED = "unserved"
 """Where the record says why vLLM's own class refuses a stock checkpoint."""
-
-
-@dataclass(frozen=True)
-class PruningRecord:
-    """What ``pruning.json`` holds.
-
-    Attributes:
-        plan: what stayed of the dense model; None for a checkpoint that was only trained or converted.
-        provenance: method, options, source, sizes, and what was measured; plain JSON data.
-        files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
-        tokenizer_config: SHA-256 (hex) of what tokenizer_config.json says beside the chat template; None where there is
-            no such file, and in records of early releases.
-        cards: SHA-256 (hex) of the model cards that pyprune wrote last, the new one and the one before: a card that is
-            neither was edited by somebody.
-    """
-
-    plan: PrunePlan | None
-    provenance: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    tokenizer_config: str | None = None
-    cards: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Indented JSON with a checksum over its own content."""
-        body = {
-            "version": RECORD_VERSION,
-            "pyprune": __version__,
-            "plan": self.plan.to_dict() if self.plan is not None else None,
-            "provenance": self.provenance,
-            "files": self.files,
-            **({"tokenizer_config": self.tokenizer_config} if self.tokenizer_config is not None else {}),
-            **({"cards": list(self.cards)} if self.cards else {}),
-        }
-        return json.dumps(seal(body), indent=2) + "\n"
 
 
 def has_record(folder: str | Path) -> bool:

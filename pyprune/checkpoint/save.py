@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
-from pyprune.checkpoint.record import PruningRecord, write_record
+from pyprune.checkpoint.record import write_record
 from pyprune.checkpoint.tokenizer import write_tokenizer
 from pyprune.errors import OutputError
 from pyprune.families import count_parameters

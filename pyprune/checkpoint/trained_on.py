@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from pyprune.checkpoint.record import RECORD_NAME, read_record
+from pyprune.checkpoint.manifest import RECORD_NAME
+from pyprune.checkpoint.record import read_record
 from pyprune.data.overlap import BOILERPLATE, SHINGLE, Hashes, shingle_hashes
 from pyprune.data.sampling import TokenSamples
 from pyprune.errors import CheckpointError, DataError

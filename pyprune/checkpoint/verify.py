@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.errors import CheckpointError, ConfigError, shown
 from pyprune.runtime.files import CHECKPOINT_MANIFEST, file_digest, read_bounded, read_json
 from pyprune.runtime.progress import warn
-
-if TYPE_CHECKING:
-    from pyprune.checkpoint.record import PruningRecord
 
 VERIFY = "PYPRUNE_VERIFY"
 """Environment variable: 0 = the files of checkpoints are used as they are; 1 or unset = they are compared."""

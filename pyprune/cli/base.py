@@ -295,12 +295,12 @@ def add_to_record(folder: str, **measured: Any) -> None:
 
 def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
     """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
-    from pyprune import __version__
     from pyprune.report import Table, print_table
     from pyprune.runtime.figures import WRITTEN_BY
     from pyprune.runtime.files import write_text
+    from pyprune.runtime.version import VERSION
 
-    text = json.dumps({WRITTEN_BY: __version__, **data}, indent=2) + "\n"
+    text = json.dumps({WRITTEN_BY: VERSION, **data}, indent=2) + "\n"
     if json_file == "-":
         print(text, end="")
         return

@@ -13,7 +13,7 @@ from pyprune.cli.base import Debug, JsonFile, guarded, output
 from pyprune.errors import how_to_install
 
 if TYPE_CHECKING:
-    from pyprune.checkpoint.record import PruningRecord
+    from pyprune.checkpoint.manifest import PruningRecord
     from pyprune.report import Cell
     from pyprune.serving.checkpoints import Checkpoint
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, did_you_mean
 from pyprune.runtime.progress import track
+from pyprune.runtime.version import VERSION
 from pyprune.serving.gguf.blocks import (
     BLOCKS,
     FALLBACK,
@@ -164,7 +165,7 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     from pyprune.serving.gguf.tokenizer import add_tokenizer
 
     writer = gguf.GGUFWriter(path, model.form.architecture)
-    writer.add_string(OWN_KEY, _version())
+    writer.add_string(OWN_KEY, VERSION)
     writer.add_string(FORMAT_KEY, quantise)
     writer.add_type("model")
     writer.add_name(name)
@@ -191,12 +192,6 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     finally:
         writer.close()
     return read_gguf_header(path).elements, notes
-
-
-def _version() -> str:
-    from pyprune import __version__
-
-    return __version__
 
 
 def _add_plan(writer: Any, folder: Path) -> None:

@@ -17,7 +17,7 @@ from bench._ops_cases import OPS, cases
 from bench._ops_setting import Setting
 from bench._timing import CEILING, Case, Target, find, interleave, last_level_cache
 from pyprune.checkpoint.compact import compact_checkpoint
-from pyprune.checkpoint.record import RECORD_NAME
+from pyprune.checkpoint.manifest import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.plan import PrunePlan
 from tests._support.models import tiny_batch, tiny_model

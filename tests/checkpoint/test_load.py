@@ -327,7 +327,7 @@ def cut_the_record(out: Path) -> None:
 
 
 def name_a_file_elsewhere(out: Path) -> None:
-    from pyprune.checkpoint.record import PruningRecord
+    from pyprune.checkpoint.manifest import PruningRecord
 
     (out / "pruning.json").write_text(PruningRecord(None, {}, {"../secret": "0"}).to_json())
 

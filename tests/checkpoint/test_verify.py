@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from pyprune.checkpoint import verify
 from pyprune.checkpoint.load import load_model
-from pyprune.checkpoint.record import PruningRecord, read_pruning_json, write_record
+from pyprune.checkpoint.manifest import PruningRecord
+from pyprune.checkpoint.record import read_pruning_json, write_record
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.serving.checkpoints import verify_checkpoint
