@@ -38,10 +38,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card releases matrix container lock clean
 
 demo: setup
-	$(PY) bench/end_to_end.py
+	$(PY) -m bench.demo.end_to_end
 
 demo-full: setup
-	$(PY) bench/end_to_end.py --full
+	$(PY) -m bench.demo.end_to_end --full
 
 test: setup lint
 	$(PYTEST) --tier first --durations 10 $(TEST_ARGS)
@@ -115,24 +115,24 @@ types: setup
 	cd $(TYPES) && PYTHONPATH=. $(abspath $(VENV))/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 bench-ops: setup
-	$(PY) bench/ops.py
+	$(PY) -m bench.kernels.ops
 
 bench-optimizer: setup
-	$(PY) -m bench.train_step
-	$(PY) bench/optimizer.py
+	$(PY) -m bench.training.train_step
+	$(PY) -m bench.kernels.optimizer
 
 # Not after `setup`: a machine with a GPU has a torch for it, and often no network. Where there is no complete
 # environment, the packages of PYTHON serve, to which only pyprune itself is added. CARD="--parts kernels" runs one part.
 GPU_PY = $(if $(wildcard $(VENV)/.stamp-package),$(PY),$(PYTHON))
 gpu-card:
 	$(GPU_PY) -c "import pyprune.serving" 2>/dev/null || $(GPU_PY) -m pip install --no-deps --no-build-isolation -e .
-	$(GPU_PY) -m bench.gpu_card $(CARD)
+	$(GPU_PY) -m bench.training.gpu_card $(CARD)
 
 releases: setup
 	$(PY) -m tests.releases
 
 matrix: setup
-	$(PY) -m bench.matrix
+	$(PY) -m bench.serving.matrix
 
 DEVICE ?= cpu
 container:

@@ -1,4 +1,4 @@
-"""Interleaved timing, shared by bench/ops.py and bench/optimizer.py."""
+"""Interleaved timing, shared by bench/kernels/ops.py and bench/kernels/optimizer.py."""
 
 from __future__ import annotations
 

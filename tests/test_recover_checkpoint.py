@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from bench.rounding import kept
+from bench.quality.rounding import kept
 from pyprune import pipeline, rework
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json

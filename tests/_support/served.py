@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench._answers import (
+from bench._tiny import VOCAB, damp_
+from bench.serving.answers import (
     NEW_TOKENS,
     TOLERANCE,
     TOP,
@@ -25,8 +26,7 @@ from bench._answers import (
     random_prompts,
     served_and_expected,
 )
-from bench._families_made import RECOVERY
-from bench._tiny import VOCAB, damp_
+from bench.serving.families_made import RECOVERY
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.cut.compensate import compensate_

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bench._answers import Answer, answer_in, completion_request
+from bench.serving.answers import Answer, answer_in, completion_request
 from pyprune.serving.engines import engine_environment
 
 START_S, STOP_S, ANSWER_S = 900.0, 60.0, 120.0

@@ -10,12 +10,14 @@ import pytest
 import bench
 
 COMMANDS = sorted(
-    file.stem for file in Path(bench.__path__[0]).glob("[!_]*.py") if 'if __name__ == "__main__"' in file.read_text()
+    f"{file.parent.name}.{file.stem}"
+    for file in Path(bench.__path__[0]).glob("*/*.py")
+    if 'if __name__ == "__main__"' in file.read_text() and not file.stem.endswith(("_child", "_parts"))
 )
 
 
 def test_commands_are_found() -> None:
-    assert {"fit", "ops", "serving_card", "soak"} <= set(COMMANDS)
+    assert {"fit.fit", "kernels.ops", "serving.serving_card", "serving.soak"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

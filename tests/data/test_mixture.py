@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._demo_data import write_demo_data, write_demo_mixture
+from bench._texts import write_demo_data, write_demo_mixture
 from pyprune.config.data import MIXTURES, DataConfig, MixturePart, shared_out
 from pyprune.data.sampling import assert_disjoint, sample_sequences, split_disjoint
 from pyprune.data.sources import read_documents

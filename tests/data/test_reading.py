@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench._demo_data import write_demo_data
+from bench._texts import write_demo_data
 from pyprune.config.data import MIXTURES
 from pyprune.data.hub import HUB_SOURCES, read_named
 from pyprune.data.sources import check_source, packaged_text, read_corpus, read_documents

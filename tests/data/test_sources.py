@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._demo_data import write_demo_data
+from bench._texts import write_demo_data
 from pyprune.data import files, layouts, records
 from pyprune.data.sources import check_source, read_corpus, read_documents
 from pyprune.errors import DataError, MissingDependencyError, OutputError

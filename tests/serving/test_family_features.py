@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench._answers import LIGHT, is_light
 from bench._tiny import weaken_
+from bench.serving.answers import LIGHT, is_light
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import all_families, family_for

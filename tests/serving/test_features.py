@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from bench._answers import CHAT_TEMPLATE, JSON_FORM, PARALLEL, TOOL, chat_request, is_light
 from bench._tiny import shareable
+from bench.serving.answers import CHAT_TEMPLATE, JSON_FORM, PARALLEL, TOOL, chat_request, is_light
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench._rounded import linear_layers, round_inputs_, rounded_float8, with_weights_of
+from bench.quality.rounded import linear_layers, round_inputs_, rounded_float8, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench._rounded import round_inputs_, with_weights_of
+from bench.quality.rounded import round_inputs_, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
 from pyprune.plan import PrunePlan

@@ -11,8 +11,8 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from transformers import AutoModelForCausalLM
 
-from bench._answers import PARALLEL
 from bench._tiny import randomise_, shareable
+from bench.serving.answers import PARALLEL
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.rounding import kept
+from bench.quality.rounding import kept
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.errors import ConfigError, MissingDependencyError, OutputError, TrainingError

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.optimizer import extra_peak
+from bench.kernels.optimizer import extra_peak
 from pyprune import pipeline, rework, run_memory
 from pyprune.checkpoint.layers import stored_layers, why_loaded_whole
 from pyprune.checkpoint.load import load_model

@@ -1,0 +1,603 @@
+r"""A whole training step, ours and a plain PyTorch loop's, at equal work: seconds, tokens a second, peak memory.
+
+    python -m bench.training.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8]
+    python -m bench.training.train_step --shapes 7B --batch 1 --length 2048 # on a GPU: LLaMA-2's shapes, random weights
+    python -m bench.training.train_step --recipes # predict what the shipped recipes hold at 7B and 13B on 76 GiB
+    python -m bench.training.train_step --padding FILE # share of padding in a step on instruction records (.jsonl)
+    python -m bench.training.train_step --passes FILE  # seconds of such a step, split by records or by tokens
+
+The model is SmolLM2-135M where its package is installed, otherwise its configuration with random weights. Forms:
+
+* dress: DReSS as published, the l2 penalty on the last quarter of the hidden channels.
+* elder: ELDeR as published, the l2 norm of what seven layers add to the stream.
+* lora: recovery by LoRA of rank 32 on every projection.
+* distil: recovery of all weights, half on the text and half on the dense model's logits.
+
+Each is one step of the product's own loop (:func:`pyprune.train.loop.train`), in full and in lean memory, with the
+options that presets have (bfloat16 autocast over float32 weights, clipping at 1, a copy of the last good weights), and
+of a plain loop: torch's fused AdamW, autocast, the penalty by autograd, torch's clipping, Transformers' own loss. Steps
+take turns; the learning rate is so small that the weights stay. Peaks are of torch's allocator, with everything that
+lives between steps; beside them stands what :mod:`pyprune.train.memory` predicts. Every sample is appended to --jsonl.
+A second table says where the seconds of a few more steps go; ours copy the good weights in each of them, otherwise in
+one of ten.
+
+--compiled adds ours with every decoder layer under torch.compile; what compiling takes is in the warm-up.
+
+With --shapes the models would not fit beside each other, so one follows another, each with random weights of its own. A
+plain loop on bfloat16 weights is added, and an implementation that does not fit alone is recorded as out of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import gzip
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from typing_extensions import override
+
+from bench._timing import Case, Target, conditions, interleave, print_targets, worst
+from bench.kernels.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
+from bench.training.step_parts import (
+    BACKWARD,
+    COPY,
+    FORWARD,
+    NORM,
+    OPTIMIZER,
+    PENALTY,
+    TEACHER,
+    Watched,
+    parts_table,
+    time_parts,
+)
+from pyprune.config.recoveries import recovery
+from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
+from pyprune.data.sampling import split_disjoint
+from pyprune.data.tokens import Batch
+from pyprune.families import family_for
+from pyprune.methods.regularise.dress import DressOptions
+from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices
+from pyprune.methods.regularise.elder import ElderOptions
+from pyprune.methods.regularise.elder.penalty import ElderObjective
+from pyprune.recipe import build_config
+from pyprune.report import Cell, Table, markdown_table
+from pyprune.run_memory import Source, memory_of, memory_table
+from pyprune.runtime.device import DTYPES
+from pyprune.runtime.records import append_jsonl
+from pyprune.serving.stats import mad, median
+from pyprune.train.compiled import compiled_layers
+from pyprune.train.lean import to_bfloat16
+from pyprune.train.loop import _Run
+from pyprune.train.lora import adapted
+from pyprune.train.memory import training_memory
+from pyprune.train.objective import Objective
+from pyprune.train.recover import recovery_objective
+from pyprune.train.samples import batch_indices
+from pyprune.train.sharded import Whole
+
+Form = Literal["dress", "elder", "lora", "distil"]
+FORMS: tuple[Form, ...] = ("dress", "elder", "lora", "distil")
+LABELS: dict[Form, str] = {
+    "dress": "DReSS, papers' form",
+    "elder": "ELDeR, papers' form",
+    "lora": "recovery by LoRA",
+    "distil": "recovery of all weights with distillation",
+}
+PLAIN, FULL, LEAN = "plain PyTorch loop", "ours, full memory", "ours, lean memory"
+PLAIN_NARROW = "plain PyTorch loop, bfloat16 weights"
+COMPILED = "ours, full memory, layers compiled"
+LAYERS = range(13, 20)
+CLIP = 1.0
+PASSES = (1, 2, 4, 8, 16, 32, 64)
+RECORDS_IN_A_PASS, TOKENS_IN_A_PASS = (4, 8, 16), (1024, 2048, 4096)
+OUT_OF_MEMORY = "out of memory"
+PROFILED = 3
+"""Steps whose parts are timed."""
+
+
+LLAMA_2 = {
+    "7B": LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+    "13B": LlamaConfig(
+        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
+        num_key_value_heads=40,
+    ),
+}  # fmt: skip
+SHAPES = {
+    "tiny": LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=20, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32,
+    ),
+    **LLAMA_2,
+}  # fmt: skip
+"""Of --shapes; "tiny" is for trying the command."""
+RECIPES = ("llama2-7b-dress", "llama2-7b-elder", "llama2-7b-trsp", "llama-7b-moreau")
+GPU = 76 * 2**30
+"""Bytes that a GPU of 80 GB leaves to a process."""
+
+
+@dataclass
+class Dense:
+    """What every contender has a model of its own of.
+
+    Attributes:
+        name: of the model.
+        config: its shapes.
+        device: where steps run.
+        model: whose weights are copied; None = every model gets random ones.
+    """
+
+    name: str
+    config: PretrainedConfig
+    device: torch.device
+    model: PreTrainedModel | None = None
+
+    def copy(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A model on the device, in training mode."""
+        if self.model is None:
+            with self.device:
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
+            return cast(PreTrainedModel, model.train())
+        model = copy.deepcopy(self.model)
+        if dtype == torch.bfloat16:
+            to_bfloat16(model)
+        return model
+
+
+@dataclass
+class Step:
+    """One implementation of a step.
+
+    Attributes:
+        do: does one.
+        held: what lives between steps, tensors.
+        parts: what it calls.
+        with_copy: does one that copies the good weights as well; None where none does.
+    """
+
+    do: Callable[[], object]
+    held: Callable[[], list[Tensor]]
+    parts: Sequence[Watched]
+    with_copy: Callable[[], object] | None = None
+
+
+@contextmanager
+def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Step]:
+    """An implementation of a form, with a model of its own."""
+    model = options.dense.copy(torch.bfloat16 if name in (LEAN, PLAIN_NARROW) else torch.float32)
+    teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
+    recover = _recover(name, form, options.batch)
+    with adapted(model, recover) as trained:
+        make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
+        with (
+            compiled_layers(trained, recover.train),
+            make(form, trained, teacher, recover, options) as step,
+        ):
+            yield step
+
+
+def _recover(name: str, form: Form, size: int) -> RecoverConfig:
+    """The options of a recovery, whose training is that of the other forms too."""
+    config = TrainConfig(
+        optimizer="fused_adamw", learning_rate=RATE, batch_size=size, micro_batch_size=size, max_grad_norm=CLIP,
+        dtype="bfloat16", memory="lean" if name == LEAN else "full", compile=name == COMPILED, steps=100_000,
+    )  # fmt: skip
+    return RecoverConfig(adapters="lora" if form == "lora" else "none", rank=32, alpha=10.0, train=config)
+
+
+@contextmanager
+def _ours(
+    form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
+) -> Iterator[Step]:
+    """A step of the product's loop."""
+    config = recover.train
+    objective = _objective(form, model, teacher, recover)
+    batch = Batch.of(tokens(options.dense, options.batch, options.length).cpu())
+    run = _Run(Whole(model), batch, None, config, objective, None, True)
+    objective.setup(model, config)
+    run._make_optimizer()
+    numbers = count(1)
+
+    def held() -> list[Tensor]:
+        states = [t for state in run.optimizer.state.values() for t in state.values()]
+        return [*_weights(model, teacher), *states, *run.last_good.values()]
+
+    parts: list[Watched] = [
+        (run, "_terms", FORWARD),
+        (Tensor, "backward", BACKWARD),
+        (run, "_weight_penalty", PENALTY),
+        (run, "_clip", NORM),
+        (run, "_remember_last_good", COPY),
+        (run.optimizer, "_run", OPTIMIZER),
+        *_teacher_part(teacher),
+    ]
+    with run._stepping():
+        copies = config.last_good_interval
+        yield Step(lambda: run._step(next(numbers)), held, parts, lambda: run._step(1 + copies * next(numbers)))
+    objective.teardown(model)
+
+
+def _teacher_part(teacher: PreTrainedModel | None) -> list[Watched]:
+    return [] if teacher is None else [(teacher.base_model, "forward", TEACHER)]
+
+
+def predicted_peak(name: str, form: Form, options: argparse.Namespace) -> int | None:
+    """The peak that shapes alone tell, bytes; None for a plain loop."""
+    if name not in (FULL, LEAN):
+        return None
+    dense, recover = options.dense, _recover(name, form, options.batch)
+    dtypes = (torch.bfloat16 if name == LEAN else torch.float32, torch.bfloat16)
+    with torch.device("meta"):
+        model, other = (AutoModelForCausalLM.from_config(copy.deepcopy(dense.config), dtype=dtype) for dtype in dtypes)
+    teacher = other if form == "distil" else None
+    with adapted(model, recover) as trained:
+        objective = _objective(form, model, teacher, recover)
+        config, length = recover.train, options.length
+        return training_memory(trained, config, objective, length, device=dense.device, teacher=teacher).total
+
+
+def _objective(form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig) -> Objective:
+    if form == "dress":
+        return DressObjective(_last_quarter(model), DressOptions(norm="l2", solver="subgradient"))
+    if form == "elder":
+        return ElderObjective(LAYERS, ElderOptions(norm="l2"))
+    distill = DistillConfig(alpha=0.5) if form == "distil" else None
+    return recovery_objective(model, replace(recover, distill=distill), teacher=teacher)
+
+
+@contextmanager
+def _plain(
+    form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
+) -> Iterator[Step]:
+    """A step as a user would write it."""
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    ids = tokens(options.dense, options.batch, options.length)
+    stream: list[Tensor] = []
+    handles = [_watched(layer, stream) for layer in _watched_layers(form, model)]
+
+    def step() -> None:
+        stream.clear()
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+            loss = out.loss if teacher is None else _distilled(out, teacher, ids)
+        if form == "dress":
+            loss = loss + 1e-3 * _group_norms(model)
+        loss = loss + 1e-3 * sum(stream)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def held() -> list[Tensor]:
+        states = [t for state in optimizer.state.values() for t in state.values()]
+        return [*_weights(model, teacher), *states]
+
+    parts: list[Watched] = [
+        (model, "forward", FORWARD),
+        (sys.modules[__name__], "_distilled", FORWARD),
+        (sys.modules[__name__], "_group_norms", PENALTY),
+        (Tensor, "backward", BACKWARD),
+        (nn.utils, "clip_grad_norm_", NORM),
+        (optimizer, "step", OPTIMIZER),
+        *_teacher_part(teacher),
+    ]
+    yield Step(step, held, parts)
+    for handle in handles:
+        handle.remove()
+
+
+def _watched_layers(form: Form, model: Any) -> list[nn.Module]:
+    layers = family_for(model).layers(model) if form == "elder" else []
+    return [layers[i] for i in LAYERS] if layers else []
+
+
+def _watched(layer: nn.Module, stream: list[Tensor]) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        after = output[0] if isinstance(output, tuple) else output
+        stream.append((after.float() - inputs[0].float()).norm(dim=-1).mean())
+
+    return layer.register_forward_hook(hook)
+
+
+def _distilled(out: Any, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        taught = teacher(input_ids=ids, use_cache=False).logits
+    own, taught = (x[:, :-1].flatten(0, 1).float().log_softmax(-1) for x in (out.logits, taught))
+    return 0.5 * out.loss + 0.5 * functional.kl_div(own, taught, log_target=True, reduction="batchmean")
+
+
+def _group_norms(model: PreTrainedModel) -> Tensor:
+    norms = []
+    for slices in hidden_slices(model, _last_quarter(model)):
+        part = slices.param.parameter.index_select(slices.dim, slices.index)
+        norms.append(part.abs().sum() if part.ndim == 1 else part.norm(dim=1 - slices.dim).sum())
+    return torch.stack(norms).sum()
+
+
+def _last_quarter(model: PreTrainedModel) -> range:
+    hidden = int(model.config.hidden_size)
+    return range(hidden * 3 // 4, hidden)
+
+
+def _weights(*models: nn.Module | None) -> list[Tensor]:
+    return [p for model in models if model is not None for p in model.parameters()]
+
+
+def measure(form: Form, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Records of all implementations: in turns where weights are copied, else one after another."""
+    if options.dense.model is not None:
+        compiled = (COMPILED,) if options.compiled else ()
+        yield from _measured(form, (PLAIN, FULL, LEAN, *compiled), options)
+        return
+    for name in (PLAIN, PLAIN_NARROW, FULL, LEAN):
+        yield _measured_alone(form, name, options)
+
+
+def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time implementations in turns, and then find the peak of each."""
+    device = options.dense.device
+    with ExitStack() as stack:
+        found = {name: stack.enter_context(contender(name, form, options)) for name in names}
+        cases = [_case(form, name, options, step.do) for name, step in found.items()]
+        interleave(cases, options.repeats, device)
+        records = [case.record() for case in cases]
+        for record, (name, step) in zip(records, found.items(), strict=True):
+            between = sum({id(t): t.nbytes for t in step.held() if t.device.type == device.type}.values())
+            record["peak_bytes"] = between + extra_peak(step.do, device)
+            record["predicted_bytes"] = predicted_peak(name, form, options)
+            record["parts_ms"] = time_parts(step.with_copy or step.do, step.parts, PROFILED, device)
+    return records
+
+
+def _measured_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The same of one implementation, which may not fit; what it held is free again afterwards."""
+    try:
+        return _measured(form, [name], options)[0]
+    except torch.OutOfMemoryError as error:
+        print(f"\n{LABELS[form]}, {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+    finally:
+        gc.collect()
+        if options.dense.device.type == "cuda":
+            torch.cuda.empty_cache()
+    case, predicted = _case(form, name, options, int), predicted_peak(name, form, options)
+    return {**case.record(), "failed": OUT_OF_MEMORY, "peak_bytes": None, "predicted_bytes": predicted}
+
+
+def _case(form: Form, name: str, options: argparse.Namespace, step: Callable[[], object]) -> Case:
+    return Case(LABELS[form], "bfloat16", f"{options.batch} x {options.length} tokens", name, step)
+
+
+def table(records: Sequence[dict[str, Any]], work: int) -> str:
+    """One line a form and implementation; ratios are to the first plain loop of the same form that fits.
+
+    Args:
+        records: of :func:`measure`.
+        work: tokens in a step.
+    """
+    columns = (
+        "step",
+        "implementation",
+        "s (median)",
+        "MAD",
+        "tokens/s",
+        "times faster",
+        "peak MB",
+        "of plain's",
+        "predicted",
+        "peak over predicted",
+    )
+    rows = [_row(record, _baseline(records, record["op"]), work) for record in records]
+    return markdown_table(Table("Whole training steps", columns, tuple(rows)))
+
+
+def _row(record: dict[str, Any], plain: dict[str, Any] | None, work: int) -> tuple[Cell, ...]:
+    predicted, ratio = record["predicted_bytes"], _peak_over_predicted(record)
+    memory = (f"{predicted / 1e6:.0f}" if predicted else None, f"{ratio:.3f}" if ratio else None)
+    if "failed" in record:
+        return (record["op"], record["implementation"], record["failed"], *[None] * 5, *memory)
+    seconds, spread = _median_seconds(record)
+    return (
+        record["op"],
+        record["implementation"],
+        f"{seconds:.2f}",
+        f"{spread:.2f}",
+        f"{work / seconds:.0f}",
+        f"{_median_seconds(plain)[0] / seconds:.2f}" if plain else None,
+        f"{record['peak_bytes'] / 1e6:.0f}",
+        f"{record['peak_bytes'] / plain['peak_bytes']:.2f}" if plain else None,
+        *memory,
+    )
+
+
+def _baseline(records: Sequence[dict[str, Any]], form: str) -> dict[str, Any] | None:
+    plain = (r for r in records if r["op"] == form and r["implementation"] in (PLAIN, PLAIN_NARROW))
+    return next((r for r in plain if "failed" not in r), None)
+
+
+def _median_seconds(record: dict[str, Any]) -> tuple[float, float]:
+    """Median and median absolute deviation."""
+    seconds = [ms / 1e3 for ms in record["samples_ms"]]
+    return median(seconds), mad(seconds)
+
+
+def _peak_over_predicted(record: dict[str, Any]) -> float | None:
+    peak, predicted = record["peak_bytes"], record["predicted_bytes"]
+    return peak / predicted if peak and predicted else None
+
+
+def prediction_target(records: Sequence[dict[str, Any]]) -> Target:
+    """How far measured peaks are from predicted ones, at most."""
+    ratios = {f"{r['op']}, {r['implementation']}": _peak_over_predicted(r) for r in records}
+    distances = {name: abs(ratio - 1) for name, ratio in ratios.items() if ratio is not None}
+    return worst("a peak's distance from its prediction, as a share of it", 0.1, distances, at_least=False)
+
+
+class _Llama(Source):
+    """LLaMA-2 by its size; there are no weights to read."""
+
+    def shapes(self, dtype: str) -> PreTrainedModel:
+        """The model without weights."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(LLAMA_2[str(self.model)]), dtype=DTYPES[dtype])
+        return cast(PreTrainedModel, model)
+
+
+def print_recipes() -> None:
+    """What the trainings of the shipped recipes hold, memory decided for a GPU."""
+    device = torch.device("cuda")
+    for size, name in product(LLAMA_2, RECIPES):
+        path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{name}.yaml"
+        config = build_config(preset=None, recovery=None, recipe=path, options={}, settings=())
+        found = memory_of(_Llama(size, {}), config, device, GPU)[1]
+        print(f"\n{name}, LLaMA-2-{size}\n\n{memory_table(found, device, GPU)}")
+
+
+def padding_table(samples: Batch, batch_size: int) -> str:
+    """What of the tokens of a step is padding, by the sequences in a pass: what packing them could save at most.
+
+    Args:
+        samples: padded on the right.
+        batch_size: sequences in a step.
+    """
+    steps = [batch_indices(len(samples), batch_size, step + 1, 0) for step in range(len(samples) // batch_size)]
+    rows: list[tuple[Cell, ...]] = []
+    for size in (size for size in PASSES if size <= batch_size):
+        passes = [micro for rows_of in steps for micro in samples[rows_of].micro_batches(size)]
+        drawn = [samples[some] for rows_of in steps for some in rows_of.split(size)]
+        sorted_, unsorted = (
+            1 - sum(b.fed() for b in found) / sum(len(b) * int(b.real.sum(1).max()) for b in found)
+            for found in (passes, drawn)
+        )
+        rows.append((str(size), f"{sorted_:.1%}", f"{unsorted:.1%}"))
+    whole = 1 - samples.fed() / samples.ids.numel()
+    columns = ("sequences in a pass", "padding", "in the order of drawing")
+    title = f"{len(samples)} records, steps of {batch_size}; {whole:.1%} where all are as long as the cutoff"
+    return f"{title}\n\n{markdown_table(Table(title, columns, tuple(rows)))}"
+
+
+def print_padding(file: Path, tokenizer: Any) -> None:
+    """That of the recovery alpaca-lora on the records of a file."""
+    print(padding_table(_records(file, tokenizer), recovery("alpaca-lora").recover.train.batch_size))
+
+
+def _records(file: Path, tokenizer: Any) -> Batch:
+    """Nine tenths of the records of a .jsonl file, tokenised as the recovery alpaca-lora does."""
+    content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    distinct = len(set(content.splitlines()))
+    data = replace(recovery("alpaca-lora").data, source=str(file), samples=distinct * 9 // 10)
+    return split_disjoint(tokenizer, {"records": data})["records"]
+
+
+def by_tokens(batch: Batch, tokens: int) -> list[Batch]:
+    """Split a batch into passes of at most so many tokens, padding counted: rows of like length together."""
+    ordered = torch.argsort(batch.real.sum(1), stable=True)
+    lengths = batch.real.sum(1)[ordered].tolist()
+    passes: list[list[int]] = []
+    for row, length in zip(ordered.tolist(), lengths, strict=True):
+        if not passes or (len(passes[-1]) + 1) * length > tokens:
+            passes.append([])
+        passes[-1].append(row)
+    return [batch[torch.tensor(rows)].micro_batches(len(rows))[0] for rows in passes]
+
+
+class _SplitByTokens(Whole):
+    """A model whose steps are split into passes by their tokens."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        super().__init__(model)
+        self.tokens = tokens
+
+    @override
+    def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
+        for micro in by_tokens(batch, self.tokens):
+            yield micro, True
+
+
+def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
+    """Seconds of the first step of the recovery alpaca-lora, split in several ways that take turns, as Markdown."""
+    dense, preset = options.dense, recovery("alpaca-lora").recover
+    train = replace(preset.train, learning_rate=RATE, dtype="bfloat16", memory="full", steps=100_000)
+    batch = _records(file, tokenizer)[: train.batch_size]
+    cases, counts = [], []
+    with adapted(dense.copy(torch.float32), preset) as model:
+        ways: list[tuple[str, Whole, int]] = [(f"{n} records", Whole(model), n) for n in RECORDS_IN_A_PASS]
+        ways += [(f"{n} tokens", _SplitByTokens(model, n), 1) for n in TOKENS_IN_A_PASS]
+        for name, whole, size in ways:
+            config = replace(train, micro_batch_size=size)
+            run = _Run(whole, batch, None, config, Objective(), None, False)
+            run._make_optimizer()
+            cases.append(Case("a step in passes", "bfloat16", f"{len(batch)} records", name, partial(run._step, 1)))
+            passes = [micro for micro, _ in whole.shares(batch, config)]
+            counts.append((len(passes), sum(micro.ids.numel() for micro in passes)))
+        interleave(cases, options.repeats, dense.device)
+    records = [case.record() for case in cases]
+    append_jsonl(options.jsonl, [{**conditions(dense.device), "model": dense.name, **record} for record in records])
+    first = _median_seconds(records[0])[0]
+    rows: list[tuple[Cell, ...]] = []
+    for record, (number, fed) in zip(records, counts, strict=True):
+        seconds, spread = _median_seconds(record)
+        times = (f"{seconds:.2f}", f"{spread:.2f}", f"{first / seconds:.2f}")
+        rows.append((record["implementation"], str(number), str(fed), *times))
+    columns = ("in a pass, at most", "passes", "tokens with padding", "s (median)", "MAD", "times as fast as the first")
+    return markdown_table(Table(f"Steps of {len(batch)} records", columns, tuple(rows)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the options, measure the forms, report."""
+    parser = argparse.ArgumentParser(description="Time whole training steps against a plain PyTorch loop.")
+    parser.add_argument("--model", help="folder of a checkpoint (default: SmolLM2-135M, or its shapes)")
+    parser.add_argument("--shapes", choices=SHAPES, help="random weights of these shapes in place of --model")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these")
+    parser.add_argument("--repeats", type=int, default=7, help="samples per implementation")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--compiled", action="store_true", help="also with every layer under torch.compile")
+    parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
+    parser.add_argument("--recipes", action="store_true", help="only what the shipped recipes hold")
+    parser.add_argument("--padding", type=Path, metavar="FILE", help="only what of these records' steps is padding")
+    parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
+    options = parser.parse_args(arguments)
+    if options.padding is not None:
+        return print_padding(options.padding, the_model(options.model)[2])
+    if options.recipes:
+        return print_recipes()
+    options.dense = _dense(options)
+    if options.passes is not None:
+        return print(time_passes(options.passes, the_model(options.model)[2], options))
+    name, device = options.dense.name, options.dense.device
+    about = {**conditions(device), "model": name, "length": options.length}
+    print(f"{name}, {about['threads']} threads, {about['device']}")
+    records: list[dict[str, Any]] = []
+    for form in options.forms:
+        for record in measure(form, options):
+            append_jsonl(options.jsonl, [{**about, "batch": options.batch, **record}])
+            records.append(record)
+        gc.collect()
+    print("\n" + table(records, options.batch * options.length))
+    print("\n" + parts_table(records))
+    print_targets([prediction_target(records)])
+
+
+def _dense(options: argparse.Namespace) -> Dense:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.shapes is not None:
+        return Dense(f"LLaMA's shapes ({options.shapes}), random weights", SHAPES[options.shapes], device)
+    name, model, _ = the_model(options.model)
+    return Dense(name, model.config, device, model.to(device).train())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""The kernel and optimizer benches at toy size: every op and part is measured, kept and judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench._timing import CEILING, Case, Target, find, interleave, last_level_cache
+from bench.kernels import ops, ops_adamw, ops_cases, optimizer
+from bench.kernels.ops_cases import OPS, cases
+from bench.kernels.ops_setting import Setting
+from pyprune.checkpoint.compact import compact_checkpoint
+from pyprune.checkpoint.manifest import RECORD_NAME
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.plan import PrunePlan
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.tokenizer import tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two runs of the kernel bench keep: they append, they do not overwrite."""
+    path = tmp_path_factory.mktemp("ops") / "ops.jsonl"
+    size = ["--rows", "64", "--cols", "136", "--repeats", "2", "--no-compile", "--jsonl", str(path)]
+    for _ in range(2):
+        ops.main([*size, "--dtypes", "float32", "bfloat16"])
+    return lines(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds a checkpoint."""
+    folder = tmp_path_factory.mktemp("dense")
+    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "tiny", plan=None, provenance={})
+    return folder
+
+
+class TestOps:
+    def test_every_op_has_a_kernel_and_a_ceiling_in_both_dtypes(self, rows: list[dict[str, Any]]) -> None:
+        assert {row["op"] for row in rows} == {*OPS, "shrink"}
+        kernel = Setting(64, 136, CPU, compiled=False).kernel
+        for op in {*OPS, "shrink"}:
+            for dtype in ("float32", "bfloat16"):
+                own = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
+                # The same probe timed twice in a row would find its lines in the cache the second time.
+                wanted = {kernel} if op == "shrink" else {CEILING, kernel}
+                assert wanted == {row["implementation"] for row in own} & {CEILING, kernel}, (op, dtype)
+                assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in own)
+                assert all(row["traffic"] > 0 and row["size"] == [64, 136] for row in own)
+        keys = [(row["op"], row["dtype"], row["variant"], row["implementation"]) for row in rows]
+        assert len(keys) == 2 * len(set(keys)), "no case twice in a run"
+
+    def test_all_targets_of_the_cpu_are_judged(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:  # fmt: skip
+        size = ["--rows", "16", "--cols", "8", "--repeats", "1", "--no-compile", "--jsonl", str(tmp_path / "ops.jsonl")]
+        ops.main(size)
+        text = capsys.readouterr().out.split("| target |")[1]
+        for words in (
+            "group_soft_threshold, float32, share",
+            "regularised_adamw, columns over rows",
+            "perturb, float16",
+            "slice_gather, bfloat16",
+            "shrink, rate",
+        ):
+            (line,) = [row for row in text.splitlines() if words in row]
+            assert "| met" in line or "| missed" in line
+        (compiled,) = [row for row in text.splitlines() if "torch.compile" in row]
+        assert "not measured" in compiled
+
+    def test_only_the_chosen_ops_and_dtypes(self, tmp_path: Path) -> None:
+        path = tmp_path / "ops.jsonl"
+        ops.main(
+            ["--rows", "16", "--cols", "8", "--repeats", "1", "--no-compile", "--jsonl", str(path), "--ops", "perturb",
+             "--dtypes", "float16"]
+        )  # fmt: skip
+        assert {(row["op"], row["dtype"]) for row in lines(path)} == {("perturb", "float16")}
+
+    def test_a_wrong_kernel_is_not_timed(self) -> None:
+        setting = Setting(16, 8, CPU, compiled=False)
+        if setting.kernel == "python":
+            pytest.skip("needs the C++ kernels")
+
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            return x * (1 if x.dtype == torch.float64 else 1.001)
+
+        with pytest.raises(SystemExit, match="disagrees"):
+            setting.check("broken", "float32", broken)
+
+    def test_an_op_that_disagrees_leaves_the_others_to_be_timed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def refusing(setting: Setting, op: str, dtypes: list[str]) -> list[Case]:
+            if op == "perturb":
+                raise SystemExit("perturb disagrees")
+            return cases(setting, op, dtypes)
+
+        monkeypatch.setattr(ops, "cases", refusing)
+        path = tmp_path / "ops.jsonl"
+        size = ["--rows", "16", "--cols", "8", "--repeats", "1", "--no-compile", "--jsonl", str(path)]
+        with pytest.raises(SystemExit, match="perturb disagrees"):
+            ops.main([*size, "--ops", "perturb", "slice_gather", "--dtypes", "float32"])
+        assert {row["op"] for row in lines(path)} == {"slice_gather"}
+        assert "| slice_gather |" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("name", "broken_when"),
+        [
+            ("moreau_step", lambda args, options: args[4] == 0),
+            ("add_group_penalty_", lambda args, options: args[2].diff().min() == 4),
+            ("group_penalty", lambda args, options: True),
+            ("group_importance", lambda args, options: args[3] > 1),
+            ("slice_gather", lambda args, options: options["scale"] == 1 and options["rows"] is None),
+            ("slice_gather", lambda args, options: options["scale"] == 1 and options["columns"] is None),
+            ("regularised_adamw", lambda args, options: options["penalties"] == [None]),
+            ("regularised_adamw", lambda args, options: options.get("stochastic", False)),
+            ("regularised_adamw", lambda args, options: args[2][0].first.dtype == torch.uint8),
+        ],
+        ids=["plain step", "spread columns", "value only", "heads", "columns", "rows", "plain", "stochastic", "8 bit"],
+    )  # fmt: skip
+    def test_no_mode_is_timed_that_disagrees(
+        self, name: str, broken_when: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kernel that is wrong in this mode alone."""
+        setting = Setting(16, 16, CPU, compiled=False)
+        if setting.kernel == "python":
+            pytest.skip("needs the C++ kernels")
+        module = ops_adamw if name == "regularised_adamw" else ops_cases
+        op = getattr(module, name)
+        hit = []
+
+        def broken(*args: Any, **options: Any) -> Any:
+            result = op(*args, **options)
+            if os.environ["PYPRUNE_BACKEND"] == "python" or not broken_when(args, options):
+                return result
+            hit.append(options)
+            in_place = {"add_group_penalty_": args[0], "moreau_step": args[0], "regularised_adamw": args[0][0]}
+            changed = in_place.get(name, result)
+            changed.copy_(changed * 1.05)
+            return result
+
+        monkeypatch.setattr(module, name, broken)
+        own = {"add_group_penalty_": "group_penalty"}.get(name, name)
+        with pytest.raises(SystemExit, match="disagrees"):
+            cases(setting, own, ["bfloat16"])
+        assert hit
+
+    def test_all_cases_of_selected_groups_start_from_the_same_cache(self) -> None:
+        setting = Setting(16, 16, CPU, compiled=False, cache=1 << 20)
+        for op in ("group_penalty", "group_prox"):
+            own = cases(setting, op, ["float32", "bfloat16"])
+            assert {case.prepare for case in own} == {setting.cold}
+        (buffer,) = setting.cold.args  # type: ignore[union-attr]
+        assert buffer.nbytes == 2 << 20, "twice the cache"
+        assert buffer.unique().tolist() == [1.0], "written, so that every page of it exists"
+        assert Setting(16, 16, CPU, compiled=False).cold is None
+        assert last_level_cache() >= 1 << 16
+
+    @pytest.mark.parametrize("op", ["group_penalty", "group_prox"])
+    def test_any_share_of_16_bit_columns_can_be_probed(self, op: str) -> None:
+        """A fifth of 64 columns are 13, of which no 32-bit words can be made."""
+        setting = Setting(16, 64, CPU, compiled=False, selected=0.2)
+        own = cases(setting, op, ["bfloat16"])
+        interleave(own, 1, CPU)
+        (ceiling,) = [c for c in own if (c.variant, c.implementation) == ("columns", CEILING)]
+        arrays = 3 if op == "group_penalty" else 2
+        assert ceiling.traffic == arrays * 16 * 12 * 2
+        kernel = [c for c in own if c.variant.startswith("columns") and c.implementation == setting.kernel]
+        selected = {tuple(a.shape) for c in kernel for a in _arrays(c) if a.dtype == torch.int64}
+        assert selected == {(12,)}, "kernel and ceiling work on the same columns"
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_the_arrays_stay_what_they_are(self, op: str) -> None:
+        """Hundreds of calls must not drive values to zero, into subnormals or to NaN, which time differently."""
+        setting = Setting(16, 16, CPU, compiled=False)
+        own = cases(setting, op, ["float32"])
+        interleave(own, 60, CPU)
+        seen = 0
+        for case in own:
+            for array in _arrays(case):
+                if array.dtype == torch.float32 and array.numel() >= 64 and case.implementation != CEILING:
+                    assert array.isfinite().all(), case
+                    seen += 1
+                    assert ((array == 0) | (array.abs() > 1e-30)).all(), case
+        assert seen
+
+    def test_bad_sizes_are_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            ops.main(["--rows", "16", "--cols", "12"])
+        assert "multiple" in capsys.readouterr().err
+
+
+def _arrays(case: Case) -> list[torch.Tensor]:
+    """Tensors that a case's call holds."""
+    found: list[torch.Tensor] = []
+    todo: list[Any] = [case.call]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item.detach())
+        elif isinstance(item, (list, tuple)):
+            todo += item
+        elif hasattr(item, "func"):
+            todo += [item.func, *item.args, *item.keywords.values()]
+        elif getattr(item, "__closure__", None):
+            todo += [cell.cell_contents for cell in item.__closure__]
+    return found
+
+
+class TestOptimizer:
+    def test_every_part_is_measured_and_judged(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = folder / "optimizer.jsonl"
+        optimizer.main(
+            ["--model", str(folder / "tiny"), "--repeats", "1", "--batches", "2", "--length", "16", "--work",
+             str(folder), "--jsonl", str(path)]
+        )  # fmt: skip
+        rows = lines(path)
+        assert {row["op"] for row in rows} == {
+            "penalty and optimizer", "training step", "peak memory", "compaction of a checkpoint",
+        }  # fmt: skip
+        out = capsys.readouterr().out
+        assert "not measured" not in out
+        assert out.count("peak in backward over the sum") == 4
+        assert "LLaMA-2-7B, bfloat16 weights 13.48 GB + 8-bit moments 13.90 GB" in out
+        assert sorted(p.name for p in folder.iterdir()) == ["optimizer.jsonl", "tiny"], "nothing is left behind"
+        assert out.count("streamed compaction, bytes a second over cp") == 2
+
+    def test_compaction_is_judged_by_the_bytes_it_moves(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a folder without pyprune's record: all that is read, and what is written."""
+        sizes: list[tuple[int, int]] = []
+
+        def spy(dense: Path, plan: PrunePlan, out: Path) -> None:
+            assert not (dense / RECORD_NAME).exists()
+            compact_checkpoint(dense, plan, out)
+            sizes.append((files(dense), files(out)))
+
+        def files(path: Path) -> int:
+            return sum(len(p.read_bytes()) for p in path.iterdir())
+
+        monkeypatch.setattr(optimizer, "compact_checkpoint", spy)
+        options = argparse.Namespace(work=str(tmp_path), repeats=1)
+        own, targets = optimizer.compaction_part(tiny_model("llama"), tiny_tokenizer(), options)
+        copied, synced, cut = own
+        (read, written), *_ = sizes
+        assert copied.traffic == synced.traffic == 2 * read
+        assert cut.traffic == pytest.approx(read + written, abs=16), "times in the record differ in length"
+        for case, target in zip((copied, synced), targets, strict=True):
+            assert target.measured == pytest.approx(cut.speed / case.speed)
+            assert f"by time {case.median / cut.median:.2f}" in target.note
+
+    @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.bfloat16, 8)], ids=str)
+    def test_hook_mode_needs_no_more_than_the_sum(self, dtype: torch.dtype, bits: int) -> None:
+        model = tiny_model("llama", intermediate_size=256).to(dtype).train()
+        peak = optimizer.measure_peak(model, tiny_batch(1, 1, 4), bits)  # weights outweigh activations
+        assert peak.weights == sum(p.nbytes for p in model.parameters())
+        assert peak.activations > 0
+        assert peak.measured <= 1.05 * peak.expected
+        gradients = sum(p.nbytes for p in model.parameters())
+        assert peak.all_gradients > peak.measured + 0.3 * gradients, "an ordinary step holds all gradients"
+
+    def test_peaks_are_the_allocators(self) -> None:
+        def work() -> None:
+            kept = torch.empty(1_000_000)
+            for _ in range(3):
+                torch.empty(2_000_000)
+            del kept
+
+        assert optimizer.extra_peak(work, CPU) == pytest.approx(12_000_000, rel=0.001)
+
+    def test_the_three_ways_give_the_same_weights(self) -> None:
+        """What is compared does the same: penalty by autograd and AdamW, or both in one pass."""
+        results = []
+        for name in (optimizer.EAGER, optimizer.EAGER_FUSED, optimizer.OURS):
+            model = tiny_model("llama").double()
+            contest = optimizer.Contest(model)
+            for used in (contest.eager, contest.fused, contest.ours):
+                for group in used.param_groups:
+                    group |= {"lr": 1e-2, "weight_decay": 0.01}
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            contest.ways()[name]()
+            results.append([p.detach().clone() for p in model.parameters()])
+        start = tiny_model("llama").double()
+        for first, second, ours, before in zip(*results, start.parameters(), strict=True):
+            torch.testing.assert_close(second, first)
+            torch.testing.assert_close(ours, first)
+            assert not torch.equal(ours, before)
+
+
+def test_targets_are_judged_in_words() -> None:
+    assert Target("x", 2.0, 2.5).verdict == "met"
+    assert Target("x", 2.0, 1.5).verdict == "missed"
+    assert Target("x", 2.0, 1.5, at_least=False).verdict == "met"
+    assert Target("x", 2.0, 2.5, at_least=False).verdict == "missed"
+    assert Target("x", 2.0, None).verdict == "not measured"
+    share = ops.worst("x", 0.9, {"a": 0.95, "b": 0.8})
+    assert (share.measured, share.verdict, share.note) == (0.8, "missed", "worst: b")
+    slow = ops.worst("x", 1.5, {"a": 1.2, "b": 1.4}, at_least=False)
+    assert (slow.measured, slow.verdict) == (1.4, "met")
+
+
+def test_samples_are_interleaved_and_prepared() -> None:
+    log: list[str] = []
+    first = Case("op", "float32", "", "a", lambda: log.append("a"))
+    second = Case("op", "float32", "", "b", lambda: log.append("b"), prepare=lambda: log.append("clean"))
+    interleave([first, second], 2, CPU)
+    assert log == ["a", "clean", "b"] * 3
+    assert len(first.samples) == len(second.samples) == 2, "the first round is not kept"
+    assert find([first, second], "op", "float32", "", "b") is second
