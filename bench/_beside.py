@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyprune.budget.measured import relative_seconds
-from pyprune.budget.profile import DENSE, Timing
-from pyprune.budget.quantities import Quantity
+from pyprune.fit.measured import relative_seconds
+from pyprune.fit.profile import DENSE, Timing
+from pyprune.fit.quantities import Quantity
 
 
 def beside_dense(turns: Sequence[Timing], name: str, quantity: Quantity) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyprune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyprune.budget.profile import Profile
+    from pyprune.fit.profile import Profile
 
 FIRST_RELEASE = "0.32.0"
 """The release of vLLM that all records are of which were made before keys said one."""
@@ -55,7 +55,7 @@ def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]
     Raises:
         ConfigError: it was measured on another machine.
     """
-    from pyprune.budget.profile import this_machine
+    from pyprune.fit.profile import this_machine
     from pyprune.serving.stats import environment_record
 
     found = environment_record(this_machine(profile.machine["device"])["device"])

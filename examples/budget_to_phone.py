@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from pyprune import fit
-from pyprune.budget.options import FitOptions
+from pyprune.fit.options import FitOptions
 from pyprune.recipe import merge, parse_setting
 
 

@@ -15,7 +15,9 @@ Importing this package loads neither torch nor vllm; public names are resolved o
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from pyprune.runtime.version import VERSION as __version__
@@ -36,7 +38,7 @@ _PUBLIC = {
     "evaluate_tasks": "pyprune.quality.tasks:evaluate_tasks",
     "export": "pyprune.serving.export:export",
     "export_gguf": "pyprune.serving.gguf.write:export_gguf",
-    "fit": "pyprune.fitting.flow:fit",
+    "fit": "pyprune.fit.fit:fit",
     "load_model": "pyprune.checkpoint.load:load_model",
     "make_plan": "pyprune.pipeline:make_plan",
     "mask_": "pyprune.cut.mask:mask_",
@@ -46,23 +48,23 @@ _PUBLIC = {
     "recover": "pyprune.rework:recover_checkpoint",
     "recover_": "pyprune.train.recover:recover",
     "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
-    "sweep": "pyprune.fitting.flow:sweep",
-    "take_profile": "pyprune.budget.timing:take_profile",
+    "sweep": "pyprune.fit.fit:sweep",
+    "take_profile": "pyprune.fit.profiling.timing:take_profile",
 }
-"""Public name -> "module:name there". No sub-module may be called like one of them: importing it would replace it."""
+"""Public name -> "module:name there"."""
 
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from pyprune.budget.timing import take_profile as take_profile
     from pyprune.checkpoint.load import load_model as load_model
     from pyprune.checkpoint.save import save_checkpoint as save_checkpoint
     from pyprune.config.run import PruneConfig as PruneConfig
     from pyprune.cut.compact import compact_ as compact_
     from pyprune.cut.mask import mask_ as mask_
     from pyprune.errors import PypruneError as PypruneError
-    from pyprune.fitting.flow import fit as fit
-    from pyprune.fitting.flow import sweep as sweep
+    from pyprune.fit.fit import fit as fit
+    from pyprune.fit.fit import sweep as sweep
+    from pyprune.fit.profiling.timing import take_profile as take_profile
     from pyprune.pipeline import make_plan as make_plan
     from pyprune.pipeline import prune as prune
     from pyprune.pipeline import prune_ as prune_
@@ -85,6 +87,17 @@ if TYPE_CHECKING:
     reconstruct = reconstruct_checkpoint
     recover = recover_checkpoint
     recover_ = recover_in_memory
+
+
+class _FrontDoor(ModuleType):
+    """Keep ``pyprune.fit`` the function: importing the folder of that name would put the folder in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _PUBLIC or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _FrontDoor
 
 
 def __getattr__(name: str) -> Any:

@@ -167,7 +167,7 @@ FAULTS = (
     ),
     Fault(
         "budget: a broken limit counts as kept",
-        "pyprune/fitting/search.py",
+        "pyprune/fit/search.py",
         "return state.budget.broken(attempt.amounts, state.dense | attempt.dense, self.options.slack)",
         "return ()",
         "fitting/test_fit.py",

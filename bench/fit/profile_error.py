@@ -32,14 +32,14 @@ from bench._command import exit_status, known
 from bench._machine import environment_of, machine_of, profiled_on
 from bench._plans import never_profiled
 from bench._texts import config_folder
-from pyprune.budget.measured import MeasuredCosts
-from pyprune.budget.probes import Model, dense_config, write_served
-from pyprune.budget.profile import DENSE, Profile, Timing
-from pyprune.budget.quantities import Quantity
-from pyprune.budget.timing import ProfileOptions, take_profile
-from pyprune.budget.turns import EngineGroup, cache_bytes, room_for, written_bytes
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
+from pyprune.fit.measured import MeasuredCosts
+from pyprune.fit.profile import DENSE, Profile, Timing
+from pyprune.fit.profiling.probes import Model, dense_config, write_served
+from pyprune.fit.profiling.timing import ProfileOptions, take_profile
+from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, room_for, written_bytes
+from pyprune.fit.quantities import Quantity
 from pyprune.plan import PrunePlan
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import say

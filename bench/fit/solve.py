@@ -6,7 +6,7 @@ r"""How long the search over all layers takes: SmolLM2, LLaMA-7B and LLaMA-70B s
 Scores and losses are drawn at random (--seed): every layer has its own scale, and the loss of a width grows with the
 scores of what is removed. Costs are exact for parameters and memory; seconds are proportional to the floating-point
 operations of a prefill of 2,048 tokens and to the bytes read in a generation of 64 x 128, with a fixed share for the
-head. Times are wall and processor seconds of one call of `pyprune.budget.solve.solve`, which returns --count solutions.
+head. Times are wall and processor seconds of one call of `pyprune.fit.solve.solve`, which returns --count solutions.
 
 The table goes to stdout, and every row to --jsonl. Exit codes: 0 done, 2 a wrong option, 130 stopped.
 """
@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from bench._command import exit_status, known
-from pyprune.budget.choices import DROPPED, ChoiceOptions, LayerScores, Search, Space, UnitScores
-from pyprune.budget.limits import Budget
-from pyprune.budget.quantities import Quantity, Widths
-from pyprune.budget.solve import Solution, SolveOptions, plan_of, solve
-from pyprune.budget.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, search_of
+from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, Search, Space, UnitScores
+from pyprune.fit.limits import Budget
+from pyprune.fit.quantities import Quantity, Widths
+from pyprune.fit.solve import Solution, SolveOptions, plan_of, solve
+from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, search_of
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import RecordFile, digest

@@ -46,10 +46,10 @@ from bench._texts import MODEL_NAME, config_folder
 from bench.serving.matrix import last_line
 from bench.serving.serving_card_ideal import machine_rates
 from bench.serving.serving_card_table import STARTED_NAMES, card
-from pyprune.budget.profile import DENSE, Timing
-from pyprune.budget.quantities import Quantity
-from pyprune.budget.turns import EngineGroup, longest_sequence
 from pyprune.errors import ConfigError
+from pyprune.fit.profile import DENSE, Timing
+from pyprune.fit.profiling.turns import EngineGroup, longest_sequence
+from pyprune.fit.quantities import Quantity
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
@@ -57,7 +57,7 @@ from pyprune.serving.measure import fills_gpu
 from pyprune.serving.releases import CPU_SEQUENCES
 
 if TYPE_CHECKING:
-    from pyprune.budget.probes import Model
+    from pyprune.fit.profiling.probes import Model
     from pyprune.serving.load.options import LoadOptions
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "serving_card.jsonl"
@@ -98,8 +98,8 @@ class Bench:
     """
 
     def __init__(self, options: argparse.Namespace, records: RecordFile, work: Path) -> None:
-        from pyprune.budget.probes import dense_config
         from pyprune.families import family_for
+        from pyprune.fit.profiling.probes import dense_config
 
         self.options, self.records, self.work = options, records, work
         self.name = Path(options.model).name if options.model else MODEL_NAME
@@ -126,8 +126,8 @@ class Bench:
         """(folder, its config.json as plain data) of a model with random weights and the dense one's tokenizer."""
         import json
 
-        from pyprune.budget.probes import write_probe
         from pyprune.checkpoint.tokenizer import load_tokenizer
+        from pyprune.fit.profiling.probes import write_probe
 
         folder = self.work / name.replace(" ", "-")
         if not folder.exists():

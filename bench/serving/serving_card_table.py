@@ -12,7 +12,7 @@ from typing import Any
 from bench._card_plans import UNEQUAL, UNIFORM
 from bench._machine import machine_of
 from bench.serving.serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
-from pyprune.budget.profile import DENSE
+from pyprune.fit.profile import DENSE
 from pyprune.plan import Sizes
 from pyprune.report import Cell, Table, markdown_table, noted_table
 from pyprune.runtime.records import Json, RecordFile

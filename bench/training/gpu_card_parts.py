@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from bench._beside import beside_dense
 from bench._card_plans import UNEQUAL, card_plans
 from bench._command import exit_status
-from pyprune.budget.probes import Model, write_served
-from pyprune.budget.profile import DENSE, Timing
-from pyprune.budget.quantities import Quantity
-from pyprune.budget.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
 from pyprune.errors import MissingDependencyError, PypruneError
 from pyprune.families import family_for
+from pyprune.fit.profile import DENSE, Timing
+from pyprune.fit.profiling.probes import Model, write_served
+from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
+from pyprune.fit.quantities import Quantity
 from pyprune.report import Table, markdown_table
 from pyprune.runtime.records import append_jsonl
 

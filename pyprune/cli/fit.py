@@ -28,9 +28,9 @@ from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import say
 
 if TYPE_CHECKING:
-    from pyprune.budget.limits import Budget
-    from pyprune.budget.options import FitOptions
-    from pyprune.budget.profile import Profile
+    from pyprune.fit.limits import Budget
+    from pyprune.fit.options import FitOptions
+    from pyprune.fit.profile import Profile
 
 DEFAULT_WEIGHTS = "bfloat16"
 """Format of the weights where neither an option nor a profile says one."""
@@ -125,9 +125,9 @@ def fit(
     Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
     """
     say_what_is_loaded(model)
-    from pyprune.budget.limits import Budget
     from pyprune.data.sources import check_sources
-    from pyprune.fitting.flow import cache_of, check_cache, check_devices, check_export, check_outputs
+    from pyprune.fit.fit import cache_of, check_cache, check_devices, check_export, check_outputs
+    from pyprune.fit.limits import Budget
     from pyprune.report import check_charts
     from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
@@ -180,7 +180,7 @@ def fit(
 
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     """The defaults, changed by what was given on the command line."""
-    from pyprune.budget.options import FitOptions
+    from pyprune.fit.options import FitOptions
     from pyprune.recipe import merge, nested, parse_setting
 
     data: dict[str, Any] = {}
@@ -212,8 +212,8 @@ def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bo
 
 def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:
     """Engine and format of the weights, where one of them says what the other is; a named profile says both."""
-    from pyprune.budget.formats import weight_format
-    from pyprune.budget.timing import default_dtype
+    from pyprune.fit.formats import weight_format
+    from pyprune.fit.profiling.timing import default_dtype
     from pyprune.serving.engines import ENGINES
 
     if engine not in ENGINES:
@@ -231,7 +231,7 @@ def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str 
 
 def _engines_of(weights: str) -> tuple[str, ...]:
     """Engines that run a format."""
-    from pyprune.budget.formats import weight_format
+    from pyprune.fit.formats import weight_format
 
     by_layout = {"gguf": ("llamacpp",), "plain": ("vllm", "transformers")}
     return by_layout.get(weight_format(weights).layout, ("vllm",))
@@ -254,7 +254,7 @@ def _profile(
     For a sweep alone none is measured. A single model that no time limits is fitted without one: its search, and so
     the run that resumes it, does not depend on what was stored in between.
     """
-    from pyprune.budget.profile import Profile
+    from pyprune.fit.profile import Profile
 
     if named is not None:
         found = Profile.load(named)
@@ -271,8 +271,8 @@ def _profile(
         if not allow:
             found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
         return found
-    from pyprune.fitting.flow import check_counted
-    from pyprune.fitting.timed import profile_of, stored_profile
+    from pyprune.fit.fit import check_counted
+    from pyprune.fit.time_winner import profile_of, stored_profile
 
     quantities = tuple(dict.fromkeys(quantity for budget in budgets for quantity in budget.timed))
     if not quantities and not sweep:
@@ -284,9 +284,9 @@ def _profile(
 
 
 def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, again: str) -> None:
-    from pyprune.fitting.flow import fit as find
-    from pyprune.fitting.flow import report_of
-    from pyprune.fitting.report import attempts_table, limits_table
+    from pyprune.fit.fit import fit as find
+    from pyprune.fit.fit import report_of
+    from pyprune.fit.report import attempts_table, limits_table
     from pyprune.serving.table import conditions, speed_table
 
     found = find(model, budget, out=out, **shared)
@@ -306,8 +306,8 @@ def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_fil
 def _sweep(
     model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None, again: str
 ) -> None:
-    from pyprune.fitting.flow import sweep as find
-    from pyprune.fitting.report import sweep_table
+    from pyprune.fit.fit import sweep as find
+    from pyprune.fit.report import sweep_table
 
     points = find(model, budgets, out=out, **shared)
     found = {point.budget for point in points}

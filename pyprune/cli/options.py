@@ -85,8 +85,8 @@ def _of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:
 
 
 def _of_command(name: str) -> Config:
-    from pyprune.budget.options import FitOptions
     from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
+    from pyprune.fit.options import FitOptions
 
     kinds: dict[str, Any] = {
         "recover": RecoverCheckpointConfig,

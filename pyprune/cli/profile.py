@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-    from pyprune.budget.cost import ExactCosts
-    from pyprune.budget.measured import MeasuredCosts
-    from pyprune.budget.profile import Profile
-    from pyprune.budget.quantities import Quantity
+    from pyprune.fit.cost import ExactCosts
+    from pyprune.fit.measured import MeasuredCosts
+    from pyprune.fit.profile import Profile
+    from pyprune.fit.quantities import Quantity
     from pyprune.plan import PrunePlan
     from pyprune.report import Cell, Table
 
@@ -86,9 +86,9 @@ def profile(
 
     Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
     """
-    from pyprune.budget.measured import MeasuredCosts
-    from pyprune.budget.profile import accelerators, check_stored, stored_as
-    from pyprune.budget.timing import ProfileOptions, take_profile
+    from pyprune.fit.measured import MeasuredCosts
+    from pyprune.fit.profile import accelerators, check_stored, stored_as
+    from pyprune.fit.profiling.timing import ProfileOptions, take_profile
     from pyprune.runtime.figures import check_figures
 
     options = ProfileOptions(
@@ -154,8 +154,8 @@ def predict(
 
     Example: pyprune predict pruned/ --profile profile.json --weights bfloat16,q8_0
     """
-    from pyprune.budget.measured import MeasuredCosts
-    from pyprune.budget.profile import Profile
+    from pyprune.fit.measured import MeasuredCosts
+    from pyprune.fit.profile import Profile
 
     contexts = "2048" if context is None else context
     batch, tokens = _batch(contexts) if "x" in contexts else (1, _count(contexts, contexts))
@@ -207,7 +207,7 @@ def summary(costs: MeasuredCosts) -> dict[str, Any]:
     """How well the profile's fit holds, and the multiples that its products suggest, as plain data."""
     from dataclasses import asdict
 
-    from pyprune.budget.sizes import SizeRules, column_times
+    from pyprune.fit.sizes import SizeRules, column_times
 
     fits = {
         str(quantity): {
@@ -228,7 +228,7 @@ def summary(costs: MeasuredCosts) -> dict[str, Any]:
 
 def fit_table(costs: MeasuredCosts) -> Table:
     """One row for each workload: the dense model's time, and how well left-out probes are predicted."""
-    from pyprune.budget.sizes import SizeRules
+    from pyprune.fit.sizes import SizeRules
     from pyprune.report import Table
 
     rows: list[tuple[Cell, ...]] = []
@@ -276,10 +276,10 @@ def plan_of(target: str) -> PrunePlan:
     """
     import os
 
-    from pyprune.budget.probes import dense_config
     from pyprune.checkpoint.record import read_record
     from pyprune.errors import PlanError
     from pyprune.families import family_for
+    from pyprune.fit.profiling.probes import dense_config
     from pyprune.plan import PrunePlan
     from pyprune.runtime.files import read_bounded
 
@@ -311,8 +311,8 @@ def _predictions(
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
     """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
-    from pyprune.budget.cost import ExactCosts
-    from pyprune.budget.quantities import Quantity
+    from pyprune.fit.cost import ExactCosts
+    from pyprune.fit.quantities import Quantity
     from pyprune.plan import PrunePlan
 
     dense = PrunePlan.identity(plan.model_type, plan.dense)
@@ -341,7 +341,7 @@ def _counted(
     costs: Mapping[str, tuple[PrunePlan, ExactCosts]], quantity: Quantity, unit: float = 1.0
 ) -> dict[str, float]:
     """What each plan takes of a quantity, in a unit."""
-    from pyprune.budget.quantities import predicted
+    from pyprune.fit.quantities import predicted
 
     return {who: predicted(own, quantity, plan) / unit for who, (plan, own) in costs.items()}
 

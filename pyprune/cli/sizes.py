@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
-    from pyprune.budget.sizes import SizeRules
     from pyprune.config.run import PruneConfig
+    from pyprune.fit.sizes import SizeRules
     from pyprune.plan import PrunePlan
 
 SHOWN_SIZES = 4
@@ -26,8 +26,8 @@ def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, config: P
         quantise: format of the matrices; None = the dtype of config.json.
         config: of the run that made the plan, whose options keep to other sizes; None = it is past.
     """
-    from pyprune.budget.sizes import SizeRules, slow_sizes
     from pyprune.checkpoint.record import has_record, read_pruning_json
+    from pyprune.fit.sizes import SizeRules, slow_sizes
     from pyprune.runtime.files import read_json
 
     record = read_pruning_json(folder) if has_record(folder) else None

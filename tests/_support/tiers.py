@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 SECOND_FOLDERS = ("bench", "examples", "wheels")
 """Folders of tests whose programs run for minutes."""
 QUICK_FOLDERS = (
-    *("budget", "checkpoint", "config", "cut", "data", "families", "methods"),
+    *("checkpoint", "config", "cut", "data", "families", "fit", "methods"),
     *("modeling", "ops", "probe", "quality", "runtime", "train"),
 )
 """Folders of tests of the package itself, without its commands, whole runs and servers."""

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from pyprune import build_config, build_recovery, evaluate, prune, recover
-from pyprune.budget.options import FitOptions
 from pyprune.checkpoint.trained_on import training_marks
 from pyprune.config.data import DataConfig
 from pyprune.data.sampling import assert_disjoint, sample_sequences, split_disjoint
 from pyprune.errors import DataError
 from pyprune.families import all_families, begins_with_bos
-from pyprune.fitting.search import Fitting
+from pyprune.fit.options import FitOptions
+from pyprune.fit.search import Fitting
 from pyprune.quality.perplexity import evaluation_text, perplexity
 from tests._support.cli import run
 from tests._support.models import tiny_model

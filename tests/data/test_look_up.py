@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pyprune import build_config, build_reconstruction, build_recovery, evaluate, prune, reconstruct, recover
-from pyprune.budget.options import FitOptions
 from pyprune.config.data import DataConfig
 from pyprune.errors import DataError
-from pyprune.fitting.search import Fitting
+from pyprune.fit.options import FitOptions
+from pyprune.fit.search import Fitting
 from pyprune.pipeline import decision_for
 from tests._support.models import tiny_model
 from tests._support.text import write_model

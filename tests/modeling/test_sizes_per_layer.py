@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import HeterogeneousConfigMixin
 
-from pyprune.budget.probes import dense_config
 from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import all_families, family_for
+from pyprune.fit.profiling.probes import dense_config
 from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
 from tests._support.models import one_of_each, tiny_batch, tiny_model

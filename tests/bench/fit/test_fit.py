@@ -25,21 +25,21 @@ from bench.fit.fit import (
     _widths,
     table,
 )
-from pyprune.budget import turns
-from pyprune.budget.choices import ChoiceOptions
-from pyprune.budget.limits import Budget
-from pyprune.budget.options import FitOptions
-from pyprune.budget.profile import DENSE, Profile, this_machine
-from pyprune.budget.quantities import Quantity
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.data import DataConfig
 from pyprune.families import count_parameters
-from pyprune.fitting.search import Fitting
+from pyprune.fit.choices import ChoiceOptions
+from pyprune.fit.limits import Budget
+from pyprune.fit.options import FitOptions
+from pyprune.fit.profile import DENSE, Profile, this_machine
+from pyprune.fit.profiling import turns
+from pyprune.fit.quantities import Quantity
+from pyprune.fit.search import Fitting
 from pyprune.runtime.records import RecordFile
 from tests._support.models import tiny_model
 from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
-from tests.budget._profiles import fake_profile
+from tests.fit._profiles import fake_profile
 
 MACHINE = {"device": "a CPU", "cpus": 2, "isa": []}
 

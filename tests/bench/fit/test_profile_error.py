@@ -10,14 +10,14 @@ import pytest
 
 from bench._plans import never_profiled
 from bench.fit import profile_error
-from pyprune.budget import turns
-from pyprune.budget.measured import MeasuredCosts
-from pyprune.budget.probes import probe_plans
-from pyprune.budget.profile import Profile, this_machine
+from pyprune.fit.measured import MeasuredCosts
+from pyprune.fit.profile import Profile, this_machine
+from pyprune.fit.profiling import turns
+from pyprune.fit.profiling.probes import probe_plans
 from pyprune.plan import PrunePlan
 from pyprune.runtime.records import RecordFile, append_jsonl
 from tests._support.models import tiny_model
-from tests.budget._profiles import MACHINE, fake_profile
+from tests.fit._profiles import MACHINE, fake_profile
 
 
 def test_no_plan_is_a_probe() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench.fit.solve import SHAPES, SyntheticCosts, main, synthetic
-from pyprune.budget.choices import ChoiceOptions
-from pyprune.budget.limits import Budget
-from pyprune.budget.solve import SolveOptions, solve
+from pyprune.fit.choices import ChoiceOptions
+from pyprune.fit.limits import Budget
+from pyprune.fit.solve import SolveOptions, solve
 from pyprune.runtime.records import RecordFile
 
 

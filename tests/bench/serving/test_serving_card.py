@@ -15,11 +15,11 @@ from bench._plans import SMOLLM2
 from bench.serving import serving_card
 from bench.serving.serving_card_ideal import Ideal, Rates, Work, Workload, ideal, measure_rates, parameters, work
 from bench.serving.serving_card_table import STARTED_NAMES, card, speed_ratios
-from pyprune.budget import turns
-from pyprune.budget.probes import dense_config, write_probe
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
+from pyprune.fit.profiling import turns
+from pyprune.fit.profiling.probes import dense_config, write_probe
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.serving.engines import EngineError

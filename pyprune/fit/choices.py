@@ -1,0 +1,402 @@
+"""What every layer may become, and which of its units stay at a width: the scorer's order. No torch here.
+
+A layer keeps some KV groups with their query heads (or fewer query heads of each group), some FFN channels, skips its
+attention or its MLP, or goes as a whole. The widths of a layer say how many; which units that are follows from their
+scores alone: those with the smallest go first, ties by the smaller index, as in every local ranking of this package.
+The hidden size is one choice for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import fsum
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from typing_extensions import override
+
+from pyprune.config.base import LARGEST_INDEX, Config, _require, option
+from pyprune.errors import BudgetError, ConfigError
+from pyprune.fit.quantities import Widths
+from pyprune.plan import LayerPlan, PrunePlan, Sizes
+from pyprune.runtime.records import digest
+
+if TYPE_CHECKING:
+    from pyprune.fit.sizes import SizeRules
+
+T = TypeVar("T")
+Skip = Literal["attention", "mlp", "layer"]
+DROPPED = Widths(0, 0, 0)
+"""The choice of a layer that goes as a whole."""
+
+
+RULED = ("ffn_multiple", "kv_heads_multiple", "query_heads_multiple")
+"""Options that give way to what runs well on the target (:meth:`ChoiceOptions.with_rules`)."""
+
+
+@dataclass(frozen=True)
+class ChoiceOptions(Config):
+    """What layers may become.
+
+    Attributes:
+        ffn_shares: FFN widths as shares of the dense width, rounded to ``ffn_multiple``; the dense width is always one.
+        ffn_multiple: FFN widths are multiples of it (the dense width stays allowed).
+        head_counts: most different numbers of KV groups a layer may keep, beside skipped attention; evenly spaced
+            where the model has more.
+        kv_heads_multiple: numbers of KV groups are multiples of it (tensor parallelism).
+        query_heads_multiple: the same for query heads.
+        query_heads: also take query heads out of the kept groups, as many of each.
+        skips: what may be skipped: attention or mlp of a kept layer, or a whole layer.
+        keep_first: layers at the beginning of the model that stay whole.
+        keep_last: layers at its end that stay whole.
+        hidden: hidden sizes to try besides the dense one.
+    """
+
+    ffn_shares: tuple[float, ...] = option((0.875, 0.75, 0.625, 0.5, 0.375, 0.25), above=0, below=1)
+    ffn_multiple: int = option(64, at_least=1, at_most=LARGEST_INDEX)
+    head_counts: int = option(8, at_least=1, at_most=256)
+    kv_heads_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
+    query_heads_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
+    query_heads: bool = False
+    skips: tuple[Skip, ...] = ("attention", "mlp", "layer")
+    keep_first: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+    keep_last: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+    hidden: tuple[int, ...] = option((), at_least=1, at_most=LARGEST_INDEX)
+
+    def with_rules(self, rules: SizeRules) -> Self:
+        """The same with the multiples of widths that run well where the model is going.
+
+        Raises:
+            ConfigError: a hidden size is no such multiple.
+        """
+        step = rules.hidden_multiple
+        slow = [size for size in self.hidden if size % step]
+        if slow:
+            near = sorted({near for size in slow for near in (size // step * step, -(-size // step) * step) if near})
+            raise ConfigError(
+                f"choices.hidden names {', '.join(map(str, slow))}, where multiples of {step} run well; use "
+                f"{', '.join(map(str, near))}, or keep_multiples=true to take sizes as they are."
+            )
+        return replace(self, **{name: getattr(rules, name) for name in RULED})
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(len(set(self.skips)) == len(self.skips), f"skips names one twice: {list(self.skips)}.", found)
+        return found
+
+
+@dataclass(frozen=True)
+class LayerSpace:
+    """What one layer may become.
+
+    Attributes:
+        heads: (query heads, KV heads), the dense pair first; (0, 0) = skipped attention.
+        ffn: FFN widths, the dense one first; 0 = skipped MLP.
+        drop: whether the layer may go as a whole.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    ffn: tuple[int, ...]
+    drop: bool
+
+    @property
+    def alone(self) -> tuple[Widths, ...]:
+        """The choices that change the attention alone or the MLP alone."""
+        query_heads, kv_heads = self.heads[0]
+        attention = (Widths(*pair, self.ffn[0]) for pair in self.heads[1:])
+        return (*attention, *(Widths(query_heads, kv_heads, width) for width in self.ffn[1:]))
+
+    @cached_property
+    def widths(self) -> tuple[Widths, ...]:
+        """Every choice, the dense one first, :data:`DROPPED` last."""
+        kept = (Widths(*pair, ffn) for pair in self.heads for ffn in self.ffn if pair != (0, 0) or ffn)
+        return (*kept, DROPPED) if self.drop else tuple(kept)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a model may become.
+
+    Attributes:
+        identity: the plan that removes nothing.
+        layers: one entry for each dense layer.
+        hidden: hidden sizes, the dense one first.
+    """
+
+    identity: PrunePlan
+    layers: tuple[LayerSpace, ...]
+    hidden: tuple[int, ...]
+
+    @classmethod
+    def of(cls, identity: PrunePlan, options: ChoiceOptions = ChoiceOptions()) -> Self:
+        """Everything that the options allow.
+
+        Raises:
+            ConfigError: more layers are kept than the model has, or a hidden size that is larger than the dense one.
+        """
+        options.validate()
+        dense = identity.dense
+        if options.keep_first + options.keep_last > dense.num_layers:
+            raise ConfigError(
+                f"keep_first {options.keep_first} and keep_last {options.keep_last} keep more than the model's "
+                f"{dense.num_layers} layers."
+            )
+        wide = [size for size in options.hidden if size > dense.hidden_size]
+        if wide:
+            raise ConfigError(
+                f"hidden names {wide}; the model's hidden size is {dense.hidden_size}, which is the most."
+            )
+        whole = LayerSpace(((dense.num_attention_heads, dense.num_key_value_heads),), (dense.intermediate_size,), False)
+        opened = LayerSpace(_heads(dense, options), _ffn(dense, options), "layer" in options.skips)
+        last = dense.num_layers - options.keep_last
+        layers = tuple(opened if options.keep_first <= i < last else whole for i in range(dense.num_layers))
+        hidden = sorted({dense.hidden_size, *options.hidden}, reverse=True)
+        return cls(identity, layers, tuple(hidden))
+
+    def without(self, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> Self:
+        """The same without what an architecture or engine cannot hold.
+
+        Every hidden size, pair of heads, FFN width and dropped layer is tried alone, in a plan that removes nothing
+        else. A layer may go only if the next one may then still become what it may otherwise: llama.cpp reads the size
+        of a head from the first layer, so that layer 0 stays where attention can be skipped.
+
+        Args:
+            why_not: reasons against a plan; nothing = it can be held.
+        """
+        dense, *smaller = self.hidden
+        hidden = (dense, *(size for size in smaller if not why_not(self.identity.keep_hidden(range(size)))))
+        layers = [self._held(i, layer, why_not) for i, layer in enumerate(self.layers)]
+        for i, after in enumerate(layers[1:]):
+            if layers[i].drop and not self._held_without(i, after, why_not):
+                layers[i] = replace(layers[i], drop=False)
+        return replace(self, layers=tuple(layers), hidden=hidden)
+
+    def without_losses(self) -> Search:
+        """What a solver may choose from, before any loss is known: all are 0."""
+        layers = tuple(tuple(Choice(widths, 0.0) for widths in layer.widths) for layer in self.layers)
+        return Search(self.identity, layers, dict.fromkeys(self.hidden, 0.0))
+
+    def _held_without(self, index: int, after: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> bool:
+        """Whether the layer behind a dropped one may become all that it may beside it."""
+        rest = self.identity.drop_layers([index])
+        return not any(why_not(_changed(rest, index + 1, widths)) for widths in after.alone)
+
+    def _held(self, index: int, layer: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> LayerSpace:
+        dense = layer.widths[0]
+
+        def fits(widths: Widths) -> bool:
+            return widths == dense or not why_not(_changed(self.identity, index, widths))
+
+        return LayerSpace(
+            tuple(pair for pair in layer.heads if fits(Widths(*pair, dense.ffn))),
+            tuple(ffn for ffn in layer.ffn if fits(Widths(dense.query_heads, dense.kv_heads, ffn))),
+            layer.drop and len(self.layers) > 1 and fits(DROPPED),
+        )
+
+    @property
+    def dense_widths(self) -> Widths:
+        """Widths of a layer of the dense model."""
+        return Widths(*self.identity.layers[0].widths)
+
+
+def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
+    """Pairs (query heads, KV heads) in descending order."""
+    total, group = dense.num_key_value_heads, dense.group_size
+    legal = [n for n in range(total, 0, -1) if n % options.kv_heads_multiple == 0 or n == total]
+    counts = spaced(legal, options.head_counts)
+    per_group = range(group, 0, -1) if options.query_heads else (group,)
+    every = sorted(((n * each, n) for n in counts for each in per_group), reverse=True)
+    pairs = [pair for pair in every if pair == every[0] or pair[0] % options.query_heads_multiple == 0]
+    return (*pairs, (0, 0)) if "attention" in options.skips else tuple(pairs)
+
+
+def _ffn(dense: Sizes, options: ChoiceOptions) -> tuple[int, ...]:
+    """FFN widths in descending order."""
+    whole, multiple = dense.intermediate_size, options.ffn_multiple
+    legal = {min(whole, max(multiple, round(share * whole / multiple) * multiple)) for share in options.ffn_shares}
+    widths = sorted({whole, *legal}, reverse=True)
+    return (*widths, 0) if "mlp" in options.skips else tuple(widths)
+
+
+def spaced(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of some values, evenly spaced, the first and (from two on) the last among them."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[0]]
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _changed(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
+    """A plan with one layer of other widths, of which the first units stay."""
+    if widths == DROPPED:
+        return plan.drop_layers([index])
+    dense = plan.dense
+    each = widths.query_heads // widths.kv_heads if widths.kv_heads else 0
+    heads = [group * dense.group_size + i for group in range(widths.kv_heads) for i in range(each)]
+    return plan.with_layer(index, query_heads=heads, kv_heads=range(widths.kv_heads), ffn=range(widths.ffn))
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Importance of the units of one layer; the smallest go first.
+
+    Attributes:
+        kv_groups: of every KV head together with its query heads.
+        query_heads: of every query head alone.
+        ffn: of every FFN channel.
+    """
+
+    kv_groups: tuple[float, ...]
+    query_heads: tuple[float, ...]
+    ffn: tuple[float, ...]
+
+    @cached_property
+    def _groups_away(self) -> tuple[float, ...]:
+        return _sums(self.kv_groups)
+
+    @cached_property
+    def _channels_away(self) -> tuple[float, ...]:
+        return _sums(self.ffn)
+
+    def attention_removed(self, query_heads: int, kv_heads: int) -> float:
+        """Sum of the scores of what goes of the attention at a width."""
+        away = self._groups_away[len(self.kv_groups) - kv_heads]
+        kept = set(self.kept_groups(kv_heads))
+        chosen = set(self.kept_heads(query_heads, kv_heads))
+        group = len(self.query_heads) // len(self.kv_groups)
+        return away + fsum(s for i, s in enumerate(self.query_heads) if i // group in kept and i not in chosen)
+
+    def ffn_removed(self, ffn: int) -> float:
+        """Sum of the scores of the FFN channels that go at a width."""
+        return self._channels_away[len(self.ffn) - ffn]
+
+    def kept_groups(self, count: int) -> tuple[int, ...]:
+        """KV heads that stay when so many do, ascending."""
+        return _largest(self.kv_groups, count)
+
+    def kept_heads(self, query_heads: int, kv_heads: int) -> tuple[int, ...]:
+        """Query heads that stay, as many of each kept group, ascending."""
+        if not kv_heads:
+            return ()
+        size = len(self.query_heads) // len(self.kv_groups)
+        found: list[int] = []
+        for group in self.kept_groups(kv_heads):
+            own = self.query_heads[group * size : (group + 1) * size]
+            found += [group * size + i for i in _largest(own, query_heads // kv_heads)]
+        return tuple(found)
+
+    def kept_ffn(self, count: int) -> tuple[int, ...]:
+        """FFN channels that stay when so many do, ascending."""
+        return _largest(self.ffn, count)
+
+
+@dataclass(frozen=True)
+class UnitScores:
+    """Importance of every unit of a model. JSON-able through :meth:`to_dict`.
+
+    Attributes:
+        layers: one entry for each dense layer.
+        hidden: of every hidden channel; empty where only the dense hidden size is tried.
+        method: what scored, for reports.
+    """
+
+    layers: tuple[LayerScores, ...]
+    hidden: tuple[float, ...] = ()
+    method: str = ""
+
+    def layer_plan(self, index: int, widths: Widths) -> LayerPlan:
+        """The units that stay of one layer at its widths."""
+        own = self.layers[index]
+        heads = own.kept_heads(widths.query_heads, widths.kv_heads)
+        return LayerPlan(index, heads, own.kept_groups(widths.kv_heads), own.kept_ffn(widths.ffn))
+
+    def plan(self, identity: PrunePlan, widths: Mapping[int, Widths], hidden_size: int | None = None) -> PrunePlan:
+        """The plan that keeps the best units of some layers at these widths; all others stay whole.
+
+        Args:
+            identity: of the dense model.
+            widths: dense layer index -> widths, :data:`DROPPED` where the layer goes.
+            hidden_size: channels that stay; None = all.
+
+        Raises:
+            BudgetError: a hidden size without scores of the hidden channels.
+        """
+        layers = [self.layer_plan(i, widths[i]) if i in widths else identity.layers[i] for i in range(len(self.layers))]
+        plan = replace(identity, layers=tuple(layer for layer in layers if layer.query_heads or layer.ffn))
+        if hidden_size is None or hidden_size == identity.dense.hidden_size:
+            return plan
+        if not self.hidden:
+            raise BudgetError(f"The scores know nothing of hidden channels; hidden size {hidden_size} needs them.")
+        return replace(plan, hidden=_largest(self.hidden, hidden_size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], dense: Sizes) -> Self:
+        """Read what :meth:`to_dict` gave.
+
+        Raises:
+            BudgetError: it does not fit the model.
+        """
+        try:
+            layers = tuple(
+                LayerScores(*(tuple(map(float, x[name])) for name in ("kv_groups", "query_heads", "ffn")))
+                for x in data["layers"]
+            )
+            found = cls(layers, tuple(map(float, data["hidden"])), str(data["method"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BudgetError(f"The unit scores are damaged ({error!r}); score the model again.") from error
+        sizes = (dense.num_key_value_heads, dense.num_attention_heads, dense.intermediate_size)
+        fit = all((len(x.kv_groups), len(x.query_heads), len(x.ffn)) == sizes for x in layers)
+        if len(layers) != dense.num_layers or not fit or len(found.hidden) not in (0, dense.hidden_size):
+            raise BudgetError("The unit scores are of a model of other sizes; score this model.")
+        return found
+
+    def digest(self) -> str:
+        """SHA-256 over all scores, hexadecimal."""
+        return digest(self.to_dict())
+
+
+def _sums(scores: Iterable[float]) -> tuple[float, ...]:
+    """Sum of the n smallest scores, for every n from 0."""
+    return (0.0, *accumulate(sorted(scores)))
+
+
+def _largest(scores: Sequence[float], count: int) -> tuple[int, ...]:
+    """Indices of the ``count`` largest scores, ascending; of equal ones the smaller index goes first."""
+    order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
+    return tuple(sorted(order[len(order) - count :])) if count else ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer may become and what the model loses by it alone.
+
+    Attributes:
+        widths: of the layer.
+        loss: at least 0; 0 for the dense widths.
+    """
+
+    widths: Widths
+    loss: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a solver chooses from: losses of different layers add up.
+
+    Attributes:
+        identity: the plan that removes nothing.
+        layers: the choices of each dense layer, the dense one first.
+        hidden: hidden size -> what is lost by it alone; 0 for the dense one.
+    """
+
+    identity: PrunePlan
+    layers: tuple[tuple[Choice, ...], ...]
+    hidden: Mapping[int, float]

@@ -1,0 +1,141 @@
+"""What `pyprune fit` can be told. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from typing_extensions import override
+
+from pyprune.config.base import Config, _require, option
+from pyprune.config.cut import ReconstructConfig
+from pyprune.config.data import DataConfig
+from pyprune.config.run import PruneConfig
+from pyprune.fit.choices import RULED, ChoiceOptions
+from pyprune.fit.formats import weight_format
+from pyprune.fit.solve import SolveOptions
+from pyprune.fit.values import Value, ValueOptions
+
+if TYPE_CHECKING:
+    from pyprune.fit.sizes import SizeRules
+
+
+@dataclass(frozen=True)
+class FitOptions(Config):
+    """How a model is found for a budget.
+
+    Attributes:
+        data: text for reconstruction; the same source gives what is scored, measured, judged, and trained on after the
+            cut.
+        window: tokens of the sequences on which units are scored, losses measured and candidates judged, at most as
+            many as the model has positions. What heads are for shows in long windows: with 256 tokens SmolLM2 lost
+            those that copy from far back, and code suffered most (docs/budgets.md).
+        score_samples: such sequences for the scores that order the units.
+        value_samples: such sequences for the losses of single blocks, those for the scores among them.
+        judge_samples: further ones on which reconstructed candidates are compared.
+        choices: what layers may become; its ``ffn_multiple`` and ``kv_heads_multiple`` give way to what runs well for
+            ``weights`` and the profile, unless ``keep_multiples`` is on.
+        keep_multiples: take the multiples of ``choices`` as they are.
+        tensor_parallel: devices that are to share every layer: widths become multiples of it, whole heads for each.
+        values: how losses of single blocks are measured.
+        value: which of the measured losses is added up.
+        solve: the search.
+        reconstruct: how candidates are reconstructed.
+        try_samples: sequences of ``data`` on which candidates are reconstructed to be compared, which is most of what a
+            search takes; what is written is reconstructed on all of them. A quarter put candidates in the same order
+            as all did, at a third of the time (docs/budgets.md).
+        rounds: most searches for one budget: each further one knows what the candidates before it took when measured.
+        slack: share of a limit by which a measured time may exceed it; machines are noisy.
+        spare: share of the tightest limit that a timed candidate may leave unused; where it leaves more, predictions
+            were too high, and a larger candidate is looked for. 1 = never.
+        repeats: timed turns of each model.
+        dtype: of the weights while the search works; what is written is made from float32.
+        device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
+    """
+
+    data: DataConfig = field(default_factory=lambda: DataConfig("mixture", samples=160, sequence_length=256))
+    window: int = option(1024, at_least=2, at_most=1_000_000)
+    score_samples: int = option(12, at_least=1, at_most=100_000)
+    value_samples: int = option(12, at_least=3, at_most=100_000)
+    judge_samples: int = option(24, at_least=1, at_most=100_000)
+    choices: ChoiceOptions = field(default_factory=ChoiceOptions)
+    keep_multiples: bool = False
+    tensor_parallel: int = option(1, at_least=1, at_most=1024)
+    values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="auto"))
+    value: Value = "kl"
+    solve: SolveOptions = field(default_factory=SolveOptions)
+    reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="auto"))
+    try_samples: int = option(40, at_least=1, at_most=100_000)
+    rounds: int = option(3, at_least=1, at_most=20)
+    slack: float = option(0.01, at_least=0, at_most=0.5)
+    spare: float = option(0.03, at_least=0, at_most=1)
+    repeats: int = option(3, at_least=1, at_most=1000)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+
+    @override
+    def problems(self) -> list[str]:
+        found: list[str] = []
+        _require(
+            self.data.layout == "stream",
+            "data.layout is 'instructions', which is for recovery; set 'stream'.",
+            found,
+        )
+        usual = ChoiceOptions()
+        changed = [name for name in RULED if getattr(self.choices, name) != getattr(usual, name)]
+        if changed and not self.keep_multiples:
+            names = " and ".join(f"choices.{name}" for name in changed)
+            found.append(f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true.")
+        _require(
+            self.tensor_parallel == 1 or not self.keep_multiples,
+            f"tensor_parallel is {self.tensor_parallel} and keep_multiples is on, which would keep widths that so many "
+            "devices cannot share. Leave out keep_multiples.",
+            found,
+        )
+        return found
+
+    def choices_for(self, rules: SizeRules) -> ChoiceOptions:
+        """What layers may become, in the multiples that run well unless ``keep_multiples`` is on.
+
+        Args:
+            rules: of the target.
+
+        Raises:
+            ConfigError: a hidden size that is no such multiple.
+        """
+        return self.choices if self.keep_multiples else self.choices.with_rules(rules)
+
+    def texts(self, positions: float | None) -> dict[str, DataConfig]:
+        """What is drawn, in this order and without overlap: "judged", "data" to reconstruct on, "valued" to measure on.
+
+        Args:
+            positions: of the model; None = it has no limit.
+        """
+        window = int(min(self.window, positions or self.window))
+        valued = max(self.score_samples, self.value_samples)
+        return {
+            "judged": replace(self.data, samples=self.judge_samples, sequence_length=window),
+            "data": self.data,
+            "valued": replace(self.data, samples=valued, sequence_length=window),
+        }
+
+
+def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str = "bfloat16") -> PruneConfig:
+    """The run that writes the winner: its plan, reconstructed, then all weights trained as the methods' defaults do.
+
+    Args:
+        options: of the search.
+        plan: path of the saved plan.
+        recover: False leaves out the training.
+        weights: format that the budget is of: a dtype is what is written, for another the model's own is.
+    """
+    from pyprune.methods.training import reconstructed
+
+    recommended = reconstructed(PruneConfig(method="none", plan=plan, device=options.device))
+    return replace(
+        recommended,
+        data=options.data,
+        cut=replace(recommended.cut, least_squares=options.reconstruct),
+        stages=recommended.stages if recover else replace(recommended.stages, after=()),
+        export_dtype=cast(Any, weights if weight_format(weights).layout == "plain" else None),
+    )

@@ -1,0 +1,1 @@
+"""Measure how long layers of each width take on this machine."""

@@ -1,0 +1,209 @@
+"""Widths that run well where a model is going: multiples for every target, or those that a profile found. No torch.
+
+A matrix product over a width that does not fill the tiles of its kernel wastes a part of the last one. Which multiples
+matter depends on the format of the weights and on the machine; here they are rules that a search keeps, and that
+:func:`slow_sizes` holds every single layer against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
+
+from pyprune.errors import ConfigError, did_you_mean
+from pyprune.fit.quantities import Widths, head_pairs
+from pyprune.plan import PrunePlan
+from pyprune.serving.widths import LayerSizes, layer_widths, named_layers, off_multiples
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyprune.fit.profile import Product, Profile
+
+MULTIPLES = (1, 8, 16, 32, 64)
+"""What the micro-benchmark of a profile compares."""
+TOLERANCE = 0.02
+"""Time for a column above the best one's that a smaller multiple may take."""
+HEAD_PAIRS = 4
+"""Most distinct pairs of query and KV heads by default: vLLM plans the attention of each pair anew in every step."""
+FFN_MULTIPLES = {
+    "float32": 64,
+    "bfloat16": 64,
+    "float16": 64,
+    "w8a8-int8": 64,
+    "fp8": 128,
+    "w8a16": 128,
+    "w4a16": 32,
+    "f32": 32,
+    "f16": 32,
+    "bf16": 32,
+    "q8_0": 32,
+    "q4_0": 32,
+    "q4_1": 32,
+    "q5_0": 32,
+    "q5_1": 32,
+    "q6_k": 256,
+    "q5_k": 256,
+    "q4_k": 256,
+}
+"""Format of the weights -> FFN widths that are good for it: 128 where fp8's or Marlin's tiles follow, 32 for groups of
+four-bit weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""
+
+
+SHARED_MULTIPLES = {"w4a16": 128}
+"""The same for what each of several devices reads, where that is more: groups of inputs that share a scale stay whole,
+and they are of this size where every width allows it."""
+
+FITTED_RULES = "widths that run well"
+"""Entry of a fitted checkpoint's record that holds the rules of its search."""
+
+
+@dataclass(frozen=True)
+class SizeRules:
+    """What widths should be multiples of. A dense width is always allowed.
+
+    Attributes:
+        ffn_multiple: of FFN channels.
+        hidden_multiple: of hidden channels.
+        query_heads_multiple: of query heads (tensor parallelism gives each device the same number).
+        kv_heads_multiple: of KV heads.
+        max_head_pairs: most distinct pairs of query and KV heads in a model; None = any number.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    ffn_multiple: int = 64
+    hidden_multiple: int = 64
+    query_heads_multiple: int = 1
+    kv_heads_multiple: int = 1
+    max_head_pairs: int | None = HEAD_PAIRS
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} is {value}; it must be at least 1." for name, value in vars(self).items() if value == 0]
+        wrong += [
+            f"{name} is {value}; it must be a whole number of at least 1."
+            for name, value in vars(self).items()
+            if value is not None and (type(value) is not int or value < 0)
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+
+    @classmethod
+    def of(cls, target: str = "bfloat16", *, tensor_parallel: int = 1, max_head_pairs: int | None = HEAD_PAIRS) -> Self:
+        """The defaults for a format of the weights.
+
+        Args:
+            target: a key of :data:`FFN_MULTIPLES`.
+            tensor_parallel: devices that share every layer; each gets whole heads and a whole multiple of FFN channels.
+            max_head_pairs: see :class:`SizeRules`.
+
+        Raises:
+            ConfigError: an unknown target, or a number below 1.
+        """
+        if target not in FFN_MULTIPLES:
+            raise ConfigError(did_you_mean(target, FFN_MULTIPLES, "format of the weights"))
+        if tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel is {tensor_parallel}; it must be at least 1.")
+        step = FFN_MULTIPLES[target]
+        of_each = SHARED_MULTIPLES.get(target, step) if tensor_parallel > 1 else step
+        return cls(
+            ffn_multiple=of_each * tensor_parallel,
+            hidden_multiple=step,
+            query_heads_multiple=tensor_parallel,
+            kv_heads_multiple=tensor_parallel,
+            max_head_pairs=max_head_pairs,
+        )
+
+    @classmethod
+    def of_record(cls, fit: Mapping[str, Any], target: str) -> Self | None:
+        """The rules by which a checkpoint was fitted, else the defaults; None for a format without defaults.
+
+        Args:
+            fit: that section of the checkpoint's record; empty where it was not fitted.
+            target: format of the weights; the recorded rules are of the format that the budget was of. Where they are
+                damaged, the defaults hold.
+        """
+        usual = cls.of(target) if target in FFN_MULTIPLES else None
+        rules = fit.get(FITTED_RULES)
+        if fit.get("weights") != target or not isinstance(rules, Mapping):
+            return usual
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{name: value for name, value in rules.items() if name in known})
+        except ConfigError:
+            return usual
+
+    @classmethod
+    def learnt(cls, profile: Profile, *, tensor_parallel: int = 1) -> Self:
+        """The defaults with the multiple that the profile's products show to be enough on its machine.
+
+        The smallest multiple is taken whose median time for a column is at most 2 % above the best. Blocks of the
+        format stay: a multiple that is faster in torch does not help where llama.cpp falls back to another format.
+
+        Args:
+            profile: one with products; without any the defaults of its format stay.
+            tensor_parallel: see :meth:`of`.
+
+        Raises:
+            ConfigError: a dtype without defaults, or a number below 1.
+        """
+        rules = cls.of(profile.dtype, tensor_parallel=tensor_parallel)
+        best = fast_multiple(profile.products)
+        if best is None:
+            return rules
+        step = math.lcm(best, FFN_MULTIPLES[profile.dtype]) if profile.engine == "llamacpp" else best
+        return replace(rules, ffn_multiple=step * tensor_parallel, hidden_multiple=step)
+
+
+def column_times(products: Sequence[Product]) -> dict[int, float]:
+    """Multiple -> median seconds of its products for each column of the width."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for product in products:
+        found[product.multiple].append(product.seconds / product.width)
+    return {multiple: median(times) for multiple, times in sorted(found.items())}
+
+
+def fast_multiple(products: Sequence[Product]) -> int | None:
+    """The smallest multiple that takes at most 2 % more for a column than the best one; None without products."""
+    times = column_times(products)
+    return next((m for m, seconds in times.items() if seconds <= (1 + TOLERANCE) * min(times.values())), None)
+
+
+def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[str]:
+    """What of a model's sizes the rules do not allow, one sentence for each size, with the layers that have it.
+
+    Args:
+        model: a plan (its layers are named by their dense indices and dense widths are allowed), or config.json as
+            plain data (its layers are named as they are counted there).
+        rules: what is good where the model will run.
+    """
+    if isinstance(model, PrunePlan):
+        dense = model.dense
+        usual: tuple[int | None, ...] = (dense.num_attention_heads, dense.num_key_value_heads, dense.intermediate_size)
+        widths: list[LayerSizes] = [layer.widths for layer in model.layers]
+        hidden, names = len(model.hidden), list(model.kept_layers)
+        off_hidden = hidden != dense.hidden_size and hidden % rules.hidden_multiple != 0
+    else:
+        usual = (None, None, None)
+        widths, hidden = layer_widths(model), int(model.get("hidden_size") or 0)
+        names = list(range(len(widths)))
+        off_hidden = hidden % rules.hidden_multiple != 0
+    found = [f"hidden size {hidden} is not a multiple of {rules.hidden_multiple}."] if off_hidden else []
+    kinds = (
+        ("query heads", rules.query_heads_multiple),
+        ("KV heads", rules.kv_heads_multiple),
+        ("FFN channels", rules.ffn_multiple),
+    )
+    for axis, (what, multiple) in enumerate(kinds):
+        for width, places in off_multiples([layer[axis] for layer in widths], multiple, usual[axis]).items():
+            where = named_layers([names[i] for i in places])
+            found.append(f"{where}: {width} {what} are not a multiple of {multiple}.")
+    pairs = head_pairs(Widths(*layer) for layer in widths)
+    if rules.max_head_pairs is not None and pairs > rules.max_head_pairs:
+        found.append(f"{pairs} different pairs of query and KV heads; at most {rules.max_head_pairs} run well.")
+    return found

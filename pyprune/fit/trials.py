@@ -1,0 +1,442 @@
+"""Losses of single blocks, measured: one block of the dense model is changed and reconstructed, all others stay.
+
+The dense residual stream walks through the model once. At every block, for each width it may have, the block alone is
+narrowed or skipped; the writer behind the change (its own where something of it stays, else the nearest one before it)
+is solved in closed form to follow the dense stream, exactly as :mod:`pyprune.cut.reconstruct` does for a cut, on one
+part of the text; and only the layers behind it run on the other part, on which the loss is taken. So a trial costs half
+the model on average, and no text is both solved on and judged on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from pyprune.config.cut import ReconstructConfig
+from pyprune.config.run import PruneConfig
+from pyprune.config.score import ScoreAxis
+from pyprune.config.train import micro_batch_for
+from pyprune.cut._fit import Tally
+from pyprune.cut._sides import Chunk, CopiedLayers
+from pyprune.cut._steps import Step, steps_of
+from pyprune.cut._systems import Writers
+from pyprune.cut._walk import USED, Walk, chunks_of
+from pyprune.cut.mask import mask_, restored
+from pyprune.cut.reconstruct import reconstruct_
+from pyprune.data.tokens import Batch
+from pyprune.errors import ConfigError, DataError
+from pyprune.families import check_plan, family_for
+from pyprune.families.base import BLOCKS
+from pyprune.fit.choices import LayerScores, Space, UnitScores
+from pyprune.fit.quantities import Widths
+from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of
+from pyprune.methods.base import PlanRequest
+from pyprune.methods.registry import get_method
+from pyprune.methods.score import ScoreMethod, scoring
+from pyprune.methods.score._structures import StructureScores
+from pyprune.methods.score.base import Scoring
+from pyprune.methods.score.taylor import TaylorOptions
+from pyprune.plan import PrunePlan
+from pyprune.probe.activations import still
+from pyprune.probe.streams import LayerRunner, Part, parts_of, replaced_forwards
+from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
+from pyprune.runtime.progress import track, warn
+from pyprune.runtime.records import RecordFile, digest
+
+HELD_BACK = 0.125
+"""Share of the sequences that are solved on which judges ridges, as in a cut."""
+
+
+def recommended_scores() -> PruneConfig:
+    """The scorer whose order is used unless another one is given: Taylor's second-order term, sum |w h w|."""
+    return scoring("taylor", TaylorOptions(form="param_second"))
+
+
+def score_units(
+    model: PreTrainedModel, samples: Tensor, config: PruneConfig | None = None, *, hidden: bool = False
+) -> UnitScores:
+    """Score every KV group, query head and FFN channel of a dense model, and with ``hidden`` every hidden channel.
+
+    Args:
+        model: comes back as it was.
+        samples: token ids, int64 [N, T].
+        config: names the scoring method and its options; None = :func:`recommended_scores`.
+        hidden: needed where hidden sizes are tried.
+
+    Raises:
+        ConfigError: the method of ``config`` does not score structures.
+        ScoreError: scores that are not finite.
+    """
+    config = config or recommended_scores()
+    method = get_method(config.method)
+    if not isinstance(method, ScoreMethod):
+        raise ConfigError(f"method is {config.method!r}, which does not score heads and FFN channels; use taylor.")
+    axes: tuple[ScoreAxis, ...] = ("heads", "ffn", "hidden") if hidden else ("heads", "ffn")
+    opened = replace(
+        config.score_options,
+        axes=axes,
+        ranking="local",
+        normalise="none",
+        heads_unit="kv_group",
+        first_layer=0,
+        last_layer=-1,
+        layers=(),
+        heads=None,
+        ffn=None,
+        hidden=None,
+    )
+    request = PlanRequest.of(model, replace(config, score=opened))
+    run = Scoring.of(model, samples, request)
+    method.scorer(run)
+    heads = StructureScores(replace(run.scope, whole_groups=False), opened.aggregation)
+    heads.sums = run.scores.sums
+    layers = tuple(
+        LayerScores(
+            tuple(run.scores.group_scores(i, "heads").tolist()),
+            tuple(heads.group_scores(i, "heads").tolist()),
+            tuple(run.scores.group_scores(i, "ffn").tolist()),
+        )
+        for i in run.scope.layers
+    )
+    channels = tuple(run.scores.group_scores(None, "hidden").tolist()) if hidden else ()
+    return UnitScores(layers, channels, config.method)
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """SHA-256 over the names, shapes and values of all parameters, hexadecimal."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+@torch.no_grad()
+def measure_losses(
+    model: PreTrainedModel,
+    space: Space,
+    scores: UnitScores,
+    samples: Tensor | Batch,
+    options: ValueOptions = ValueOptions(),  # noqa: B008 - frozen
+    *,
+    path: Path | None = None,
+    model_id: str | None = None,
+) -> BlockLosses:
+    """Measure the loss of every anchor of every layer, and of every hidden size.
+
+    Args:
+        model: dense; comes back as it was.
+        space: what the model may become.
+        scores: of its units.
+        samples: windows of text without padding, int64 [N, T], at least three of every kind.
+        options: see :class:`ValueOptions`.
+        path: a JSONL file to which every loss is appended as soon as it is measured, and from which those of the same
+            model, text, scores and options are taken; what it holds of others is said and not used. None keeps nothing.
+        model_id: what tells this model from others; None = a digest of its weights.
+
+    Raises:
+        DataError: too few sequences, or padding among them.
+        PlanError: the space is not this model's.
+        CheckpointError, OutputError: the file cannot be read or written.
+    """
+    options.validate()
+    options = replace(options, dtype=working_dtype(options.dtype, model.device))
+    warn_of_slow_dtype(options.dtype, model.device)
+    batch = Batch.of(samples)
+    check_plan(space.identity, family_for(model), model.config)
+    identity = {
+        "model": model_id or weights_digest(model),
+        "text": batch.digest(),
+        "kinds": list(batch.kinds),
+        "scores": replace(scores, hidden=()).digest(),  # those of hidden channels change no loss of a layer
+        "options": options.measuring(),
+    }
+    store = _Store(path, identity, digest(scores.hidden))
+    trials = _Trials(model, scores, space, batch, options)
+    begin = time.monotonic()
+    wanted = [(i, widths) for i, layer in enumerate(space.layers) for widths in anchors_of(layer, options)]
+    missing = [place for place in wanted if store.get(*place, space.hidden[0]) is None]
+    for loss in trials.blocks(missing):
+        store.add(loss)
+    for size in space.hidden[1:]:
+        if store.get(None, space.dense_widths, size) is None:
+            store.add(trials.hidden(size))
+    entries = [store.get(i, widths, space.hidden[0]) for i, widths in wanted]
+    entries += [store.get(None, space.dense_widths, size) for size in space.hidden[1:]]
+    return BlockLosses(
+        entries=tuple(entry for entry in entries if entry is not None),
+        cross_entropy=trials.cross_entropy,
+        positions=trials.positions,
+        identity=identity,
+        seconds=round(time.monotonic() - begin, 3),
+        reused=len(entries) - store.added,
+    )
+
+
+class _Store:
+    """Losses in a file, each under the identity of what it was measured on.
+
+    Args:
+        path: the file; None keeps them in memory.
+        identity: of this run.
+        channels: digest of the scores of hidden channels, which losses of hidden sizes depend on.
+    """
+
+    def __init__(self, path: Path | None, identity: dict[str, Any], channels: str) -> None:
+        self.records = RecordFile(path, program="pyprune fit", option="--cache")
+        self.name, self.channels = digest(identity), channels
+        self.added = 0
+        others = [r["identity"] for key, r in self.records.of("identity").items() if key != self.name]
+        if self.name not in self.records.of("identity"):
+            if others:
+                last = others[-1]
+                differ = [name for name in identity if last.get(name) != identity[name]]
+                warn(f"{path} holds losses of another {', '.join(differ)}; they are not used, all are measured again.")
+            self.records.add({"kind": "identity", "key": self.name, "identity": identity})
+
+    def get(self, layer: int | None, widths: Widths, hidden: int) -> BlockLoss | None:
+        """A loss that was measured; None where there is none."""
+        found = self.records.of("loss").get(self._key(layer, widths, hidden))
+        return None if found is None else BlockLoss.from_dict(found["loss"])
+
+    def add(self, loss: BlockLoss) -> None:
+        """Keep a loss."""
+        key = self._key(loss.layer, loss.widths, loss.hidden_size)
+        self.records.add({"kind": "loss", "key": key, "identity": self.name, "loss": loss.to_dict()})
+        self.added += 1
+
+    def _key(self, layer: int | None, widths: Widths, hidden: int) -> str:
+        scored = [] if layer is not None else [self.channels]
+        return digest([self.name, layer, widths.query_heads, widths.kv_heads, widths.ffn, hidden, *scored])
+
+
+@dataclass(eq=False)
+class _Judge:
+    """Sequences on which losses are taken.
+
+    Attributes:
+        ids: int64 [B, T].
+        stream: the dense stream [B, T, H] where the walk stands.
+        dense: probabilities of the dense model at the judged positions, float32 [B, P, V].
+        against_itself: its cross-entropy against its own distribution there (the entropy), float32 [B, P].
+        losses: its cross-entropy against the text there, float32 [B, P].
+    """
+
+    ids: Tensor
+    stream: Tensor
+    dense: Tensor
+    against_itself: Tensor
+    losses: Tensor
+
+
+class _Trials:
+    """A dense model, its text, and the stream where the walk stands.
+
+    Args:
+        model: dense.
+        scores: of its units.
+        space: what it may become.
+        batch: the text.
+        options: see :class:`ValueOptions`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, scores: UnitScores, space: Space, batch: Batch, options: ValueOptions
+    ) -> None:
+        if not batch.counts_every_token:
+            raise DataError("Losses of blocks are measured on windows of text; these samples have padding or masks.")
+        if not len(batch) or batch.ids.shape[1] < 2 * options.stride:
+            raise DataError(
+                f"The text has {len(batch)} sequences of {batch.ids.shape[-1]} tokens; losses at every "
+                f"{options.stride}-th position need at least {2 * options.stride} tokens each."
+            )
+        self.model = model
+        self.family = family_for(model)
+        self.runner = LayerRunner(model, self.family)
+        self.scores = scores
+        self.identity = space.identity
+        self.space = space
+        self.options = options
+        self.batch = batch
+        self.multiplier = float(getattr(model.config, "residual_multiplier", 1.0))
+        length = batch.ids.shape[1]
+        self.at = torch.arange(options.stride - 1, length - 1, options.stride)
+        kinds = list(batch.kinds) or ["text"] * len(batch)
+        size = micro_batch_for(len(batch), length)
+        parts = list(chunks_of(batch.inputs, batch.real, kinds, options.judged, size))
+        judged = [ids for ids, _, _, judges in parts if judges]
+        judged = list(torch.cat(judged).split(size)) if judged else []
+        rows = [(ids, kind) for ids, _, kind, judges in parts if not judges]
+        if not judged:
+            raise DataError(
+                "Losses need sequences to be judged on and others to solve on; give at least three of a kind."
+            )
+        self.solved_on = Batch.of(torch.cat([ids for ids, _ in rows]))
+        self.solved_kinds = [kind for ids, kind in rows for _ in ids]
+        self.fit: list[Chunk] = []
+        self.targets: dict[tuple[Part, ...], list[tuple[Tensor, Tensor | None]]] = {}
+        with still(model), self.runner.computing(options.dtype):
+            self.judges = [self._judge(ids.to(model.device)) for ids in judged]
+        self.positions = sum(judge.losses.numel() for judge in self.judges)
+        self.cross_entropy = float(torch.cat([judge.losses.flatten() for judge in self.judges]).mean())
+
+    def blocks(self, wanted: Sequence[tuple[int, Widths]]) -> Iterable[BlockLoss]:
+        """Measure changes of single layers, in the order of the blocks at which they begin."""
+        by_start: dict[Part, list[tuple[int, Widths, PrunePlan]]] = {}
+        for index, widths in wanted:
+            plan = self.scores.plan(self.identity, {index: widths})
+            by_start.setdefault(self._start(plan), []).append((index, widths, plan))
+        if not wanted:
+            return
+        parts = [part for i in range(len(self.runner.layers)) for part in parts_of(self.family, i)]
+        last = max(parts.index(part) for part in by_start)
+        with still(self.model), self.runner.computing(self.options.dtype):
+            self._begin()
+            for part in track(parts[: last + 1], "measuring losses of blocks"):
+                for index, widths, plan in by_start.get(part, ()):
+                    kl, cross_entropy = self._trial(plan)
+                    yield BlockLoss(index, widths, len(self.identity.hidden), kl, cross_entropy)
+                self._advance(part)
+
+    def hidden(self, size: int) -> BlockLoss:
+        """Measure the whole model at a smaller hidden size, reconstructed."""
+        plan = self.scores.plan(self.identity, {}, size)
+        options = ReconstructConfig(ridges=self.options.ridges, dtype=self.options.dtype)
+        with restored(self.model):
+            if self.options.reconstruct:
+                reconstruct_(self.model, plan, self.solved_on, kinds=self.solved_kinds, options=options)
+            mask_(self.model, plan)
+            with still(self.model), self.runner.computing(self.options.dtype):
+                behind = [self._behind(self.runner.embed(judge.ids)) for judge in self.judges]
+                kl, cross_entropy = self._loss(behind)
+        return BlockLoss(None, self.space.dense_widths, size, kl, cross_entropy)
+
+    def _judge(self, ids: Tensor) -> _Judge:
+        stream = self.runner.embed(ids)
+        logits = self._logits(self._behind(stream), ids)
+        dense = logits.softmax(-1)
+        return _Judge(ids, stream, dense, *self._cross_entropies(logits, dense, ids))
+
+    def _begin(self) -> None:
+        """Put all streams in front of the first layer."""
+        length = self.solved_on.ids.shape[1]
+        size = micro_batch_for(len(self.solved_on), length)
+        parts = chunks_of(self.solved_on.inputs, self.solved_on.real, self.solved_kinds, HELD_BACK, size)
+        device = self.model.device
+        self.fit = [
+            Chunk(ids.to(device), real.to(device), kind, judges, self.runner.embed(ids))
+            for ids, real, kind, judges in parts
+        ]
+        if self.options.reconstruct and not any(chunk.held_back for chunk in self.fit):
+            raise DataError(
+                "Losses need two sequences of a kind to solve on beside those they are judged on; give more."
+            )
+        for judge in self.judges:
+            judge.stream = self.runner.embed(judge.ids)
+
+    def _advance(self, part: Part) -> None:
+        self.targets.clear()
+        layer = self.runner.layers[part.layer]
+        for chunk in self.fit if self.options.reconstruct else ():
+            chunk.dense = self.runner.run(layer, part, chunk.dense)
+        for judge in self.judges:
+            judge.stream = self.runner.run(layer, part, judge.stream)
+
+    def _start(self, plan: PrunePlan) -> Part:
+        """The part in front of which the changed model's stream leaves the dense one's."""
+        steps, lost = steps_of(self.family, plan)
+        return lost[0] if lost else next(step.part for step in steps if not step.exact)
+
+    def _trial(self, plan: PrunePlan) -> tuple[float, float]:
+        """(KL, difference of the cross-entropies) of a plan, from the streams where its first change is."""
+        steps, lost = steps_of(self.family, plan)
+        first = 0 if lost else next(i for i, step in enumerate(steps) if not step.exact)
+        side = CopiedLayers(self.runner, plan)
+        with side.layer(steps[first].part.layer) as layer:
+            if self.options.reconstruct:
+                self._solve(side, steps[first], lost, layer)
+                side.changed.clear()  # what was solved stays in the copy of the layer
+            streams = [side.run(layer, steps[first].part, judge.stream) for judge in self.judges]
+        return self._loss([self._through(steps[first + 1 :], stream) for stream in streams])
+
+    def _solve(self, side: CopiedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
+        """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
+        chunks = [replace(chunk) for chunk in self.fit]
+        walk = _Solving(
+            self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
+        )
+        walk.begin()
+        key = (*lost, step.part, *step.absorbs)
+        if key not in self.targets:
+            walk.advance_dense(lost)
+            walk.advance_to_target(step)
+            self.targets[key] = [(chunk.dense, chunk.divisor) for chunk in chunks]
+        for chunk, target in zip(chunks, self.targets[key], strict=True):
+            chunk.dense, chunk.divisor = target
+        walk.solve_writers(step, layer)
+
+    def _through(self, steps: Sequence[Step], stream: Tensor) -> Tensor:
+        """A stream [B, T, H] behind all these steps of the dense model."""
+        for index, group in groupby(steps, key=lambda step: step.part.layer):
+            blocks = {block for step in group for block in step.writers}
+            part = Part(index, tuple(block for block in BLOCKS if block in blocks))
+            stream = self.runner.run(self.runner.layers[index], part, stream)
+        return stream
+
+    def _behind(self, stream: Tensor) -> Tensor:
+        """A stream [B, T, H] of the embeddings behind all layers."""
+        for index in range(len(self.runner.layers)):
+            stream = self.runner.run(self.runner.layers[index], Part(index, BLOCKS), stream)
+        return stream
+
+    def _loss(self, streams: Sequence[Tensor]) -> tuple[float, float]:
+        """Mean KL and mean difference of the cross-entropy, of streams [B, T, H] behind the last layer."""
+        divergence = difference = 0.0
+        for judge, stream in zip(self.judges, streams, strict=True):
+            logits = self._logits(stream, judge.ids)
+            against_dense, losses = self._cross_entropies(logits, judge.dense, judge.ids)
+            divergence += float((against_dense - judge.against_itself).double().sum())
+            difference += float((losses - judge.losses).double().sum())
+        return max(0.0, divergence / self.positions), difference / self.positions
+
+    def _logits(self, stream: Tensor, ids: Tensor) -> Tensor:
+        """Of the next token at the judged positions, float32 [B, P, V], of a stream [B, T, H] behind the layers."""
+        at = self.at.to(stream.device)
+        chosen = stream.index_select(1, at)
+
+        def given(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            return chosen
+
+        with replaced_forwards(dict.fromkeys(self.runner.layers, given)):
+            logits = self.model(input_ids=ids.index_select(1, at), use_cache=False).logits
+        return cast(Tensor, logits).float()
+
+    def _cross_entropies(self, logits: Tensor, probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logits [B, P, V] against probabilities and against the text, float32 [B, P] each.
+
+        With p the probabilities, -sum p log softmax(z) = logsumexp(z) - p z, which needs no other tensor of that shape.
+        """
+        whole = logits.logsumexp(-1)
+        expected = (probabilities.unsqueeze(-2) @ logits.unsqueeze(-1)).flatten(-3)
+        targets = ids.index_select(1, self.at.to(ids.device) + 1)
+        return whole - expected, whole - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+class _Solving(Walk):
+    """A walk that ends with one step, so that nobody reads the cut stream behind it."""
+
+    held_bytes = 0
+
+    @override
+    def _advance_past(self, writers: Writers) -> Tally:
+        return Tally({USED: 0.0}, {USED: 0.0})

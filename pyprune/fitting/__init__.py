@@ -1,1 +1,0 @@
-"""From a budget to a checkpoint: score, solve, try the best solutions for real, recover the winner."""
