@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pyprune.ops import available_isas
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.stats import environment_record, mad, median
 
 CEILING = "ceiling"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyprune import fit
 from pyprune.fit.options import FitOptions
-from pyprune.recipe import merge, parse_setting
+from pyprune.run.recipe import merge, parse_setting
 
 
 def main() -> None:

@@ -20,18 +20,19 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pyprune.runtime import moved
 from pyprune.runtime.version import VERSION as __version__
 
 _PUBLIC = {
     "Evaluation": "pyprune.quality.measure:Evaluation",
     "PruneConfig": "pyprune.config.run:PruneConfig",
     "PrunePlan": "pyprune.plan:PrunePlan",
-    "PruneResult": "pyprune.stages:PruneResult",
+    "PruneResult": "pyprune.run.stages:PruneResult",
     "PypruneError": "pyprune.errors:PypruneError",
     "bench": "pyprune.serving.measure:measure",
-    "build_config": "pyprune.recipe:build_config",
-    "build_reconstruction": "pyprune.recipe:build_reconstruction",
-    "build_recovery": "pyprune.recipe:build_recovery",
+    "build_config": "pyprune.run.recipe:build_config",
+    "build_reconstruction": "pyprune.run.recipe:build_reconstruction",
+    "build_recovery": "pyprune.run.recipe:build_recovery",
     "compact_": "pyprune.cut.compact:compact_",
     "evaluate": "pyprune.quality.measure:evaluate",
     "evaluate_perplexity": "pyprune.quality.perplexity:evaluate_perplexity",
@@ -40,12 +41,12 @@ _PUBLIC = {
     "export_gguf": "pyprune.serving.gguf.write:export_gguf",
     "fit": "pyprune.fit.fit:fit",
     "load_model": "pyprune.checkpoint.load:load_model",
-    "make_plan": "pyprune.pipeline:make_plan",
+    "make_plan": "pyprune.run.prune:make_plan",
     "mask_": "pyprune.cut.mask:mask_",
-    "prune": "pyprune.pipeline:prune",
-    "prune_": "pyprune.pipeline:prune_",
-    "reconstruct": "pyprune.rework:reconstruct_checkpoint",
-    "recover": "pyprune.rework:recover_checkpoint",
+    "prune": "pyprune.run.prune:prune",
+    "prune_": "pyprune.run.prune:prune_",
+    "reconstruct": "pyprune.run.recover:reconstruct_checkpoint",
+    "recover": "pyprune.run.recover:recover_checkpoint",
     "recover_": "pyprune.train.recover:recover",
     "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
     "sweep": "pyprune.fit.fit:sweep",
@@ -65,22 +66,22 @@ if TYPE_CHECKING:
     from pyprune.fit.fit import fit as fit
     from pyprune.fit.fit import sweep as sweep
     from pyprune.fit.profiling.timing import take_profile as take_profile
-    from pyprune.pipeline import make_plan as make_plan
-    from pyprune.pipeline import prune as prune
-    from pyprune.pipeline import prune_ as prune_
     from pyprune.plan import PrunePlan as PrunePlan
     from pyprune.quality.measure import Evaluation as Evaluation
     from pyprune.quality.measure import evaluate as evaluate
     from pyprune.quality.perplexity import evaluate_perplexity as evaluate_perplexity
     from pyprune.quality.tasks import evaluate_tasks as evaluate_tasks
-    from pyprune.recipe import build_config as build_config
-    from pyprune.recipe import build_reconstruction as build_reconstruction
-    from pyprune.recipe import build_recovery as build_recovery
-    from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
+    from pyprune.run.prune import make_plan as make_plan
+    from pyprune.run.prune import prune as prune
+    from pyprune.run.prune import prune_ as prune_
+    from pyprune.run.recipe import build_config as build_config
+    from pyprune.run.recipe import build_reconstruction as build_reconstruction
+    from pyprune.run.recipe import build_recovery as build_recovery
+    from pyprune.run.recover import reconstruct_checkpoint, recover_checkpoint
+    from pyprune.run.stages import PruneResult as PruneResult
     from pyprune.serving.export import export as export
     from pyprune.serving.gguf.write import export_gguf as export_gguf
     from pyprune.serving.measure import measure
-    from pyprune.stages import PruneResult as PruneResult
     from pyprune.train.recover import recover as recover_in_memory
 
     bench = measure
@@ -98,6 +99,7 @@ class _FrontDoor(ModuleType):
 
 
 sys.modules[__name__].__class__ = _FrontDoor
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from pyprune.report import Cell, Table
+from pyprune.runtime.report import Cell, Table
 from pyprune.serving.precision import Interval
 from pyprune.serving.speed import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
 from pyprune.serving.stats import named_variables, vllm_release

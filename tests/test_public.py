@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import pyprune
+from pyprune.runtime.moved import MOVED
 from tests._support.paths import REPO
 
 VERBS = ("prune", "prune_", "recover", "evaluate", "export", "bench", "build_config", "PrunePlan")
@@ -27,7 +28,7 @@ def test_the_verbs_are_public_and_callable() -> None:
 
 
 def test_public_functions_stay_functions_once_their_modules_are_loaded() -> None:
-    for module in ("pyprune.fit.search", "pyprune.quality.perplexity", "pyprune.cli.evaluate", "pyprune.pipeline"):
+    for module in ("pyprune.fit.search", "pyprune.quality.perplexity", "pyprune.cli.evaluate", "pyprune.run.prune"):
         import_module(module)
     from pyprune import evaluate, fit
 
@@ -44,3 +45,12 @@ def test_importing_the_package_loads_no_torch() -> None:
 def test_what_is_not_public_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'evalute'"):
         _ = pyprune.evalute
+
+
+@pytest.mark.parametrize("former", MOVED)
+def test_modules_that_moved_are_found_under_their_former_names_with_a_warning(former: str) -> None:
+    sys.modules.pop(former, None)
+    with pytest.warns(FutureWarning, match=f"{former} is called {MOVED[former]} now"):
+        module = import_module(former)
+    new = vars(import_module(MOVED[former]))
+    assert all(vars(module)[name] is new[name] for name in new if not name.startswith("__"))

@@ -21,7 +21,7 @@ from pyprune.families import all_families, family_for
 from pyprune.methods.registry import method_modules
 from pyprune.methods.table import methods_table
 from pyprune.plan import PrunePlan
-from pyprune.report import markdown_table
+from pyprune.runtime.report import markdown_table
 from pyprune.serving.plugin import architectures
 from tests._support.models import tiny_model
 from tests._support.paths import REPO

@@ -220,7 +220,7 @@ class Demo:
         Args:
             layers: what a former run chose; empty = choose now.
         """
-        from pyprune.pipeline import make_plan
+        from pyprune.run.prune import make_plan
 
         beginnings = self.samples.ids[:, : self.settings.gate_sequence_length]
         return make_plan(self.model, beginnings, choice(self.settings, layers))
@@ -228,7 +228,7 @@ class Demo:
     def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, dict[str, Outcome]]:
         """Train and cut a copy of the dense model as `prune_` does; measure it, also before the last training."""
         from pyprune.methods.registry import checked
-        from pyprune.stages import StageRun, StageText
+        from pyprune.run.stages import StageRun, StageText
 
         model = copy.deepcopy(self.model)
         text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}

@@ -9,7 +9,7 @@ from bench._settings import shared_training
 from bench._texts import MODEL_NAME
 from bench.demo.demo import PROMPT, Demo, Outcome, Results
 from pyprune.quality.perplexity import PerplexityResult
-from pyprune.report import BarChart, Cell, Chart, LineChart, PointChart, Report, StripChart, Table
+from pyprune.runtime.report import BarChart, Cell, Chart, LineChart, PointChart, Report, StripChart, Table
 
 SHORT_NOTES = (
     "No weight was trained: the layers that stay were solved in closed form to follow the dense model. Training after "

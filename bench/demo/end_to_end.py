@@ -33,9 +33,9 @@ from bench._texts import TEXT
 from bench.demo.demo import Demo, Outcome, Results, chosen_layers
 from bench.demo.demo_report import make_report, metrics, tables
 from pyprune.errors import PypruneError
-from pyprune.report import print_table, write_report
 from pyprune.runtime.files import atomic_folder, check_output, write_report_manifest
 from pyprune.runtime.progress import bars_as_lines, say
+from pyprune.runtime.report import print_table, write_report
 
 SHORT_OUT, FULL_OUT = Path("out/demo"), Path("out/demo-full")
 

@@ -50,11 +50,11 @@ from pyprune.fit.choices import ChoiceOptions
 from pyprune.fit.options import FitOptions
 from pyprune.fit.profile import DENSE
 from pyprune.plan import PrunePlan
-from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.device import working_dtype
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
+from pyprune.runtime.report import Cell, Table, markdown_table
 
 if TYPE_CHECKING:
     from pyprune.fit.choices import Choice

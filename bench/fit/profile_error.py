@@ -41,9 +41,9 @@ from pyprune.fit.profiling.timing import ProfileOptions, take_profile
 from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, room_for, written_bytes
 from pyprune.fit.quantities import Quantity
 from pyprune.plan import PrunePlan
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Table, markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

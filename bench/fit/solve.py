@@ -29,8 +29,8 @@ from pyprune.fit.quantities import Quantity, Widths
 from pyprune.fit.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, search_of
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.records import RecordFile, digest
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import environment_record
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "solve.jsonl"

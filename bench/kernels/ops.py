@@ -42,7 +42,7 @@ from bench._timing import (
 )
 from bench.kernels.ops_cases import OPS, cases
 from bench.kernels.ops_setting import AXES, DTYPES, ONE_THREAD, Setting
-from pyprune.report import Table, markdown_table
+from pyprune.runtime.report import Table, markdown_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ops.jsonl"
 SELECTED = ("group_penalty", "group_prox", "shrink")

@@ -50,16 +50,16 @@ from bench._timing import (
     quotient,
     release,
 )
-from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.manifest import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
 from pyprune.methods.regularise.dress.training import hidden_slices
 from pyprune.ops.regularised_adamw import Penalty
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.runtime.products import products_in_float32
 from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.train.loss import causal_loss
 from pyprune.train.optimizer import RegularisedAdamW, clip_factor
 

@@ -35,17 +35,17 @@ from bench.quality.ablation_cases import Case, Setting, decides, make_cases
 from bench.quality.ablation_table import make_table, without_effect
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, PypruneError
-from pyprune.report import markdown_table
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.report import markdown_table
 from pyprune.serving.stats import environment_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pyprune.data.sampling import TokenSamples
-    from pyprune.pipeline import PruneResult
     from pyprune.quality.perplexity import EvaluationText
+    from pyprune.run.prune import PruneResult
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "ablation.jsonl"
 
@@ -284,8 +284,8 @@ class Bench:
             DataError: a test text holds training text.
         """
         from pyprune.checkpoint.trained_on import refuse_training_text, training_marks
-        from pyprune.pipeline import draw_samples
-        from pyprune.stages import shapes_the_result, wanted_text
+        from pyprune.run.prune import draw_samples
+        from pyprune.run.stages import shapes_the_result, wanted_text
 
         model, tokenizer = self._load()
         key = json.dumps({name: data.to_dict() for name, data in wanted_text(config).items()}, sort_keys=True)
@@ -305,7 +305,7 @@ def _prune(
     plan: Json | None,
     dense: Callable[[], PreTrainedModel],
 ) -> PruneResult:
-    from pyprune.pipeline import prune_
+    from pyprune.run.prune import prune_
 
     teacher = dense if config.recover.distill else None
     if plan is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError, shown
-from pyprune.recipe import build_config, parse_setting, read_yaml
+from pyprune.run.recipe import build_config, parse_setting, read_yaml
 from pyprune.runtime.records import Json, digest
 
 AFTER_THE_PLAN = ("stages", "recover", "finetune", "verify", "target", "export_dtype")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 
 from bench.quality.ablation_cases import Case, Setting
-from pyprune.report import Cell, Table
 from pyprune.runtime.records import Json
+from pyprune.runtime.report import Cell, Table
 
 
 def make_table(cases: Sequence[Case], records: Sequence[Json], setting: Setting) -> Table:

@@ -29,10 +29,10 @@ from bench.quality.scores_cases import CALIBRATION, PRUNING, scorers, seeds_of
 from bench.quality.scores_run import PROTOCOLS
 from pyprune.errors import ConfigError, DataError
 from pyprune.methods.registry import score_presets
-from pyprune.recipe import build_config
-from pyprune.report import Table, markdown_table
+from pyprune.run.recipe import build_config
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.stats import environment_record, median
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Bench:
     def _sizes(self, plan: PrunePlan | None) -> Json:
         from pyprune.families import family_for, parameter_shapes
         from pyprune.methods.ratio import share_of_parameters
-        from pyprune.study.robustness import removed_units
+        from pyprune.robustness.compare import removed_units
 
         if plan is None:
             return {"removed": {"heads": 0, "ffn": 0}, "share_removed": 0.0}

@@ -232,8 +232,8 @@ class Bench:
         return PrunePlan.from_dict(self.records.of("plan")[key]["plan"])
 
     def _decide(self, case: Case) -> PrunePlan:
-        from pyprune.pipeline import make_plan
-        from pyprune.recipe import build_config
+        from pyprune.run.prune import make_plan
+        from pyprune.run.recipe import build_config
 
         if case.method == "elder":
             prose = self.samples("prose", 0)
@@ -246,8 +246,8 @@ class Bench:
         return self._by_score(case)
 
     def _by_score(self, case: Case) -> PrunePlan:
-        from pyprune.pipeline import make_plan
-        from pyprune.recipe import build_config
+        from pyprune.run.prune import make_plan
+        from pyprune.run.recipe import build_config
 
         share = next(int(part) for part in case.name.split("-") if part.isdigit()) / 100
         axes = ["heads", "ffn"] if case.name.startswith("heads") else ["ffn"]
@@ -265,7 +265,7 @@ class Bench:
 
 def _removed(plan: PrunePlan) -> Json:
     """How many of each part the plan removes, so that a table can say what went."""
-    from pyprune.study.robustness import removed_units
+    from pyprune.robustness.compare import removed_units
 
     found = {axis: len(units) for axis, units in removed_units(plan).items()}
     return {**found, "layers": len(plan.removed_layers)}

@@ -9,8 +9,8 @@ from statistics import mean
 from bench._machine import Machine, machine_of, named
 from bench.quality.compare_cases import CASES, DENSE
 from pyprune.errors import ConfigError
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.records import Json
+from pyprune.runtime.report import Table, markdown_table
 
 TEXTS = ("prose", "web", "code", "languages", "wikitext-2", "ptb", "novel")
 USUAL_TOKENS = 18 * 8 * 256

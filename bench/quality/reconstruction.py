@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench._quality import DATA, evaluation_texts, served_perplexities
 from pyprune.errors import PypruneError
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import console
+from pyprune.runtime.report import Table, markdown_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,8 +138,8 @@ class Bench:
     def _fewer_channels(self) -> PrunePlan:
         from pyprune.config.data import DataConfig
         from pyprune.data.sampling import sample_sequences
-        from pyprune.pipeline import make_plan
-        from pyprune.recipe import build_config
+        from pyprune.run.prune import make_plan
+        from pyprune.run.recipe import build_config
 
         options = {
             "ratio": 0.2, "ratio_of": "parameters", "taylor.form": "param_second", "score.ranking": "global",

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bench._command import count, exit_status
 from pyprune.errors import ConfigError
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, append_jsonl
+from pyprune.runtime.report import Table, markdown_table
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ enough; its text and its order are the same for every cell. Perplexities are of 
 (magnitude:l1, taylor:param_mix, ...); new methods are included by themselves. A method that reads no text and draws
 nothing runs once.
 
-A cell is pruned by pyprune.pipeline.prune, and recovered by recover_checkpoint, to a folder under --out, which is
+A cell is pruned by pyprune.run.prune.prune, and recovered by recover_checkpoint, to a folder under --out, which is
 deleted after its last use; MoreauPruner's first seed stays, as the dense model does, for bench.serving.runner. Rows are
 appended to --jsonl as soon as a cell ends, failed ones with their error, and a cell whose record is there (same model,
 texts, options and seed) is not run again (after a change of the code, give another --jsonl). A cut that is the same as

@@ -14,8 +14,8 @@ from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, DataError, did_you_mean
 from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
-from pyprune.recipe import build_config, build_recovery
-from pyprune.run_folder import of_result
+from pyprune.run.recipe import build_config, build_recovery
+from pyprune.run.resume import of_result
 from pyprune.runtime.records import Json, digest
 
 TEXTS = {"WikiText-2": "wikitext2_raw/test.txt", "PTB": "ptb/ptb.valid.txt"}

@@ -116,7 +116,7 @@ class Bench:
         return record
 
     def _pruned(self, case: Case) -> Json:
-        from pyprune.pipeline import prune
+        from pyprune.run.prune import prune
 
         config = self.setting.with_paths(case.config)
         started = time.monotonic()
@@ -135,8 +135,8 @@ class Bench:
         }
 
     def _recovered(self, case: Case) -> Json:
-        from pyprune.rework import recover_checkpoint
-        from pyprune.run_folder import interrupted_run
+        from pyprune.run.recover import recover_checkpoint
+        from pyprune.run.resume import interrupted_run
 
         assert case.recovery is not None
         cut = self._cut_before(case)

@@ -10,8 +10,8 @@ from bench.quality.scores_cases import RECOVERY_PRESET, TEXTS, depends_on_seed, 
 from bench.quality.scores_run import KEPT, PROTOCOLS
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
-from pyprune.report import Cell, Table, format_cell, markdown_table
 from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.report import Cell, Table, format_cell, markdown_table
 from pyprune.serving.stats import median
 
 AXES = {"heads": "heads", "ffn": "FFN channels"}
@@ -79,7 +79,7 @@ def _title(removed: Iterable[Mapping[str, int]]) -> str:
 
 def _removed(records: Iterable[Json]) -> dict[Cut, dict[str, int]]:
     """Cut -> how many units of each axis its plan removes; a recovered cell may hold no plan of its own."""
-    from pyprune.study.robustness import removed_units
+    from pyprune.robustness.compare import removed_units
 
     plans = {_cut(record): PrunePlan.from_dict(record["plan"]) for record in records if "plan" in record}
     return {cut: {axis: len(units) for axis, units in removed_units(plan).items()} for cut, plan in plans.items()}

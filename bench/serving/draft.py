@@ -38,11 +38,11 @@ from bench.serving.soak import metric
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.training import reconstructed
-from pyprune.report import Cell, Table, noted_table
 from pyprune.runtime.device import empty_cache
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Cell, Table, noted_table
 from pyprune.serving.engines import EngineError
 from pyprune.serving.measure import fills_gpu
 from pyprune.serving.stats import vllm_release
@@ -141,8 +141,8 @@ class Bench:
 
     def _draft(self, layers: int) -> Path:
         """The checkpoint of a draft, trained unless it is in the cache."""
-        from pyprune.pipeline import prune
-        from pyprune.run_folder import interrupted_run
+        from pyprune.run.prune import prune
+        from pyprune.run.resume import interrupted_run
 
         made = self._made(layers)
         folder: Path = self.options.cache / f"{layers}-layers-{digest([self.name, made])[:8]}"

@@ -70,9 +70,9 @@ from bench.serving.families_made import (
 from bench.serving.matrix import last_line
 from pyprune.errors import PypruneError
 from pyprune.families import all_families
-from pyprune.report import Cell, Table, noted_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Cell, Table, noted_table
 from pyprune.serving.stats import vllm_release
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "families.jsonl"

@@ -17,7 +17,7 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import PypruneError
 from pyprune.families import all_families, family_for
 from pyprune.plan import PrunePlan
-from pyprune.rework import ADAPTER, recover_checkpoint
+from pyprune.run.recover import ADAPTER, recover_checkpoint
 from pyprune.runtime.files import write_text
 from pyprune.runtime.records import Json
 from pyprune.serving.export import export
@@ -77,7 +77,7 @@ def as_cut(name: str, work: Path) -> Made:
 
 def with_adapters(name: str, work: Path) -> Made:
     """The same, recovered, and served with the adapters of that; arguments as of :func:`as_cut`."""
-    from pyprune.recipe import build_recovery
+    from pyprune.run.recipe import build_recovery
 
     folder, out = as_cut(name, work).folder, work / "recovered"
     if not out.exists():

@@ -26,9 +26,9 @@ from bench._command import exit_status
 from bench._machine import machine_of
 from bench._quality import evaluation_texts
 from pyprune.errors import ConfigError, did_you_mean
-from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Cell, Table, markdown_table
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "formats.jsonl"
 FORMATS: dict[str, dict[str, tuple[str, str]]] = {

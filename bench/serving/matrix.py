@@ -34,10 +34,10 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from pyprune.errors import ConfigError, PypruneError
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import RecordFile, digest
+from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.server import Server
 from pyprune.serving.releases import vllm_version

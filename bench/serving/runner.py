@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyprune.errors import PypruneError
-from pyprune.report import noted_table
+from pyprune.runtime.report import noted_table
 from pyprune.serving.measure import measure
 from pyprune.serving.speed import Workload
 from pyprune.serving.table import conditions, speed_table

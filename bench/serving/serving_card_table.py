@@ -14,8 +14,8 @@ from bench._machine import machine_of
 from bench.serving.serving_card_ideal import Ideal, Rates, Workload, ideal, parameters, work
 from pyprune.fit.profile import DENSE
 from pyprune.plan import Sizes
-from pyprune.report import Cell, Table, markdown_table, noted_table
 from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.report import Cell, Table, markdown_table, noted_table
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.table import GPU_MEMORY, TIME_COLUMNS, TIMES, milliseconds, start_seconds
 from pyprune.serving.precision import Interval, ratio_interval

@@ -44,8 +44,8 @@ from pathlib import Path
 from bench._command import exit_status, known
 from bench.serving.matrix import last_line
 from pyprune.errors import ConfigError
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.progress import say
+from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.engines import end_group, vllm_installed
 
 ROOT = Path(__file__).resolve().parents[2]

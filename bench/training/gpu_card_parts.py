@@ -25,8 +25,8 @@ from pyprune.fit.profile import DENSE, Timing
 from pyprune.fit.profiling.probes import Model, write_served
 from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, longest_sequence, room_for, written_bytes
 from pyprune.fit.quantities import Quantity
-from pyprune.report import Table, markdown_table
 from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.report import Table, markdown_table
 
 if TYPE_CHECKING:
     import pytest

@@ -39,10 +39,10 @@ from pyprune.methods.regularise.dress.training import DressObjective
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.methods.regularise.elder.gates import GateObjective
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.report import Cell, Table, markdown_table
 from pyprune.runtime import processes
 from pyprune.runtime.modes import frozen
 from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import median
 from pyprune.train.loop import train
 from pyprune.train.lora import adapted

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from pyprune.report import Cell, Table, markdown_table
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import median
 
 FORWARD, TEACHER, BACKWARD, PENALTY = "forward and loss", "teacher's layers", "backward", "penalty on weights"

@@ -71,11 +71,11 @@ from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.recipe import build_config
-from pyprune.report import Cell, Table, markdown_table
-from pyprune.run_memory import Source, memory_of, memory_table
+from pyprune.run.memory import Source, memory_of, memory_table
+from pyprune.run.recipe import build_config
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import mad, median
 from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import to_bfloat16

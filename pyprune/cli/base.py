@@ -162,7 +162,7 @@ def _kept_of(options: Mapping[str, Any]) -> str | None:
     # Without the folder nothing more is imported: Ctrl-C may have stopped an import halfway.
     if out is None or "resume" not in options or not os.path.isdir(work_folder(out)):
         return None
-    from pyprune.run_folder import kept_of_a_run
+    from pyprune.run.resume import kept_of_a_run
 
     return kept_of_a_run(out)
 
@@ -295,9 +295,9 @@ def add_to_record(folder: str, **measured: Any) -> None:
 
 def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
     """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
-    from pyprune.report import Table, print_table
     from pyprune.runtime.figures import WRITTEN_BY
     from pyprune.runtime.files import write_text
+    from pyprune.runtime.report import Table, print_table
     from pyprune.runtime.version import VERSION
 
     text = json.dumps({WRITTEN_BY: VERSION, **data}, indent=2) + "\n"

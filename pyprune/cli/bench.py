@@ -28,7 +28,7 @@ from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity, named_figure, text
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from pyprune.report import Report
+    from pyprune.runtime.report import Report
 
 DENSE = "dense"
 SERVED_PROMPT_TOKENS = 512
@@ -409,8 +409,8 @@ def _words(text: str) -> list[str]:
 
 def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequence[str | None]) -> None:
     """Refuse, before anything is measured, a report that could not be written."""
-    from pyprune.report import check_charts
     from pyprune.runtime.files import check_output
+    from pyprune.runtime.report import check_charts
 
     if ppl is None:
         raise ConfigError("--report shows quality against speed, so it needs the quality: give --ppl SOURCE.")
@@ -419,9 +419,9 @@ def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequ
 
 
 def _write_report(report: Report, folder: Path, figures: Mapping[str, Any], *, overwrite: bool) -> None:
-    from pyprune.report import write_report
     from pyprune.runtime.files import atomic_folder, write_report_manifest
     from pyprune.runtime.progress import say
+    from pyprune.runtime.report import write_report
 
     with atomic_folder(folder, overwrite=overwrite) as work:
         write_report(report, work)

@@ -97,7 +97,7 @@ def evaluate(
     say_what_is_loaded(model)
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.quality.measure import evaluate as measure
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
 
     if annotate:
         check_annotatable(model)

@@ -128,9 +128,9 @@ def fit(
     from pyprune.data.sources import check_sources
     from pyprune.fit.fit import cache_of, check_cache, check_devices, check_export, check_outputs
     from pyprune.fit.limits import Budget
-    from pyprune.report import check_charts
     from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
+    from pyprune.runtime.report import check_charts
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
     given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
@@ -181,7 +181,7 @@ def fit(
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     """The defaults, changed by what was given on the command line."""
     from pyprune.fit.options import FitOptions
-    from pyprune.recipe import merge, nested, parse_setting
+    from pyprune.run.recipe import merge, nested, parse_setting
 
     data: dict[str, Any] = {}
     for name, value in given.items():
@@ -196,7 +196,7 @@ def _options(given: dict[str, Any], settings: Any) -> FitOptions:
 
 def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bool, sweep: bool) -> None:
     """Refuse options of the search by measured times where no candidate is timed, and turns where nothing is."""
-    from pyprune.recipe import dotted_names, parse_setting
+    from pyprune.run.recipe import dotted_names, parse_setting
 
     limits = any(budget.timed for budget in budgets)
     given = {name for text in settings for name in dotted_names(parse_setting(text))}

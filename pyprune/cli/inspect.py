@@ -14,7 +14,7 @@ from pyprune.errors import how_to_install
 
 if TYPE_CHECKING:
     from pyprune.checkpoint.manifest import PruningRecord
-    from pyprune.report import Cell
+    from pyprune.runtime.report import Cell
     from pyprune.serving.checkpoints import Checkpoint
 
 Rows = list[tuple[str, "Cell"]]
@@ -35,7 +35,7 @@ def inspect(
     Example: pyprune inspect pruned/
     """
     from pyprune.checkpoint.record import read_record
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
     from pyprune.serving.widths import COLUMNS, layer_widths
 
@@ -122,7 +122,7 @@ def methods(
     Example: pyprune methods
     """
     from pyprune.methods.table import methods_table
-    from pyprune.report import markdown_table, print_table
+    from pyprune.runtime.report import markdown_table, print_table
 
     if markdown:
         typer.echo(markdown_table(methods_table()))
@@ -134,7 +134,7 @@ def methods(
 def env(json_file: JsonFile = None, debug: Debug = False) -> None:
     """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is there."""
     from pyprune.ops import backend_report
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
     from pyprune.serving.engines import vllm_installed
     from pyprune.serving.stats import environment_record
 

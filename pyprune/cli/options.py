@@ -33,8 +33,8 @@ def options(
 
     Example: pyprune options elder --find gates
     """
-    from pyprune.recipe import is_among
-    from pyprune.report import Table
+    from pyprune.run.recipe import is_among
+    from pyprune.runtime.report import Table
 
     config, idle, off = _of(name)
     left_out = [*off, *(option for options in idle.values() for option in options)]
@@ -60,7 +60,7 @@ def _described(config: Config) -> list[Described]:
     """Every option; those of a text that is not named have the values that naming one gives them."""
     from pyprune.config.describe import described
     from pyprune.config.run import PruneConfig
-    from pyprune.recipe import with_texts_named
+    from pyprune.run.recipe import with_texts_named
 
     found = list(described(config))
     if not isinstance(config, PruneConfig):
@@ -74,7 +74,7 @@ def _described(config: Config) -> list[Described]:
 def _of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:
     """The options of a name, what of them no stage would read, and what the values of others switch off."""
     from pyprune.methods.registry import presets
-    from pyprune.recipe import build_config, switched_off, unread
+    from pyprune.run.recipe import build_config, switched_off, unread
 
     if name in OTHERS:
         return _of_command(name), {}, {}

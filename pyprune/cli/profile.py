@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyprune.fit.profile import Profile
     from pyprune.fit.quantities import Quantity
     from pyprune.plan import PrunePlan
-    from pyprune.report import Cell, Table
+    from pyprune.runtime.report import Cell, Table
 
 T = TypeVar("T")
 LARGEST = 10_000_000
@@ -229,7 +229,7 @@ def summary(costs: MeasuredCosts) -> dict[str, Any]:
 def fit_table(costs: MeasuredCosts) -> Table:
     """One row for each workload: the dense model's time, and how well left-out probes are predicted."""
     from pyprune.fit.sizes import SizeRules
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
 
     rows: list[tuple[Cell, ...]] = []
     for quantity, fit in costs.fits.items():
@@ -254,7 +254,7 @@ def fit_table(costs: MeasuredCosts) -> Table:
 
 def probes_table(costs: MeasuredCosts) -> Table:
     """One row for each probe: what stays in it, and how many times as fast as the dense model it was."""
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
 
     rows: list[tuple[Cell, ...]] = []
     for probe in costs.profile.probes[1:]:
@@ -347,7 +347,7 @@ def _counted(
 
 
 def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]]) -> Table:
-    from pyprune.report import Table
+    from pyprune.runtime.report import Table
 
     cells: list[tuple[Cell, ...]] = [
         (name, *(_cell(name, row[who]) for who in ("dense", "plan")), f"{row['plan'] / row['dense']:.2f}x")

@@ -27,8 +27,8 @@ from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
     from pyprune.config.run import PruneConfig
-    from pyprune.report import Cell
-    from pyprune.stages import PruneResult
+    from pyprune.run.stages import PruneResult
+    from pyprune.runtime.report import Cell
 
 REMOVES = {
     "layers": "remove layers",
@@ -152,7 +152,7 @@ def prune(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
-    from pyprune.recipe import build_config
+    from pyprune.run.recipe import build_config
     from pyprune.runtime.files import check_output
 
     if dry_run:
@@ -178,7 +178,7 @@ def prune(
     )
     say_what_is_loaded(model)
     _warn_of_unread_text(options, calibration, samples, sequence_length)
-    from pyprune import pipeline
+    from pyprune.run import prune as pipeline
 
     source: dict[str, Any] = {
         "placement": placement,
@@ -208,7 +208,7 @@ def _warn_of_unread_text(
 
     A warning, not a refusal: a script may give every method the same options.
     """
-    from pyprune.stages import wanted_text
+    from pyprune.run.stages import wanted_text
 
     read = wanted_text(config)
     if "regularise" in read:
@@ -226,7 +226,7 @@ def _warn_of_unread_text(
 
 
 def _print_pruned(result: PruneResult) -> None:
-    from pyprune.report import Table, print_table
+    from pyprune.runtime.report import Table, print_table
 
     rows: list[tuple[str, Cell]] = [("plan", result.plan.summary())]
     removed = result.plan.removed_layers

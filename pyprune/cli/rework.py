@@ -12,7 +12,7 @@ from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
     from pyprune.cut.reconstruct import ReconstructionReport
-    from pyprune.report import Cell
+    from pyprune.runtime.report import Cell
     from pyprune.train.objective import TrainReport
 
 
@@ -87,7 +87,7 @@ def recover(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give the folder to create, for example --out recovered/", param_hint="--out")
-    from pyprune.recipe import build_recovery
+    from pyprune.run.recipe import build_recovery
     from pyprune.runtime.files import check_output
 
     if dry_run:
@@ -107,7 +107,7 @@ def recover(
         settings=set_ or (),
     )
     say_what_is_loaded(pruned)
-    from pyprune.rework import ADAPTER, check_recovery, recover_checkpoint
+    from pyprune.run.recover import ADAPTER, check_recovery, recover_checkpoint
 
     source: dict[str, Any] = {
         "teacher": teacher,
@@ -125,7 +125,7 @@ def recover(
 
 
 def _print_recovered(report: TrainReport, out: Path) -> None:
-    from pyprune.report import Table, print_table
+    from pyprune.runtime.report import Table, print_table
 
     first, last = report.history[0], report.history[-1]
     rows: list[tuple[str, Cell]] = [
@@ -179,7 +179,7 @@ def reconstruct(
 
     Example: pyprune reconstruct pruned/ --dense HuggingFaceTB/SmolLM2-135M --out reconstructed/
     """
-    from pyprune.recipe import build_reconstruction
+    from pyprune.run.recipe import build_reconstruction
     from pyprune.runtime.files import check_output
 
     check_output(out, overwrite=overwrite, reads=[config, pruned, dense, calibration])
@@ -193,7 +193,7 @@ def reconstruct(
         settings=set_ or (),
     )
     say_what_is_loaded(pruned)
-    from pyprune.rework import reconstruct_checkpoint
+    from pyprune.run.recover import reconstruct_checkpoint
 
     report = reconstruct_checkpoint(
         pruned,
@@ -209,7 +209,7 @@ def reconstruct(
 
 
 def _print_reconstructed(report: ReconstructionReport, out: Path) -> None:
-    from pyprune.report import Table, print_table
+    from pyprune.runtime.report import Table, print_table
 
     rows: list[tuple[Cell, ...]] = [
         (f"{part.layer} {' and '.join(part.blocks)}, {part.role}", part.before, part.after, part.ridge)

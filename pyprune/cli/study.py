@@ -133,9 +133,9 @@ def robustness(
     from pyprune.checkpoint.tokenizer import no_tokenizer
     from pyprune.config.data import DataConfig
     from pyprune.data.sources import evaluation_split, look_up, look_up_samples
-    from pyprune.study.perturbations import Adapter
-    from pyprune.study.robustness import check_robustness, check_rows_file
-    from pyprune.study.robustness_config import RobustnessConfig
+    from pyprune.robustness.compare import check_robustness, check_rows_file
+    from pyprune.robustness.options import RobustnessConfig
+    from pyprune.robustness.perturbations import Adapter
 
     config = RobustnessConfig(
         methods=comma_separated(methods),
@@ -170,8 +170,8 @@ def robustness(
 def _print_theorem(json_file: str | None) -> None:
     from dataclasses import astuple
 
-    from pyprune.report import Table
-    from pyprune.study.theorem import CASES, NOTE, check_theorem
+    from pyprune.robustness.theorem import CASES, NOTE, check_theorem
+    from pyprune.runtime.report import Table
 
     found = [check_theorem(*case) for case in CASES]
     columns = ("beta", "sigma", "rho", "Moreau gradient", "plain gradient", "bound as printed", "bound as proved")

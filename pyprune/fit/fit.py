@@ -37,19 +37,19 @@ from pyprune.fit.search import Fitted, Fitting
 from pyprune.fit.sizes import FITTED_RULES, MULTIPLES, SizeRules
 from pyprune.fit.solve import check_feasible
 from pyprune.fit.time_winner import WINNER
-from pyprune.pipeline import prune
-from pyprune.report import check_charts, write_report
-from pyprune.run_folder import arithmetic_of, kept_of_a_run, refuse_kept
-from pyprune.run_memory import Source, within_memory
+from pyprune.run.memory import Source, within_memory
+from pyprune.run.prune import prune
+from pyprune.run.resume import arithmetic_of, kept_of_a_run, refuse_kept
+from pyprune.run.stages import draw_samples
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
+from pyprune.runtime.report import check_charts, write_report
 from pyprune.serving.engines import EngineError, choose_engine
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
 from pyprune.serving.table import speed_facts
-from pyprune.stages import draw_samples
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

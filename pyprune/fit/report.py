@@ -10,7 +10,7 @@ from pyprune.fit.attempts import Attempt, mean_loss
 from pyprune.fit.limits import Limit
 from pyprune.fit.quantities import Quantity
 from pyprune.fit.search import Fitted
-from pyprune.report import Cell, PointChart, Report, Table, undominated
+from pyprune.runtime.report import Cell, PointChart, Report, Table, undominated
 from pyprune.serving.table import conditions as conditions_of
 from pyprune.serving.table import speed_table
 

@@ -40,6 +40,7 @@ from pyprune.fit.time_winner import time_plans, time_winner
 from pyprune.fit.trials import measure_losses, score_units
 from pyprune.fit.values import search_of
 from pyprune.plan import PrunePlan
+from pyprune.run.stages import PruneResult
 from pyprune.runtime.device import empty_cache, parked
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
@@ -48,7 +49,6 @@ from pyprune.serving.gguf.tokenizer import read_tokenizer
 from pyprune.serving.quantise import why_not_quantised
 from pyprune.serving.speed import SpeedReport
 from pyprune.serving.widths import why_not_grouped, why_not_split
-from pyprune.stages import PruneResult
 
 CANDIDATE = "candidate"
 _ROUNDING = 1e-9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyprune.methods.base import Method
 from pyprune.methods.registry import get_method, method_modules, own_methods, presets_of
-from pyprune.report import Table
+from pyprune.runtime.report import Table
 
 REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads, FFN or hidden channels"}
 """Axis of a method -> what it removes, in words."""

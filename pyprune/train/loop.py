@@ -112,7 +112,7 @@ def train(
             :class:`~pyprune.data.tokens.Batch`, whose labels leave out what is not to be predicted (the prompt of an
             instruction).
         config: the loop's options. ``memory`` auto is lean for bfloat16 weights and full for others: what fits on the
-            device is looked at where a run starts (:mod:`pyprune.run_memory`), before a model is loaded.
+            device is looked at where a run starts (:mod:`pyprune.run.memory`), before a model is loaded.
         objective: what is minimised; None = plain fine-tuning.
         validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
         checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and (in one

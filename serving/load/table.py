@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 
-from pyprune.report import Cell, Table
+from pyprune.runtime.report import Cell, Table
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.errors import ConfigError
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 
 
 def run(*arguments: str | Path) -> Result:

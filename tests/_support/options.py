@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from pyprune.config.run import PruneConfig
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 
 
 def scoring_config(method: str, ratio: float | None = None, **changes: Any) -> PruneConfig:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import inherited_facts
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from pyprune.serving.export import export
 from tests._support.models import tiny_model

@@ -10,8 +10,8 @@ import pytest
 from pyprune import build_config, build_recovery, evaluate, prune, recover
 from pyprune.checkpoint.record import inherited_facts, read_pruning_json, read_record
 from pyprune.errors import DataError
+from pyprune.run.stages import was_rotated
 from pyprune.serving.export import export
-from pyprune.stages import was_rotated
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text

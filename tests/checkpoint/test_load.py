@@ -434,7 +434,7 @@ def test_what_is_written_has_the_dtype_of_what_was_read(
     save_checkpoint(tiny_model("llama"), tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={})
     _stored_as(tmp_path / "dense", None, lambda _: HALF)
     if not streamed:
-        monkeypatch.setattr("pyprune.pipeline.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
     found = run(command[0], tmp_path / "dense", *command[1:], "--out", tmp_path / "out")
     assert found.exit_code == 0, found.output
     assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {HALF}

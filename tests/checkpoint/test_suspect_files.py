@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import (
     read_pruning_json,
 )
 from pyprune.checkpoint.shards import TensorFiles, check_finite, read_header, weight_files
 from pyprune.errors import CheckpointError
+from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.serving.checkpoints import read_checkpoint, verify_checkpoint
 from tests._support.models import tiny_model
 from tests._support.suspect import READERS, RECORD, change_config, refused, smaller_plan

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyprune import stages
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
@@ -21,6 +20,7 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import DataError, OutputError
 from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
+from pyprune.run import stages
 from pyprune.runtime import device
 from tests._support.cli import refused, run, tiny_elder, tiny_prune
 from tests._support.compiled import graphs, only_traced

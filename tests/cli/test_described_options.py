@@ -10,7 +10,7 @@ from pyprune.cli.options import OTHERS, _described, _of
 from pyprune.config.describe import described
 from pyprune.fit.options import FitOptions
 from pyprune.methods.registry import presets
-from pyprune.recipe import build_config, is_among, switched_off, unread
+from pyprune.run.recipe import build_config, is_among, switched_off, unread
 from tests._support.cli import refused, run
 
 

@@ -12,7 +12,7 @@ from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.registry import checked, preset
-from pyprune.recipe import build_config, merge, parse_setting
+from pyprune.run.recipe import build_config, merge, parse_setting
 
 
 def test_settings_win_over_options_recipe_and_preset(tmp_path: Path) -> None:

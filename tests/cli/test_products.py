@@ -84,7 +84,7 @@ def test_prune_multiplies_in_float32_with_the_weights_as_they_are(
 ) -> None:
     without_instructions(monkeypatch)
     if not streamed:
-        monkeypatch.setattr("pyprune.pipeline.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
     products, held, printed = multiplied(*pruning(half, text, *more, "--out", tmp_path / "out"))
     assert products == {torch.float32}
     assert held == {torch.bfloat16}

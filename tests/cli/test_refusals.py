@@ -143,7 +143,7 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
+    monkeypatch.setattr("pyprune.run.prune.prune", interrupted)
     result = run("prune", checkpoint, "--out", tmp_path / "out")
     assert result.exit_code == INTERRUPTED_CODE
     assert "was not written" in result.stderr
@@ -165,7 +165,7 @@ def test_interrupt_says_what_was_written_before_it(
             save_checkpoint(tiny_model("llama"), None, out, plan=None, provenance={})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyprune.pipeline.prune", interrupted)
+    monkeypatch.setattr("pyprune.run.prune.prune", interrupted)
     first = run("prune", checkpoint, "--out", out)
     assert f"{out} is written; what was to follow it is not done." in " ".join(first.stderr.split())
     (out / "model.safetensors").touch()  # as an annotation does, which writes into the folder

@@ -20,7 +20,7 @@ from pyprune.errors import ConfigError, DataError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for, named_axes
 from pyprune.methods.registry import own_methods, read_config
 from pyprune.plan import PrunePlan
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import TINY, one_of_each, tiny_batch, tiny_model

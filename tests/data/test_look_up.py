@@ -13,7 +13,7 @@ from pyprune.config.data import DataConfig
 from pyprune.errors import DataError
 from pyprune.fit.options import FitOptions
 from pyprune.fit.search import Fitting
-from pyprune.pipeline import decision_for
+from pyprune.run.prune import decision_for
 from tests._support.models import tiny_model
 from tests._support.text import write_model
 from tests.data._fakes import fake_datasets

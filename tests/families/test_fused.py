@@ -19,7 +19,7 @@ from pyprune.methods.registry import get_method, own_methods
 from pyprune.methods.score import ScoreMethod
 from pyprune.methods.score._structures import opened_places
 from pyprune.probe.effects import weight_sums
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick, scoring_config

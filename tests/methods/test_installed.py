@@ -14,7 +14,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.errors import ConfigError
 from pyprune.methods.registry import describe, get_method, method_modules, own_methods, preset, presets
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.models import tiny_model
 from tests._support.text import write_model
 

@@ -14,7 +14,7 @@ import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.bench import named
-from pyprune.report import PointChart, Report, chart_svg, undominated, write_report
+from pyprune.runtime.report import PointChart, Report, chart_svg, undominated, write_report
 from pyprune.serving.speed import COLUMNS, MeasuredModel, Sample, SpeedReport, Workload
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model

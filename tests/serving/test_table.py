@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyprune.errors import ConfigError
-from pyprune.report import markdown_table
+from pyprune.runtime.report import markdown_table
 from pyprune.serving import stats
 from pyprune.serving.engines import MALLOC
 from pyprune.serving.measure import kv_cache_bytes, measure

@@ -9,7 +9,7 @@ import pytest
 
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from pyprune.train.lora import check_rank, projection_names
 from pyprune.train.recover import recover
 from tests._support.models import tiny_batch, tiny_model

@@ -19,7 +19,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
 from pyprune.probe.hooks import LayerHooks
-from pyprune.rework import Loaded, check_alike, say_what_is_copied
+from pyprune.run.recover import Loaded, check_alike, say_what_is_copied
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import training_memory

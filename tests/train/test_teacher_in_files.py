@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.kernels.optimizer import extra_peak
-from pyprune import pipeline, rework, run_memory
 from pyprune.checkpoint.layers import stored_layers, why_loaded_whole
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.train import DistillConfig
 from pyprune.families import decoder_layers
+from pyprune.run import memory as run_memory
+from pyprune.run import prune as pipeline
+from pyprune.run import recover as rework
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train import sharded

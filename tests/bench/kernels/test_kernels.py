@@ -16,10 +16,10 @@ from bench._timing import CEILING, Case, Target, find, interleave, last_level_ca
 from bench.kernels import ops, ops_adamw, ops_cases, optimizer
 from bench.kernels.ops_cases import OPS, cases
 from bench.kernels.ops_setting import Setting
-from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.manifest import RECORD_NAME
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.plan import PrunePlan
+from pyprune.run.cut_on_disk import compact_checkpoint
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.quality import axes
 from bench.quality.scores_cases import PRUNING
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from pyprune.runtime.records import append_jsonl
 
 

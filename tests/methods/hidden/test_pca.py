@@ -19,9 +19,9 @@ from pyprune.families import family_for, named_axes
 from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.directions import principal_directions, stream_moment
 from pyprune.methods.registry import preset, read_config
-from pyprune.pipeline import make_plan, prune, prune_
 from pyprune.probe.energy import stream_energy
-from pyprune.rework import reconstruct_checkpoint, recover_checkpoint
+from pyprune.run.prune import make_plan, prune, prune_
+from pyprune.run.recover import reconstruct_checkpoint, recover_checkpoint
 from pyprune.runtime import processes
 from tests._support.cli import run
 from tests._support.compare import assert_same_logits
@@ -300,14 +300,14 @@ def test_the_command_writes_a_stock_checkpoint(pruned: Path, dense: Path) -> Non
 
 
 @pytest.mark.parametrize(("loaded", "last"), [
-    (True, "pyprune.stages.StageRun.train_after_the_cut"), (False, "pyprune.checkpoint.compact.write_shards"),
+    (True, "pyprune.run.stages.StageRun.train_after_the_cut"), (False, "pyprune.run.cut_on_disk.write_shards"),
 ])  # fmt: skip
 def test_an_interrupted_run_resumes_to_the_same_weights(
     loaded: bool, last: str, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the cut in memory, and behind the one from file to file."""
     if loaded:
-        monkeypatch.setattr("pyprune.pipeline.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
     settings = read_config(
         {
             **config(cut={"reconstruct": "least_squares"}, verify=True).to_dict(),

@@ -15,7 +15,7 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.cut.mask import masked
-from pyprune.streamed import NOTE
+from pyprune.run.streamed import NOTE
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text

@@ -20,8 +20,8 @@ from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import family_for
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
 from pyprune.methods.registry import preset
-from pyprune.pipeline import make_plan, prune_
 from pyprune.probe.streams import LayerRunner
+from pyprune.run.prune import make_plan, prune_
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.planted import layer_of

@@ -23,8 +23,8 @@ from pyprune.methods.layers.shortened_llama.score import taylor_scores
 from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import Unit, without_units
 from pyprune.methods.registry import get_method, preset
-from pyprune.pipeline import prune_
 from pyprune.probe.streams import LayerRunner
+from pyprune.run.prune import prune_
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from tests._support.compare import assert_same_logits

@@ -20,9 +20,9 @@ from pyprune.methods.registry import read_config
 from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import select_channels
-from pyprune.pipeline import prune
 from pyprune.probe.energy import stream_energy
-from pyprune.stages import wanted_text
+from pyprune.run.prune import prune
+from pyprune.run.stages import wanted_text
 from tests._support.models import one_of_each, tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 

@@ -17,7 +17,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.flap import score as flap
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import gather_moments
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import scoring_config

@@ -19,7 +19,7 @@ from pyprune.methods.score._descent import Descent, Noise
 from pyprune.methods.score._structures import opened_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick, scoring_config

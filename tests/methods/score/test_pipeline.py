@@ -20,8 +20,8 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
-from pyprune.pipeline import prune, prune_
-from pyprune.recipe import build_config
+from pyprune.run.prune import prune, prune_
+from pyprune.run.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model

@@ -18,8 +18,8 @@ from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score.base import Scoring, decide_by_scores, ranking_of
 from pyprune.methods.score.random import RandomOptions
-from pyprune.pipeline import make_plan
-from pyprune.recipe import build_config
+from pyprune.run.prune import make_plan
+from pyprune.run.recipe import build_config
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.paths import REPO
 from tests._support.scores import NO_SAMPLES, decision_of, injected, options, scoring_of, share, widths

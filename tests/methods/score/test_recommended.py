@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pyprune.methods.registry import describe, preset, score_presets
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick
 from tests._support.scores import decision_of

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pyprune import pipeline
 from pyprune.checkpoint.layers import ReadLayers
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.run import PruneConfig
 from pyprune.families import decoder_layers, family_for
 from pyprune.methods.registry import get_method
-from pyprune.recipe import build_config
-from pyprune.streamed import NOTE
+from pyprune.run import prune as pipeline
+from pyprune.run.recipe import build_config
+from pyprune.run.streamed import NOTE
 from tests._support.cli import run
 from tests._support.models import tiny_model
 from tests._support.plans import axis_plans
@@ -354,7 +354,7 @@ def test_an_interrupted_run_goes_on_from_its_plan(tmp_path: Path, monkeypatch: p
         def stops(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("pyprune.checkpoint.compact.write_shards", stops)
+        patch.setattr("pyprune.run.cut_on_disk.write_shards", stops)
         with pytest.raises(KeyboardInterrupt):
             pipeline.prune(dense, config, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyprune.checkpoint.compact import compact_checkpoint
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
@@ -21,6 +20,7 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, OutputError, PlanError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
+from pyprune.run.cut_on_disk import compact_checkpoint
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 from tests._support.tokenizer import tiny_tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyprune.cut.mask import restored
 from pyprune.errors import ConfigError
 from pyprune.families import named_axes
-from pyprune.study.perturbations import (
+from pyprune.robustness.perturbations import (
     VARIANTS,
     Adapter,
     VariantError,

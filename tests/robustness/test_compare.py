@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-import pyprune.study.robustness as module
+import pyprune.robustness.compare as module
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.config.train import RecoverConfig, TrainConfig
@@ -25,10 +25,10 @@ from pyprune.methods.score import smoothgrad
 from pyprune.methods.score._descent import Noise
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
-from pyprune.study.perturbations import VARIANTS, Adapter, set_variant_
-from pyprune.study.robustness import check_robustness, jaccard, removed_units
-from pyprune.study.robustness_config import METHODS, RobustnessConfig
-from pyprune.study.robustness_result import RobustnessResult
+from pyprune.robustness.compare import check_robustness, jaccard, removed_units
+from pyprune.robustness.options import METHODS, RobustnessConfig
+from pyprune.robustness.perturbations import VARIANTS, Adapter, set_variant_
+from pyprune.robustness.result import RobustnessResult
 from tests._support.models import tiny_model
 from tests._support.scores import decision_of
 from tests._support.text import write_model, write_text

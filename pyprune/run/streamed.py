@@ -10,7 +10,6 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.compact import StreamedCut
 from pyprune.checkpoint.layers import ReadLayers, StoredLayers
 from pyprune.checkpoint.load import stored_dtype
 from pyprune.checkpoint.record import inherited_facts
@@ -26,10 +25,11 @@ from pyprune.errors import CheckpointError
 from pyprune.methods.base import PlanDecision, Prepare
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
-from pyprune.run_folder import RunFolder
+from pyprune.run.cut_on_disk import StreamedCut
+from pyprune.run.resume import RunFolder
+from pyprune.run.stages import Cutting, PruneResult, StageRun, StageText, draw_samples, planning
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.freed import freed_at_once
-from pyprune.stages import Cutting, PruneResult, StageRun, StageText, draw_samples, planning
 
 SOLVED = "solved"
 """Folder of a run for tensors that were changed before the cut (merged, rotated, solved) or added (biases)."""
@@ -139,7 +139,7 @@ class StoredRun:
 
     Raises:
         CheckpointError: files are damaged, or differ from the folder's record.
-        PypruneError: as :class:`pyprune.stages.StageRun`.
+        PypruneError: as :class:`pyprune.run.stages.StageRun`.
     """
 
     @freed_at_once()

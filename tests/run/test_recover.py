@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from bench.quality.rounding import kept
-from pyprune import pipeline, rework
 from pyprune.checkpoint.load import load_model, weights_version
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.trained_on import assert_not_trained_on, training_marks, unguarded
@@ -30,10 +29,12 @@ from pyprune.data.tokens import IGNORED
 from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
-from pyprune.pipeline import prune, prune_
 from pyprune.quality.perplexity import perplexity
-from pyprune.recipe import build_config, build_recovery, merge
-from pyprune.rework import ADAPTER, recover_checkpoint
+from pyprune.run import prune as pipeline
+from pyprune.run import recover as rework
+from pyprune.run.prune import prune, prune_
+from pyprune.run.recipe import build_config, build_recovery, merge
+from pyprune.run.recover import ADAPTER, recover_checkpoint
 from pyprune.train.distill import Distillation
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -318,7 +319,7 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
     assert any("training text of this checkpoint already" in w for w in again.warnings)
     assert len(read_pruning_json(tmp_path / "twice").provenance["recoveries"]) == 2
     capsys.readouterr()
-    monkeypatch.setattr("pyprune.rework.recover", lambda *_, **__: pytest.fail("training"))
+    monkeypatch.setattr("pyprune.run.recover.recover", lambda *_, **__: pytest.fail("training"))
     with pytest.raises(pytest.fail.Exception):
         recover_checkpoint(tmp_path / "out", config, out=tmp_path / "not-there", teacher=dense)
     assert "training text of this checkpoint already" in " ".join(capsys.readouterr().err.split()), "before it trains"

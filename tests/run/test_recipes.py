@@ -13,7 +13,7 @@ import pytest
 
 from pyprune.errors import ConfigError
 from pyprune.methods.registry import RENAMED, describe, get_method, own_methods, preset, presets, read_config
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.paths import REPO
 
 RECIPES = sorted((REPO / "recipes").rglob("*.yaml"))

@@ -34,7 +34,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.effects import EffectReport, EffectSnapshot, compare, snapshot
 from pyprune.probe.streams import LayerRunner
 from pyprune.quality.perplexity import perplexity
-from pyprune.run_folder import RunFolder
+from pyprune.run.resume import RunFolder
 from pyprune.runtime import processes
 from pyprune.runtime.files import read_bounded
 from pyprune.runtime.processes import Division, dividing, from_first

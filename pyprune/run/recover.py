@@ -27,14 +27,14 @@ from pyprune.errors import ConfigError
 from pyprune.families import begins_with_bos
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
-from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
-from pyprune.run_memory import Source, learns_from_files, within_memory
+from pyprune.run.memory import Source, learns_from_files, within_memory
+from pyprune.run.resume import RunFolder, arithmetic_of, run_folder, with_kept_memory
+from pyprune.run.stages import one_kind_of_text, say_warnings, was_rotated
 from pyprune.runtime import processes
 from pyprune.runtime.device import resolve_device, working_dtype
 from pyprune.runtime.files import check_output
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say
-from pyprune.stages import one_kind_of_text, say_warnings, was_rotated
 from pyprune.train.objective import TrainReport
 from pyprune.train.recover import recover
 

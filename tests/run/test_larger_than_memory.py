@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from pyprune import pipeline
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.recipe import build_config
-from pyprune.streamed import NOTE
+from pyprune.run import prune as pipeline
+from pyprune.run.recipe import build_config
+from pyprune.run.streamed import NOTE
 from tests._support.text import write_text
 from tests._support.tokenizer import tiny_tokenizer
 

@@ -18,8 +18,8 @@ from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.methods.score.obs import ObsOptions
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.quality.perplexity import WINDOWS
-from pyprune.recipe import build_config, dotted_names, parse_setting
-from pyprune.study.perturbations import VARIANTS, Adapter
+from pyprune.robustness.perturbations import VARIANTS, Adapter
+from pyprune.run.recipe import build_config, dotted_names, parse_setting
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
@@ -45,7 +45,7 @@ class RobustnessConfig(Config):
     Attributes:
         methods: names of scoring presets.
         ratios: shares to remove, each in (0, 1).
-        variants: of :data:`pyprune.study.perturbations.VARIANTS`; float32 is always there.
+        variants: of :data:`pyprune.robustness.perturbations.VARIANTS`; float32 is always there.
         seeds: calibration seeds.
         axes: what may be removed: heads and ffn, or hidden alone.
         texts: test texts.

@@ -14,8 +14,8 @@ from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.recipe import build_config
-from pyprune.run_memory import Source, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
+from pyprune.run.memory import Source, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
+from pyprune.run.recipe import build_config
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import TrainingMemory
@@ -25,7 +25,7 @@ BFLOAT16 = ("--set", "recover.train.dtype=bfloat16")
 
 
 def device_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyprune.run_memory.device_memory", lambda device: size)
+    monkeypatch.setattr("pyprune.run.memory.device_memory", lambda device: size)
 
 
 def peaks(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -38,7 +38,7 @@ def peaks(checkpoint: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 
     sizes = {}
     with monkeypatch.context() as patched:
-        patched.setattr("pyprune.run_memory.memory_table", keep)
+        patched.setattr("pyprune.run.memory.memory_table", keep)
         for memory in ("full", "lean"):
             arguments = tiny_elder(checkpoint, text, "--dry-run", *BFLOAT16, "--set", f"recover.train.memory={memory}")
             result = run(*arguments)
@@ -154,7 +154,7 @@ def test_a_recovery_is_looked_at_too(
 def test_a_dry_run_of_a_recovery_says_what_it_would_hold_and_does_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.rework.load_model", None)
+    monkeypatch.setattr("pyprune.run.recover.load_model", None)
     command = ["recover", checkpoint, "--dry-run", "--set", f"data.source={text}", "--set", "data.sequence_length=16"]
     before = sorted(tmp_path.rglob("*"))
     for more in ([], ["--out", tmp_path / "out"], ["--teacher", checkpoint]):
@@ -234,7 +234,7 @@ def test_the_7b_recipes_fit_on_one_gpu(
             return AutoModelForCausalLM.from_config(sizes, dtype=getattr(torch, dtype))
 
     monkeypatch.setattr(Source, "shapes", shapes)
-    monkeypatch.setattr("pyprune.run_memory.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("pyprune.run.memory.resolve_device", lambda name: torch.device("cuda"))
     device_of(76 * 2**30, monkeypatch)
     path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{recipe}.yaml"
     config = build_config(preset=None, recovery=None, recipe=path, options={}, settings=settings)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from pyprune.data.placement import Windows
-from pyprune.recipe import build_config
+from pyprune.run.recipe import build_config
 from tests._support.paths import REPO
 
 WIKITEXT_2 = 2_600_000

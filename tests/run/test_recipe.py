@@ -12,8 +12,8 @@ import pytest
 
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.methods.registry import presets
-from pyprune.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
-from pyprune.stages import wanted_text
+from pyprune.run.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
+from pyprune.run.stages import wanted_text
 
 HOSTILE = {
     "anchor": ("&a 5", "anchors (&) and aliases (*) are not read"),

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from pyprune import rework
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.families import family_for
-from pyprune.pipeline import prune
-from pyprune.recipe import build_config
+from pyprune.run import recover as rework
+from pyprune.run.prune import prune
+from pyprune.run.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 from tests._support.text import write_model, write_text

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pyprune import run_memory
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.trained_on import assert_not_trained_on
@@ -32,13 +31,14 @@ from pyprune.errors import (
 )
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
-from pyprune.pipeline import decision_for, make_plan, prune, prune_
-from pyprune.recipe import merge
-from pyprune.run_folder import interrupted_run, run_folder
+from pyprune.run import memory as run_memory
+from pyprune.run.prune import decision_for, make_plan, prune, prune_
+from pyprune.run.recipe import merge
+from pyprune.run.resume import interrupted_run, run_folder
+from pyprune.run.stages import draw_samples, wanted_text
 from pyprune.runtime import device
 from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
-from pyprune.stages import draw_samples, wanted_text
 from pyprune.train.loop import _Run
 from pyprune.train.state import TrainState, save_state
 from tests._support.compare import assert_same_logits
@@ -266,7 +266,7 @@ def test_a_run_with_another_plan_of_the_same_name_is_not_resumed(
     path.write_text(whole.drop_layers([1]).to_json())
     settings = config(text, method="none", plan=str(path), stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun.cut", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("pyprune.run.stages.StageRun.cut", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     path.write_text(whole.drop_layers([2]).to_json())
@@ -334,14 +334,14 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     for stopped_at, reached in (("decide", False), ("cut", True)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"pyprune.stages.StageRun.{stopped_at}", interrupt)
+            patch.setattr(f"pyprune.run.stages.StageRun.{stopped_at}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prune(model_folder, settings, out=tmp_path / "out")
         assert (work / "decision.json").exists() == work.exists() == reached
     with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to continue it, or --overwrite"):
         prune(model_folder, settings, out=tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
+        patch.setattr("pyprune.run.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
 
@@ -421,7 +421,7 @@ def test_a_run_with_other_weights_is_not_resumed(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     weights = model_folder / "model.safetensors"
@@ -443,7 +443,7 @@ def test_a_run_with_other_text_is_not_resumed(
 
     settings = config(text, stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     old = text.read_text()
@@ -464,7 +464,7 @@ def test_an_edited_record_of_an_interrupted_run_is_refused(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     path = tmp_path / ".out.work" / name
@@ -508,7 +508,7 @@ def test_a_damaged_record_of_an_interrupted_run_is_refused(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.stages.snapshot", interrupt)
+        patch.setattr("pyprune.run.stages.snapshot", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, config(text), out=tmp_path / "out")
     (tmp_path / ".out.work" / name).write_text(content)
@@ -519,7 +519,7 @@ def test_a_damaged_record_of_an_interrupted_run_is_refused(
 def test_another_revision_is_another_run(
     model_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.stages.snapshot", lambda *a, **k: 1 / 0)  # there is a plan, which is kept
+    monkeypatch.setattr("pyprune.run.stages.snapshot", lambda *a, **k: 1 / 0)  # there is a plan, which is kept
     with pytest.raises(ZeroDivisionError):
         prune(model_folder, config(text), out=tmp_path / "out", revision="main")
     with pytest.raises(ConfigError, match="revision was 'main', now None"):

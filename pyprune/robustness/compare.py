@@ -1,6 +1,6 @@
 """How far the result of a scoring method depends on tiny changes of the weights (MoreauPruner, table 1).
 
-Every variant of a model (:mod:`pyprune.study.perturbations`) is scored once a method and calibration seed, the scores
+Every variant of a model (``perturbations.py``) is scored once a method and calibration seed. The scores
 are ranked to every ratio, and each plan is measured on the masked variant: fine ratios, no legal sizes needed. All
 methods and variants read the same calibration samples. Compared with the unchanged float32 model, and as in the paper
 float16 with bfloat16: the perplexity after pruning, and the overlap of the removed units (Jaccard: common / all).
@@ -49,14 +49,14 @@ from pyprune.methods.score.base import Scoring, ranking_of, score_spread
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, evaluation_text
-from pyprune.report import to_markdown
+from pyprune.robustness.options import READ_OPTIONS, RobustnessConfig
+from pyprune.robustness.perturbations import DENSE, VariantReport, set_variant_
+from pyprune.robustness.result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
 from pyprune.runtime.disk import in_place
 from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
-from pyprune.study.perturbations import DENSE, VariantReport, set_variant_
-from pyprune.study.robustness_config import READ_OPTIONS, RobustnessConfig
-from pyprune.study.robustness_result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
+from pyprune.runtime.report import to_markdown
 
 NOT_COMPUTED = ("_name_or_path", "dtype", "transformers_version")
 """Of a configuration, what does not change what the weights compute."""

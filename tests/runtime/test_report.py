@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pyprune.errors import ConfigError, MissingDependencyError, OutputError
-from pyprune.report import (
+from pyprune.runtime.files import write_text
+from pyprune.runtime.report import (
     BarChart,
     LineChart,
     PointChart,
@@ -30,7 +31,6 @@ from pyprune.report import (
     to_markdown,
     write_report,
 )
-from pyprune.runtime.files import write_text
 
 
 def sample() -> Report:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyprune.errors import ScoreError
-from pyprune.study.theorem import CASES, Kinks, check_theorem, moreau_gradient
+from pyprune.robustness.theorem import CASES, Kinks, check_theorem, moreau_gradient
 
 
 def test_the_closed_forms_are_those_of_the_function() -> None:

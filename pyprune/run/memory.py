@@ -22,12 +22,12 @@ from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import family_for
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
-from pyprune.report import Table, markdown_table
 from pyprune.runtime import processes
 from pyprune.runtime.device import agree_on_bfloat16, device_memory, resolve_device, working_dtype
 from pyprune.runtime.modes import frozen
 from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
+from pyprune.runtime.report import Table, markdown_table
 from pyprune.train.compiled import check_compiler
 from pyprune.train.lora import adapted
 from pyprune.train.memory import FUSED, PARTS, TrainingMemory, training_memory

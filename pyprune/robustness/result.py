@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pyprune.report import Cell, Report, Table
-from pyprune.study.perturbations import DENSE, VariantReport
-from pyprune.study.robustness_config import RobustnessConfig
+from pyprune.robustness.options import RobustnessConfig
+from pyprune.robustness.perturbations import DENSE, VariantReport
+from pyprune.runtime.report import Cell, Report, Table
 
 TITLE = "Robustness of scores against changes of the weights"
 

@@ -24,7 +24,8 @@ from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import checked
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
-from pyprune.rework import (
+from pyprune.run.memory import Source, learns_from_files, placed
+from pyprune.run.recover import (
     TEACHER_DTYPE,
     Dense,
     Loaded,
@@ -34,15 +35,8 @@ from pyprune.rework import (
     teacher_dtype,
     trained_before,
 )
-from pyprune.run_folder import RunFolder, arithmetic_of, run_folder, with_kept_memory
-from pyprune.run_memory import Source, learns_from_files, placed
-from pyprune.runtime import processes
-from pyprune.runtime.device import DTYPES
-from pyprune.runtime.files import check_output
-from pyprune.runtime.processes import Division
-from pyprune.runtime.progress import say
-from pyprune.runtime.records import digest
-from pyprune.stages import (
+from pyprune.run.resume import RunFolder, arithmetic_of, run_folder, with_kept_memory
+from pyprune.run.stages import (
     PruneResult,
     StageRun,
     StageText,
@@ -54,7 +48,13 @@ from pyprune.stages import (
     shapes_the_result,
     wanted_text,
 )
-from pyprune.streamed import StoredRun, beside_files, decides_from_disk, why_loaded
+from pyprune.run.streamed import StoredRun, beside_files, decides_from_disk, why_loaded
+from pyprune.runtime import processes
+from pyprune.runtime.device import DTYPES
+from pyprune.runtime.files import check_output
+from pyprune.runtime.processes import Division
+from pyprune.runtime.progress import say
+from pyprune.runtime.records import digest
 
 OF_SOURCE = ("weights", "revision", "gguf_file")
 """What a record says of the dense model beside its name, each as source_...; weights are their version."""
@@ -89,7 +89,7 @@ def prune(
         resume: continue an interrupted run of the same options.
         overwrite: replace an existing ``out``.
         placement: auto, device or host: where several processes have the model while nothing trains
-            (:func:`pyprune.run_memory.division_of`). It changes nothing of what a run reaches but the order of sums.
+            (:func:`pyprune.run.memory.division_of`). It changes nothing of what a run reaches but the order of sums.
         gguf_file: a GGUF file inside the model's folder or repository.
         revision: hub revision.
         trust_remote_code: run the repository's own code.

@@ -1,0 +1,1 @@
+"""How far scoring methods depend on tiny changes of the weights."""
