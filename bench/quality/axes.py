@@ -50,7 +50,6 @@ COMPARISONS: dict[str, tuple[str, Json]] = {
     "axis": ("over the axis's mean (axis)", {"score.normalise": "axis"}),
     "layer": ("over the layer's mean (layer)", {"score.normalise": "layer"}),
     "layer-ffn": ("over the layer's mean, FFN alone", {"score.normalise": "layer", "score.axes": ["ffn"]}),
-    "standard": ("standardised by layer and axis (standard)", {"score.normalise": "standard"}),
     "local": ("the same count in every layer (local)", {"score.ranking": "local", "score.normalise": "none"}),
     "local-heads": (
         "the same count, a third of the heads",

@@ -25,8 +25,8 @@ class ScoreConfig(Config):
         aggregation: how the structures of a group (one per matrix) become the group's score.
         ranking: global (one order over all open layers) or local (the same count in every open layer).
         normalise: what a global order compares: none (the scores as they are, the papers' way), size (score per
-            removed parameter), axis (score over the mean of its axis in all open layers), layer (score over the mean
-            of its layer and axis) or standard (distance from that mean, in standard deviations).
+            removed parameter), axis (score over the mean of its axis in all open layers) or layer (score over the mean
+            of its layer and axis).
         heads_unit: kv_group (a KV head with all its query heads) or query_head (as many query heads of every KV
             group of a layer; KV heads stay).
         heads: query heads that stay in every open layer; None = by the ratio.
@@ -49,7 +49,7 @@ class ScoreConfig(Config):
     axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
     aggregation: Literal["sum", "mean", "max", "prod"] = "sum"
     ranking: Literal["local", "global"] = "global"
-    normalise: Literal["none", "size", "axis", "layer", "standard"] = "none"
+    normalise: Literal["none", "size", "axis", "layer"] = "none"
     heads_unit: Literal["kv_group", "query_head"] = "kv_group"
     heads: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
     ffn: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
@@ -126,9 +126,9 @@ class ScoreConfig(Config):
             found,
         )
         _require(
-            self.normalise not in ("size", "axis", "layer") or self.aggregation != "prod",
+            self.normalise == "none" or self.aggregation != "prod",
             f"normalise is {self.normalise!r} and aggregation is 'prod': a product is kept as its logarithm, which "
-            "cannot be divided; use normalise none or standard, or another aggregation.",
+            "cannot be divided; use normalise none, or another aggregation.",
             found,
         )
         return found

@@ -37,16 +37,6 @@ GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
 
-RENAMED = {
-    "dress-opt": "dress-paper-opt",
-    "dress-recommended": "dress",
-    "elder-literal": "elder-paper-literal",
-    "elder-recommended": "elder",
-    "elder-reconstruct": "elder",
-    "trsp-recommended": "trsp",
-}
-"""Name that a preset had -> the one it has."""
-
 
 @cache
 def own_methods() -> dict[str, str]:
@@ -292,8 +282,6 @@ def describe(name: str) -> str:
 
 
 def _maker(name: str) -> Callable[[], PruneConfig]:
-    if name in RENAMED:
-        raise ConfigError(f"The preset {name!r} is called {RENAMED[name]!r} now; write that.")
     known = presets()
     installed = installed_methods() if name not in known else {}
     method = name.partition("-")[0]

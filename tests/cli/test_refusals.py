@@ -21,7 +21,6 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.cli.evaluate import text_conditions
 from pyprune.data.sources import has_splits
-from pyprune.methods.registry import RENAMED
 from pyprune.train.loop import _Run
 from tests._support.cli import refused, run, tiny_elder
 from tests._support.models import tiny_model
@@ -48,9 +47,6 @@ def test_unknown_unit_and_preset(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "layers" in refused("prune", checkpoint, "--ratio-of", "layer", "--out", out)
     assert "Did you mean 'elder'" in refused("prune", checkpoint, "--preset", "elde", "--out", out)
-    for old, new in RENAMED.items():
-        message = f"The preset {old!r} is called {new!r} now"
-        assert message in refused("prune", checkpoint, "--preset", old, "--out", out)
     assert not out.exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import RENAMED, describe, get_method, own_methods, preset, presets, read_config
+from pyprune.methods.registry import describe, get_method, own_methods, preset, presets, read_config
 from pyprune.run.recipe import build_config
 from tests._support.paths import REPO
 
@@ -78,13 +78,6 @@ def test_the_presets_carry_the_papers_constants() -> None:
 def test_an_unknown_preset_suggests_one() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'elder-paper-literal'"):
         preset("elder-paper-litteral")
-
-
-@pytest.mark.parametrize("old", list(RENAMED))
-def test_an_old_name_says_what_the_preset_is_called_now(old: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{old}' is called '{RENAMED[old]}' now"):
-        preset(old)
-    assert RENAMED[old] in presets()
 
 
 @pytest.mark.parametrize("method", list(own_methods()))

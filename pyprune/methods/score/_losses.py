@@ -125,6 +125,6 @@ def _reason(
         among_all = [] if "hidden" in score.axes else ["score.ranking=global"]
         return "one unit in every open layer is beyond what the goal leaves", ["a larger ratio", *among_all]
     why = f"each of its units scores above all that goes of {' and '.join(others)}, as score.normalise compares them"
-    ways = ("standard",) if score.aggregation == "prod" else ("layer", "axis")
+    ways = () if score.aggregation == "prod" else ("layer", "axis")
     named = [f"score.normalise={way}" for way in ways if way != score.normalise and not standardised]
     return why, [*named, "score.ranking=local"]

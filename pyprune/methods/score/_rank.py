@@ -305,8 +305,6 @@ class Ranking:
         how = self.score.normalise
         if how == "none":
             return [order.scores for order in orders]
-        if how == "standard":
-            return [_standard(order.scores) for order in orders]
         units = self._sizes(orders) if how == "size" else _means(orders, of_layers=how == "layer")
         return [
             tuple(score / (unit * len(bundle)) for score, bundle in zip(order.scores, order.bundles, strict=True))
@@ -398,12 +396,3 @@ def _mean(orders: Sequence[RankedUnits]) -> float:
     units = sum(len(bundle) for order in orders for bundle in order.bundles[order.removed :])
     total = math.fsum(score for order in orders for score in order.scores[order.removed :])
     return (total / units if units else 0.0) or 1.0
-
-
-def _standard(scores: Sequence[float]) -> tuple[float, ...]:
-    values = torch.tensor(scores, dtype=torch.float64)
-    known = values[torch.isfinite(values)]
-    if not known.numel():
-        return tuple(scores)  # logarithms of products of 0 alone, which go first as they are
-    spread = known.std(unbiased=False)
-    return tuple(((values - known.mean()) / (spread if spread > 0 else 1.0)).tolist())

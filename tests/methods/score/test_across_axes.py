@@ -123,7 +123,7 @@ def test_what_each_axis_loses_is_in_the_notes_and_the_record() -> None:
         ({}, "ffn", "heads", "score.normalise=layer; score.normalise=axis"),
         ({"normalise": "axis"}, "ffn", "heads", "score.normalise=layer; score.ranking=local"),
         ({}, "heads", "ffn", "score.axes=[heads]"),
-        ({"aggregation": "prod"}, "ffn", "heads", "score.normalise=standard"),
+        ({"aggregation": "prod"}, "ffn", "heads", "score.ranking=local"),
         ({"ranking": "local"}, "ffn", "heads", "one unit in every open layer"),
     ],
     ids=str,

@@ -34,7 +34,7 @@ from tests._support.scores import NO_SAMPLES, decision_of, injected, options, sc
         {"uniform": True},
         {"heads_unit": "query_head"},
         {"normalise": "size"},
-        {"normalise": "standard", "ffn_multiple": 4},
+        {"normalise": "axis", "ffn_multiple": 4},
         {"normalise": "layer", "ffn_multiple": 4, "iterations": 2},
         {"iterations": 3, "normalise": "size"},
         {"ranking": "local", "axes": ("ffn", "hidden")},
@@ -298,19 +298,6 @@ def test_the_warning_of_a_global_order_says_what_ended_it() -> None:
     assert "the next unit in the order of the scores is larger" in text
     assert "score.heads_unit=query_head" in text
     assert "the ranking 'local'" in text
-
-
-def test_a_layer_of_products_of_zero_does_not_disturb_the_others() -> None:
-    """A block whose output projection is zero: its units go first, the order of the rest is their scores'."""
-    model = tiny_model("llama")
-    values = [float(i + 1) for i in range(40)]
-    scores: dict[tuple[int | None, str], list[float]] = {(i, "ffn"): values for i in range(4)}
-    scores[1, "ffn"] = [0.0] * 40
-    config = options(ratio=0.2, axes=("ffn",), aggregation="prod", normalise="standard")
-    plan = injected(model, config, scores).plan
-    kept = [len(layer.ffn) for layer in plan.layers]
-    assert kept[1] == 1
-    assert max(kept[0], kept[2], kept[3]) - min(kept[0], kept[2], kept[3]) <= 1
 
 
 @pytest.mark.parametrize(
