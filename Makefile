@@ -132,7 +132,7 @@ releases: setup
 	$(PY) -m tests.releases
 
 matrix: setup
-	$(PY) -m bench.serving.matrix
+	$(PY) -m tests.matrix
 
 DEVICE ?= cpu
 container:

@@ -1,4 +1,4 @@
-"""What the command lines of several benches share: lists of names and seeds, and how a run that can continue ends."""
+"""Command lines of benches: lists of names and seeds, and the exit status of a run that can be continued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def exit_status(
 
     Args:
         run: the bench.
-        interrupted: what to say when it was stopped.
+        interrupted: sentence to print after an interruption.
     """
     try:
         with interruptible():
@@ -31,27 +31,34 @@ def exit_status(
     return 0
 
 
-def known(text: str, names: Sequence[str], what: str) -> list[str]:
-    """Read "a,b" as names out of a list; a name may hold commas itself.
+def read_names(text: str, names: Sequence[str], what: str) -> list[str]:
+    """Read "a,b" as names of a list; a name may contain commas itself.
 
     Args:
         text: from the command line.
-        names: what is allowed.
-        what: what a name is of, for the message.
+        names: all allowed names.
+        what: noun for a name, for the message.
 
     Raises:
         ArgumentTypeError: a name that is not allowed; the message has the nearest one.
     """
-    wanted: list[str] = []
+    chosen: list[str] = []
     parts = [part.strip() for part in text.split(",")]
     while parts:
         begins = [", ".join(parts[:length]) for length in range(len(parts), 0, -1)]
         name = next((begin for begin in begins if begin in names), None)
         if name is None:
             raise argparse.ArgumentTypeError(did_you_mean(parts[0], names, what))
-        wanted.append(name)
+        chosen.append(name)
         parts = parts[len(name.split(",")) :]
-    return wanted
+    return chosen
+
+
+def last_line(text: str) -> str:
+    """Return the last error line, else the last line, of a program's output, cut to fit into a table."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return (errors or lines or ["it ended without a message"])[-1][:300].replace("|", "/")
 
 
 def count(text: str) -> int:

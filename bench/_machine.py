@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,22 @@ def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]
     if there != here:
         raise ConfigError(f"{path} was measured on {named(there)}; this is {named(here)}. {instead}")
     return found
+
+
+def metric(text: str, name: str) -> float:
+    """Return the value of a metric of vLLM, summed over its labels.
+
+    Args:
+        text: of /metrics.
+        name: of the metric.
+
+    Raises:
+        ConfigError: the server does not have it.
+    """
+    lines = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
+    if not lines:
+        raise ConfigError(f"/metrics has no {name}; vLLM 0.32 has.")
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def named(machine: Machine) -> str:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._beside import beside_dense
-from bench._command import exit_status, known, seeds
+from bench._command import exit_status, read_names, seeds
 from bench._machine import environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
@@ -494,7 +494,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _arms(text: str) -> list[str]:
-    return known(text, ARMS, "arm")
+    return read_names(text, ARMS, "arm")
 
 
 if __name__ == "__main__":

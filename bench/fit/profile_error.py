@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from bench._beside import beside_dense
-from bench._command import exit_status, known
+from bench._command import exit_status, read_names
 from bench._machine import environment_of, machine_of, profiled_on
 from bench._plans import never_profiled
 from bench._texts import config_folder
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plans(text: str) -> list[str]:
-    return known(text, list(never_profiled()), "plan")
+    return read_names(text, list(never_profiled()), "plan")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench._command import exit_status, known
+from bench._command import exit_status, read_names
 from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, Search, Space, UnitScores
 from pyprune.fit.limits import Budget
 from pyprune.fit.quantities import Quantity, Widths
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.fit.solve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = partial(known, names=list(SHAPES), what="shape")
+    names = partial(read_names, names=list(SHAPES), what="shape")
     parser.add_argument("--shape", type=names, default=list(SHAPES), help="shapes, separated by commas")
     parser.add_argument("--budget", action="append", help="a budget, as `pyprune fit` takes it; repeatable")
     parser.add_argument("--count", type=int, default=5, help="solutions (default: 5)")

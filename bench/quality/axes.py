@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench._command import exit_status, known, seeds
+from bench._command import exit_status, read_names, seeds
 from bench._quality import DATA
 from bench._texts import PACKAGE, packaged_gguf
 from bench.quality.scores_cases import CALIBRATION, PRUNING, scorers, seeds_of
@@ -236,11 +236,11 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _comparisons(text: str) -> list[str]:
-    return known(text, list(COMPARISONS), "comparison")
+    return read_names(text, list(COMPARISONS), "comparison")
 
 
 def _scores(text: str) -> list[str]:
-    return known(text, list(scorers()), "score")
+    return read_names(text, list(scorers()), "score")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._command import exit_status, known, seeds
+from bench._command import exit_status, read_names, seeds
 from bench._quality import DATA, evaluation_texts, served_perplexities
 from bench._settings import Settings, choice
 from bench.quality.compare_cases import CASES, DENSE, TRAININGS, Arm, Case
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cases(text: str) -> list[str]:
-    return known(text, list(CASES), "case")
+    return read_names(text, list(CASES), "case")
 
 
 def _parser() -> argparse.ArgumentParser:

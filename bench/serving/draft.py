@@ -33,8 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, named, named_release, serving_environment
-from bench.serving.soak import metric
+from bench._machine import machine_of, metric, named, named_release, serving_environment
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.training import reconstructed

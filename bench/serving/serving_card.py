@@ -40,10 +40,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._card_plans import UNEQUAL, UNIFORM, card_plans
-from bench._command import count, exit_status, known
+from bench._command import count, exit_status, last_line, read_names
 from bench._machine import machine_of, named_release, serving_environment
 from bench._texts import MODEL_NAME, config_folder
-from bench.serving.matrix import last_line
 from bench.serving.serving_card_ideal import machine_rates
 from bench.serving.serving_card_table import STARTED_NAMES, card
 from pyprune.errors import ConfigError
@@ -280,7 +279,7 @@ def _asked(models: str | None, names: Sequence[str]) -> list[str]:
         ConfigError: one is none of these.
     """
     try:
-        asked = names if models is None else known(models, names, "model")
+        asked = names if models is None else read_names(models, names, "model")
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--models: {error}") from None
     return [name for name in names if name in asked]
@@ -323,11 +322,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="DIR", help="folder of another dense LLaMA (default: SmolLM2-135M)")
     parser.add_argument(
-        "--part", type=partial(known, names=PARTS, what="part"), default=list(PARTS), metavar="A,B",
+        "--part", type=partial(read_names, names=PARTS, what="part"), default=list(PARTS), metavar="A,B",
         help=f"default: {','.join(PARTS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--mode", type=partial(known, names=MODES, what="mode"), default=list(MODES), metavar="A,B",
+        "--mode", type=partial(read_names, names=MODES, what="mode"), default=list(MODES), metavar="A,B",
         help=f"default: {','.join(MODES)}, one after the other",
     )  # fmt: skip
     parser.add_argument(

@@ -41,8 +41,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench._command import exit_status, known
-from bench.serving.matrix import last_line
+from bench._command import exit_status, last_line, read_names
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 from pyprune.runtime.report import Table, markdown_table
@@ -240,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", type=partial(known, names=list(LIMITS), what="part"), default=list(LIMITS), metavar="A,B",
+        "--parts", type=partial(read_names, names=list(LIMITS), what="part"), default=list(LIMITS), metavar="A,B",
         help=f"default: {','.join(LIMITS)}",
     )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU, to try the command")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from bench._tiny import VOCAB, random_model
+from tests._support.tiny import VOCAB, random_model
 
 _SMALL = {
     "vocab_size": VOCAB,

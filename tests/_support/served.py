@@ -15,8 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench._tiny import VOCAB, damp_
-from bench.serving.answers import (
+from pyprune.checkpoint.load import load_model
+from pyprune.cut.compact import compact_
+from pyprune.cut.compensate import compensate_
+from pyprune.families import family_for
+from pyprune.plan import PrunePlan
+from pyprune.run.recover import ADAPTER
+from pyprune.serving.engines import engine_environment
+from pyprune.serving.export import export
+from tests._support.answers import (
     NEW_TOKENS,
     TOLERANCE,
     TOP,
@@ -26,18 +33,11 @@ from bench.serving.answers import (
     random_prompts,
     served_and_expected,
 )
-from bench.serving.families_made import RECOVERY
-from pyprune.checkpoint.load import load_model
-from pyprune.cut.compact import compact_
-from pyprune.cut.compensate import compensate_
-from pyprune.families import family_for
-from pyprune.plan import PrunePlan
-from pyprune.run.recover import ADAPTER
-from pyprune.serving.engines import engine_environment
-from pyprune.serving.export import export
 from tests._support.cli import run
+from tests._support.families_made import RECOVERY
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_text
+from tests._support.tiny import VOCAB, damp_
 from tests._support.tokenizer import tiny_tokenizer
 
 ANY_VLLM = [

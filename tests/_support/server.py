@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from bench.serving.answers import Answer, answer_in, completion_request
 from pyprune.serving.engines import engine_environment
+from tests._support.answers import Answer, answer_in, completion_request
 
 START_S, STOP_S, ANSWER_S = 900.0, 60.0, 120.0
 OPTIONS = ("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256")

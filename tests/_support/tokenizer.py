@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from bench.serving.answers import CHAT_TEMPLATE
+from tests._support.answers import CHAT_TEMPLATE
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 VOCAB_SIZE = 259

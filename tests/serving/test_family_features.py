@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench._tiny import weaken_
-from bench.serving.answers import LIGHT, is_light
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import all_families, family_for
 from pyprune.serving.export import export
+from tests._support.answers import LIGHT, is_light
 from tests._support.models import TINY, one_of_each, tiny_model
 from tests._support.served import (
     NEW_TOKENS,
@@ -39,6 +38,7 @@ from tests._support.served import (
     run_program,
     write_case,
 )
+from tests._support.tiny import weaken_
 from tests._support.tokenizer import tiny_tokenizer
 
 pytestmark = REAL_VLLM

@@ -19,13 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from bench._tiny import shareable
-from bench.serving.answers import CHAT_TEMPLATE, JSON_FORM, PARALLEL, TOOL, chat_request, is_light
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.serving.export import export
 from pyprune.serving.widths import layer_widths
+from tests._support.answers import CHAT_TEMPLATE, JSON_FORM, PARALLEL, TOOL, chat_request, is_light
 from tests._support.models import tiny_model
 from tests._support.served import (
     REAL_VLLM,
@@ -43,6 +42,7 @@ from tests._support.served import (
     write_case,
 )
 from tests._support.server import OPTIONS, Server
+from tests._support.tiny import shareable
 from tests._support.tokenizer import tiny_tokenizer
 
 pytestmark = REAL_VLLM

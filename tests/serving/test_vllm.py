@@ -11,11 +11,10 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from transformers import AutoModelForCausalLM
 
-from bench._tiny import randomise_, shareable
-from bench.serving.answers import PARALLEL
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.families import all_families
 from pyprune.modeling import pruned_config_class
+from tests._support.answers import PARALLEL
 from tests._support.models import TINY, VOCAB, one_of_each
 from tests._support.served import (
     ANY_VLLM,
@@ -38,6 +37,7 @@ from tests._support.served import (
     uniform,
     write_case,
 )
+from tests._support.tiny import randomise_, shareable
 from tests._support.tokenizer import tiny_tokenizer
 
 pytestmark = ANY_VLLM

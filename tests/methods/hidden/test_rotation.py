@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import pyprune.families
-from bench._tiny import randomise_
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
 from pyprune.errors import UnsupportedModelError
@@ -19,6 +18,7 @@ from pyprune.families.common import decoder_rows
 from pyprune.methods.hidden.pca.rotation import rotate_, why_not
 from tests._support.compare import assert_same_logits
 from tests._support.models import TINY, tiny_batch, tiny_model
+from tests._support.tiny import randomise_
 
 IDS = tiny_batch(5)
 ROTATABLE = {"llama", "mistral", "qwen2", "qwen3", "granite", "phi3"}

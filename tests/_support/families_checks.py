@@ -1,9 +1,10 @@
-"""What families.py asks of a server; each answer is compared with Transformers in float32."""
+"""Checks of a server's answers: each is compared with Transformers in float32. And the ways to serve a family."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench._tiny import VOCAB, last_of
+from bench._machine import metric
 from bench.quality.rounded import round_inputs_, with_weights_of
-from bench.serving.answers import (
+from pyprune.checkpoint.load import load_model
+from pyprune.errors import PypruneError, shown
+from pyprune.serving.load.capacity import NOT_COMPILED
+from pyprune.serving.load.server import Server, server_environment
+from pyprune.serving.widths import KV_BLOCK_TOKENS
+from tests._support.answers import (
     JSON_FORM,
+    PARALLEL,
     TOLERANCE,
     TOOL,
     answer_in,
@@ -29,41 +36,46 @@ from bench.serving.answers import (
     random_prompts,
     served_and_expected,
 )
-from bench.serving.soak import at_rest, metric
-from bench.serving.soak_client import Outcome, Request, send_all
-from pyprune.checkpoint.load import load_model
-from pyprune.errors import PypruneError, shown
-from pyprune.serving.load.capacity import NOT_COMPILED
-from pyprune.serving.load.server import Server
-from pyprune.serving.widths import KV_BLOCK_TOKENS
+from tests._support.families_made import (
+    ADAPTED,
+    INT8,
+    POSITIONS,
+    Made,
+    write_adapters,
+    write_changeable,
+    write_cut,
+    write_draft,
+    write_int8,
+)
+from tests._support.tiny import VOCAB, last_of
+from tests.serving.soak import at_rest
+from tests.serving.soak_client import Outcome, Request, send_all
 
-POSITIONS, CHUNK = 131_072, 512
-"""Tokens of the longest sequence, and of one step of the engine."""
+CHUNK, CACHE_BYTES = 512, 2**30
+"""Tokens of one step of the engine, and the size of its key-value cache."""
 LENGTHS, LONG = (2, 9, 40, 150), 3_000
 """Tokens of the prompts; one of the short ones is longer than a block."""
 STREAMED, SEVERAL, CANCELLED_AFTER, DRAFTED = 12, 2, 2, 32
-INT8, ROUNDING, EQUAL = "w8a8-int8", 0.6, 0.1
-"""How weights are rounded; the largest root mean square distance from Transformers with weights and inputs rounded in
-the same way, as a share of what rounding the inputs changes; and the least share of the log probabilities of short
-prompts that are equal. An input near the middle of two steps falls on either, and all that read it are off from there
-on: 0.04 to 0.44 were measured. With another rule of rounding nothing is equal."""
-ADAPTED = "adapted"
-"""Name on the server of the model with its adapters."""
+ROUNDING, EQUAL = 0.6, 0.1
+"""Limits of a model in int8: the root mean square distance from Transformers with weights and inputs rounded alike, as
+a share of what rounding the inputs changes, and the least share of equal log probabilities of short prompts. An input
+near the middle of two steps is rounded to either, and later values differ too: 0.04 to 0.44 were measured. With another
+rule of rounding nothing is equal."""
 APART = 0.1
-"""Of log probabilities: what two models that must not be the same differ by at least."""
+"""Least difference between the log probabilities of two models that must differ."""
 ANSWER_S, COUNTED_S = 300.0, 60.0
 
 
 class WrongAnswer(PypruneError):
-    """A server did not answer as it should; the message is the reason in the table."""
+    """A server did not answer as it should; the message is the reason."""
 
 
 @dataclass
 class Asked:
-    """A server, and what its model says in Transformers.
+    """A server, and its model in Transformers.
 
     Attributes:
-        server: that is asked.
+        server: the server to ask.
         model: of the same checkpoint, in float32.
         folder: of the checkpoint.
         other: folder of a checkpoint that answers are compared with as well, as in families_made.py.
@@ -80,8 +92,14 @@ class Asked:
     rounding: float | None = None
     equal: float | None = None
 
+    def figures(self) -> str:
+        """Return the largest difference, or those of a model in int8."""
+        if self.rounding is not None:
+            return f"{self.rounding:.2f} ({self.equal:.0%} equal)"
+        return "-" if self.difference is None else f"{self.difference:.1e}"
+
     def post(self, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        """The server's answer.
+        """Return the server's answer.
 
         Raises:
             pyprune.serving.engines.EngineError: the server has ended, or gave none.
@@ -90,32 +108,32 @@ class Asked:
         return reply
 
     def chat(self, **options: Any) -> dict[str, Any]:
-        """The message that answers another, in a form that the options ask for."""
+        """Return the message that answers another, in the form that the options request."""
         reply = self.post(chat_request(self.server.model, **options), "/v1/chat/completions")
         return dict(reply["choices"][0]["message"])
 
     def choices(self, prompt: Sequence[int], new_tokens: int, **options: Any) -> list[dict[str, Any]]:
-        """The answers to a prompt, greedy unless said otherwise and never ended by a token."""
+        """Return the answers to a prompt, greedy by default and never ended by a token."""
         asked = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, **options}
         reply = self.post({"model": self.server.model, "return_token_ids": True, **asked})
         return list(reply["choices"])
 
     def compare(self, served: Tensor, expected: Tensor) -> None:
-        """Note how far log probabilities are apart."""
+        """Record the largest difference between log probabilities."""
         apart = (served - expected).abs().max()
         # torch's maximum is not a number where one of both is none, unlike max().
         self.difference = float(torch.maximum(apart, torch.tensor(self.difference or 0.0)))
 
     def refuse_difference(self, what: str = "") -> None:
-        """Refuse log probabilities that are further apart than rounding puts them.
+        """Refuse log probabilities that differ by more than rounding does.
 
         Raises:
-            WrongAnswer: with what they are of.
+            WrongAnswer: its message begins with ``what``.
         """
         if self.difference is not None and not self.difference <= TOLERANCE:
             raise WrongAnswer(f"{what}log probabilities differ by {self.difference:.1e}")
 
-    def of(self, model: Any, name: str, lengths: Sequence[int]) -> None:
+    def compare_model(self, model: Any, name: str, lengths: Sequence[int]) -> None:
         """Compare greedy answers of another model of the server, as :func:`_compare_all` does."""
         other = replace(self, model=model)
         try:
@@ -127,7 +145,7 @@ class Asked:
         """Refuse tokens that are not the most likely ones.
 
         Raises:
-            WrongAnswer: with what they are of.
+            WrongAnswer: its message begins with ``what``.
         """
         rows = log_probabilities(self.model, [*prompt, *tokens])[len(prompt) - 1 : -1]
         gap = below_most_likely(rows, tokens)
@@ -135,31 +153,31 @@ class Asked:
             raise WrongAnswer(f"{what}: a token is {gap:.1e} less likely than the most likely one")
 
     def counted(self, name: str) -> float:
-        """The value of one of the server's metrics."""
+        """Return the value of one of the server's metrics."""
         return metric(self.server.metrics(), name)
 
 
 def check_compiled(asked: Asked) -> None:
-    """The model was compiled: nothing of that is to be seen in the answers."""
+    """The model was compiled, which the answers do not show."""
     mode = asked.server.facts.compilation
     if mode in (None, NOT_COMPILED):
         raise WrongAnswer(f"vLLM did not compile the model; its compilation mode is {mode}")
 
 
 def check_log_probabilities(asked: Asked) -> None:
-    """Of prompt tokens and of the most likely new ones, over short prompts and one that is read in chunks."""
+    """Log probabilities agree for prompt tokens and new ones, over short prompts and one that is read in chunks."""
     _compare_all(asked, asked.server.model, (*LENGTHS, LONG))
 
 
 def check_adapters(asked: Asked) -> None:
-    """Adapters on the checkpoint answer as the one that they were merged into, which is another model."""
+    """The checkpoint with adapters answers as the merged checkpoint, which differs from the plain one."""
     merged, _ = load_model(asked.other or asked.folder)
     _refuse_alike(asked.model, merged, "the recovery changed nothing")
-    asked.of(merged, ADAPTED, LENGTHS)
+    asked.compare_model(merged, ADAPTED, LENGTHS)
 
 
 def check_draft(asked: Asked) -> None:
-    """A draft changes no token, and more than half of what it proposes is taken."""
+    """A draft changes no token, and more than half of its proposed tokens are accepted."""
     for prompt in random_prompts(LENGTHS, VOCAB):
         asked.greedy(prompt, asked.choices(prompt, DRAFTED)[0]["token_ids"], f"prompt of {len(prompt)} tokens")
     proposed, accepted = (asked.counted(f"vllm:spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))
@@ -168,7 +186,7 @@ def check_draft(asked: Asked) -> None:
 
 
 def check_changed_weights(asked: Asked) -> None:
-    """Weights that were changed in the file are those that answer after the server was told to read it again."""
+    """After a file was changed and the server was told to read it again, the new weights answer."""
     name = last_of(asked.model, {(0, "attention")})[0].name
     file = asked.folder / "model.safetensors"
     weights = load_file(file)
@@ -177,11 +195,11 @@ def check_changed_weights(asked: Asked) -> None:
     changed, _ = load_model(asked.folder, verify=False)
     _refuse_alike(asked.model, changed, "the changed weights change nothing")
     asked.post({"method": "reload_weights"}, "/collective_rpc")
-    asked.of(changed, asked.server.model, LENGTHS)
+    asked.compare_model(changed, asked.server.model, LENGTHS)
 
 
 def check_int8(asked: Asked) -> None:
-    """Log probabilities of a model in int8 are those of Transformers with its weights and with inputs rounded alike."""
+    """Log probabilities in int8 agree with Transformers with the same weights and inputs rounded alike."""
     plain = asked.other or asked.folder
     exact, rounded = (with_weights_of(load_model(plain)[0], asked.model) for _ in range(2))
     round_inputs_(rounded, INT8)
@@ -205,8 +223,8 @@ def _compare_all(asked: Asked, name: str, lengths: Sequence[int]) -> None:
     """Compare greedy answers of a model of the server with those of :attr:`Asked.model`.
 
     Args:
-        asked: notes the largest difference.
-        name: that the server has for the model.
+        asked: records the largest difference.
+        name: of the model on the server.
         lengths: of the prompts, in tokens.
     """
     for prompt in random_prompts(lengths, VOCAB):
@@ -219,7 +237,7 @@ def _compare_all(asked: Asked, name: str, lengths: Sequence[int]) -> None:
 
 
 def _refuse_alike(one: Any, other: Any, what: str) -> None:
-    """Two models that cannot be told apart would prove nothing."""
+    """Refuse two models that answer alike: they would prove nothing."""
     [prompt] = random_prompts([LENGTHS[-1]], VOCAB)
     apart = float((log_probabilities(one, prompt) - log_probabilities(other, prompt)).abs().max())
     if apart < APART:
@@ -227,7 +245,7 @@ def _refuse_alike(one: Any, other: Any, what: str) -> None:
 
 
 def check_prefix_cache(asked: Asked) -> None:
-    """A long prompt that is asked twice is read from the cache the second time, all but the last blocks of it."""
+    """A long prompt is read from the cache the second time, except its last blocks."""
     [prompt] = random_prompts([LONG + 1], VOCAB)
     hits = "vllm:prefix_cache_hits_total"
     before = asked.counted(hits)
@@ -236,13 +254,13 @@ def check_prefix_cache(asked: Asked) -> None:
     if asked.choices(prompt, STREAMED)[0]["token_ids"] != first:
         raise WrongAnswer("a prompt from the cache has another answer")
     block = KV_BLOCK_TOKENS
-    least = LONG // block * block - 2 * block  # of a sliding window, vLLM finds a block less
+    least = LONG // block * block - 2 * block  # with a sliding window, vLLM finds a block less
     if not _until(lambda: asked.counted(hits) - before >= least):
         raise WrongAnswer(f"{asked.counted(hits) - before:.0f} of {len(prompt)} tokens came from the prefix cache")
 
 
 def check_stream(asked: Asked) -> None:
-    """A stream brings the tokens of the answer."""
+    """A stream has the tokens of the answer."""
     [prompt] = random_prompts([41], VOCAB)
     outcome = _sent(asked, Request(tuple(prompt), STREAMED))
     if outcome.status != "finished":
@@ -253,7 +271,7 @@ def check_stream(asked: Asked) -> None:
 
 
 def check_several(asked: Asked) -> None:
-    """Several answers to one prompt, drawn at random, differ and have the probabilities of Transformers."""
+    """Several sampled answers to one prompt differ and have the probabilities of Transformers."""
     [prompt] = random_prompts([10], VOCAB)
     choices = asked.choices(prompt, STREAMED, n=SEVERAL, temperature=1, seed=5, logprobs=1)
     if len({tuple(choice["token_ids"]) for choice in choices}) != SEVERAL:
@@ -273,7 +291,7 @@ def check_schema(asked: Asked) -> None:
 
 
 def check_tool(asked: Asked) -> None:
-    """A tool that the client names is called, with arguments as its schema says."""
+    """A tool that the client names is called, with arguments that match its schema."""
     name = TOOL["function"]["name"]
     named = {"type": "function", "function": {"name": name}}
     calls = asked.chat(tools=[TOOL], tool_choice=named).get("tool_calls") or []
@@ -294,7 +312,7 @@ def check_cancelled(asked: Asked) -> None:
     asked.greedy(prompt, asked.choices(prompt, STREAMED)[0]["token_ids"], "after a cancelled request")
     if any(at_rest(asked.server)["gauges"].values()):
         raise WrongAnswer("a cancelled request still runs after a minute")
-    # So many that a busy machine, which sees late that nobody listens, is not through half of them by then.
+    # A busy machine notices late that the client left, but not after half of so many tokens.
     if asked.counted(generated) - before > long / 2:
         raise WrongAnswer("a cancelled request ran to its end")
 
@@ -314,20 +332,71 @@ CHECKS: dict[str, Check] = {
     "changed weights": check_changed_weights,
     "int8": check_int8,
 }
-"""What a server can be asked."""
+"""Name -> check of a server."""
 COMPARED = ("compiled", "log probabilities")
 OF_ONE_RANK = (*COMPARED, "prefix cache", "stream", "n", "JSON schema", "tool", "cancelled")
 
 
+@dataclass(frozen=True)
+class Mode:
+    """A way to serve.
+
+    Attributes:
+        sample: the family that `make test-all` serves in this way.
+        words: options of `pyprune serve`.
+        checks: names in :data:`CHECKS`, in this order.
+        parallel: whether it has several ranks.
+        write: writes the checkpoint to serve, as in families_made.py.
+    """
+
+    sample: str
+    words: tuple[str, ...] = ()
+    checks: tuple[str, ...] = COMPARED
+    parallel: bool = False
+    write: Callable[[str, Path], Made] = write_cut
+
+
+MODES = {
+    "compiled": Mode("opt", checks=OF_ONE_RANK),
+    "tensor parallel 2": Mode("llama", ("--tensor-parallel-size", "2"), parallel=True),
+    "pipeline parallel 2": Mode("phi", ("--pipeline-parallel-size", "2"), parallel=True),
+    "adapters": Mode("qwen3", checks=("log probabilities", "adapters"), write=write_adapters),
+    "draft": Mode("gemma3_text", checks=("compiled", "draft"), write=write_draft),
+    "changed weights": Mode("stock", checks=("compiled", "changed weights"), write=write_changeable),
+    "int8": Mode("olmo2", checks=("compiled", "int8"), write=write_int8),
+}
+
+
+def ask(made: Made, mode: Mode) -> Asked:
+    """Serve a checkpoint and run the checks of the mode; the result has the figures.
+
+    Raises:
+        pyprune.serving.engines.EngineError: the server did not start, or ended.
+        WrongAnswer: a check fails.
+    """
+    model, _ = load_model(made.folder, quantised=True)
+    words = ["--dtype", "float32", "--max-model-len", POSITIONS, "--max-num-batched-tokens", CHUNK]
+    words += ["--kv-cache-memory-bytes", CACHE_BYTES, "--max-num-seqs", 8, "--uvicorn-log-level", "warning"]
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *mode.words, *made.words]
+    command = [sys.executable, "-m", "pyprune", "serve", str(made.folder), *map(str, words)]
+    parallel = PARALLEL if mode.parallel else {}
+    environment = {**server_environment(), "HF_HUB_OFFLINE": "1", **parallel, **made.environment}
+    with Server(command, str(made.folder), environment=environment) as server:
+        asked = Asked(server, model, made.folder, made.other)
+        for name in mode.checks:
+            CHECKS[name](asked)
+    return asked
+
+
 def _sent(asked: Asked, request: Request) -> Outcome:
-    """What becomes of one streamed request."""
+    """Send one streamed request and return its outcome."""
     outcomes: list[Outcome] = []
     asyncio.run(send_all(asked.server.url, asked.server.model, [request], 1, outcomes.append))
     return outcomes[0]
 
 
 def _until(reached: Callable[[], bool]) -> bool:
-    """Whether something comes true within a minute: metrics are counted a moment after the answer."""
+    """Check whether something becomes true within a minute: metrics are counted a moment after the answer."""
     end = time.monotonic() + COUNTED_S
     while not reached():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""The clients of soak.py: requests that are drawn, sent so many at a time, and some cancelled in their stream."""
+"""Clients of a server: requests that are drawn, sent several at a time, and some cancelled in their stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pyprune.serving.speed import FIRST_TOKEN_ID
 
 SILENCE_S = 600.0
-"""A server that sends nothing for so long has failed the request."""
+"""A server that sends nothing for this long has failed the request."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request.
+    """Result of a request.
 
     Attributes:
         request: the request.
@@ -57,7 +57,7 @@ def draw_requests(
         prompt_tokens: lengths of prompts.
         new_tokens: lengths of answers.
         vocab_size: ids are below it.
-        cancelled: share that is cancelled somewhere between the first token and the last.
+        cancelled: share that is cancelled at a random token between the first token and the last.
         seed: the same requests again.
     """
     source = random.Random(seed)
@@ -74,7 +74,7 @@ def draw_requests(
 async def send_all(
     url: str, model: str, requests: Sequence[Request], concurrency: int, ended: Callable[[Outcome], None]
 ) -> None:
-    """Send requests, so many at a time, and say what became of each as soon as it ends.
+    """Send requests, several at a time, and report each as soon as it ends.
 
     Args:
         url: of the server.
@@ -96,7 +96,7 @@ async def send_all(
 async def _client(
     session: Any, url: str, model: str, waiting: Iterator[Request], ended: Callable[[Outcome], None]
 ) -> None:
-    """One client: the next request when the last one has ended."""
+    """Send the next request when the last one has ended."""
     for request in waiting:
         ended(await _send(session, url, model, request))
 
@@ -134,7 +134,7 @@ def _body(model: str, request: Request) -> dict[str, Any]:
 
 
 def _tokens(line: bytes) -> list[int]:
-    """The tokens of a line of the stream.
+    """Return the tokens of a line of the stream.
 
     Raises:
         ValueError: the line is an error of the server's, or no JSON.

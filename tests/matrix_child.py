@@ -1,9 +1,9 @@
-"""Run by matrix.py in the environment of one vLLM release: a checkpoint in vLLM, and in Transformers.
+"""Compare a checkpoint in vLLM with Transformers; matrix.py runs it in the environment of one vLLM release.
 
     python matrix_child.py FOLDER
 
 Prints a line of JSON for each step, {"step": name, ...}; a step that fails has "error" and is the last one. It imports
-nothing of bench/, which is not there.
+nothing of tests/, which is not installed there.
 """
 
 from __future__ import annotations

