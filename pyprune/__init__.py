@@ -29,7 +29,7 @@ _PUBLIC = {
     "PrunePlan": "pyprune.plan:PrunePlan",
     "PruneResult": "pyprune.run.stages:PruneResult",
     "PypruneError": "pyprune.errors:PypruneError",
-    "bench": "pyprune.serving.measure:measure",
+    "bench": "pyprune.serving.speed.measure:measure",
     "build_config": "pyprune.run.recipe:build_config",
     "build_reconstruction": "pyprune.run.recipe:build_reconstruction",
     "build_recovery": "pyprune.run.recipe:build_recovery",
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from pyprune.run.stages import PruneResult as PruneResult
     from pyprune.serving.export import export as export
     from pyprune.serving.gguf.write import export_gguf as export_gguf
-    from pyprune.serving.measure import measure
+    from pyprune.serving.speed.measure import measure
     from pyprune.train.recover import recover as recover_in_memory
 
     bench = measure

@@ -1,4 +1,4 @@
-"""The parent's side of an inference engine that lives in its own process (see :mod:`pyprune.serving.worker`)."""
+"""The parent's side of an inference engine that lives in its own process (see :mod:`pyprune.serving.speed.worker`)."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Engine:
 
     Args:
         engine: vllm, transformers or llamacpp.
-        options: what :class:`pyprune.serving.worker.VllmRunner` needs; ``model`` is the checkpoint folder. For llamacpp
-            it may be a GGUF file as well; a folder is written as one, in the format ``quantise`` (default
+        options: those of :class:`pyprune.serving.speed.worker.VllmRunner`; ``model`` is the checkpoint folder. For
+            llamacpp it may be a GGUF file as well; a folder is written as one, in the format ``quantise`` (default
             :data:`GGUF_FORMAT`), to a temporary folder that lasts as long as the engine.
 
     Attributes:
@@ -128,7 +128,7 @@ class Engine:
         started = time.perf_counter()
         self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [*PYTHON, "-m", "pyprune.serving.worker"],
+            [*PYTHON, "-m", "pyprune.serving.speed.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

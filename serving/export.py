@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import all_families
 from pyprune.serving.checkpoints import read_checkpoint
-from pyprune.serving.limits import serving_warnings
+from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import layer_widths
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from pyprune.runtime.records import RecordFile, digest
 from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.engines import EngineError
 from pyprune.serving.load.server import Server
-from pyprune.serving.releases import vllm_version
 from pyprune.serving.stats import environment_record
+from pyprune.serving.vllm.releases import vllm_version
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "results" / "matrix.jsonl"

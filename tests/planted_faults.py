@@ -174,17 +174,17 @@ FAULTS = (
     ),
     Fault(
         "vLLM: every layer has the sizes of the first",
-        "serving/vllm_layers.py",
+        "serving/vllm/layers.py",
         "whole.layer_config(extract_layer_index(prefix)))",
         "whole.layer_config(0 * extract_layer_index(prefix)))",
-        "serving/test_vllm.py",
+        "serving/vllm/test_vllm.py",
     ),
     Fault(
         "GGUF: rotary channels keep their order",
         "serving/gguf/layout.py",
         ".transpose(1, 2).reshape(values.shape)",
         ".reshape(values.shape)",
-        "serving/test_gguf.py",
+        "serving/gguf/test_gguf.py",
     ),
 )
 

@@ -9,10 +9,10 @@ import pytest
 
 import pyprune
 from pyprune.checkpoint.load import load_model
+from tests._support.llama_cpp import byte_level_tokenizer
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.text import write_model, write_text
-from tests.serving.llama_cpp import byte_level_tokenizer
 
 DOCUMENT = (REPO / "docs" / "python.md").read_text(encoding="utf-8")
 VERBS = (

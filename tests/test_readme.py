@@ -22,7 +22,7 @@ from pyprune.methods.registry import method_modules
 from pyprune.methods.table import methods_table
 from pyprune.plan import PrunePlan
 from pyprune.runtime.report import markdown_table
-from pyprune.serving.plugin import architectures
+from pyprune.serving.vllm.plugin import architectures
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.tokenizer import tiny_tokenizer

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyprune.data.sampling import TokenSamples
     from pyprune.plan import PrunePlan
     from pyprune.quality.perplexity import EvaluationText, PerplexityResult
-    from pyprune.serving.speed import SpeedReport
+    from pyprune.serving.speed.results import SpeedReport
 
 SERVING_MINUTES = 6
 """vLLM's starts and turns."""
@@ -299,7 +299,7 @@ class Demo:
 
     def time_both(self, dense: Path, pruned: Path) -> SpeedReport:
         """Serve both checkpoints and time them turn by turn; the starts of the engines are a phase by themselves."""
-        from pyprune.serving.measure import measure
+        from pyprune.serving.speed.measure import measure
 
         s = self.settings
         begin = time.monotonic()

@@ -193,7 +193,7 @@ def make_report(demo: Demo, results: Results, out: Path) -> Report:
 
 
 def _conditions(demo: Demo, results: Results) -> dict[str, str]:
-    from pyprune.serving.table import conditions
+    from pyprune.serving.speed.table import conditions
 
     s, test, train = demo.settings, results.dense.home, shared_training(demo.settings)
     gate_steps = s.gates.first_round_steps + s.gates.round_steps * (len(results.plan.removed_layers) - 1)

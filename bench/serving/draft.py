@@ -43,7 +43,7 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.runtime.report import Cell, Table, noted_table
 from pyprune.serving.engines import EngineError
-from pyprune.serving.measure import fills_gpu
+from pyprune.serving.speed.measure import fills_gpu
 from pyprune.serving.stats import vllm_release
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ class Bench:
             yield server
 
     def _server(self, draft: Draft | str) -> Server:
-        from pyprune.serving.command import serve_command
         from pyprune.serving.load.server import Server
+        from pyprune.serving.vllm.command import serve_command
 
         o = self.options
         longest = o.prompt_tokens + o.new_tokens + max(o.proposed) + 1

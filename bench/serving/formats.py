@@ -99,7 +99,7 @@ class Bench:
 
     def run(self) -> Json:
         """Write every format, measure its perplexities and then the speed of all, turn by turn."""
-        from pyprune.serving.measure import measure
+        from pyprune.serving.speed.measure import measure
 
         rows = FORMATS[self.engine]
         files = {name: self._written(*row, self.work / f"format-{i}") for i, (name, row) in enumerate(rows.items())}

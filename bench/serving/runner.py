@@ -14,9 +14,9 @@ from pathlib import Path
 
 from pyprune.errors import PypruneError
 from pyprune.runtime.report import noted_table
-from pyprune.serving.measure import measure
-from pyprune.serving.speed import Workload
-from pyprune.serving.table import conditions, speed_table
+from pyprune.serving.speed.measure import measure
+from pyprune.serving.speed.results import Workload
+from pyprune.serving.speed.table import conditions, speed_table
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "serving.jsonl"
 

@@ -52,8 +52,8 @@ from pyprune.fit.quantities import Quantity
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
-from pyprune.serving.measure import fills_gpu
-from pyprune.serving.releases import CPU_SEQUENCES
+from pyprune.serving.speed.measure import fills_gpu
+from pyprune.serving.vllm.releases import CPU_SEQUENCES
 
 if TYPE_CHECKING:
     from pyprune.fit.profiling.probes import Model
@@ -71,13 +71,13 @@ import os, sys, time
 printed, sys.stdout = os.dup(1), sys.stderr  # what the libraries say is no figure
 os.dup2(2, 1)
 os.environ["VLLM_PLUGINS"] = ""  # vLLM would load it while it is imported
-from pyprune.serving.launch import answer_for_variants
+from pyprune.serving.vllm.launch import answer_for_variants
 answer_for_variants()
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import ModelRegistry
-assert "pyprune.serving.plugin" not in sys.modules, "its imports would not count"
+assert "pyprune.serving.vllm.plugin" not in sys.modules, "its imports would not count"
 began = time.perf_counter()
-from pyprune.serving.plugin import architectures, look_for_platform, register
+from pyprune.serving.vllm.plugin import architectures, look_for_platform, register
 look_for_platform()
 register()
 seconds = time.perf_counter() - began
@@ -262,8 +262,8 @@ class Bench:
 
     def _start(self, folder: Path, mode: str) -> float:
         """Seconds until a server of a folder was healthy."""
-        from pyprune.serving.command import serve_command
         from pyprune.serving.load.server import Server
+        from pyprune.serving.vllm.command import serve_command
 
         length = min(STARTUP_LENGTH, self.config.max_position_embeddings)
         words = ["--dtype", DTYPE, "--max-model-len", length, "--kv-cache-memory-bytes", STARTUP_CACHE]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.serving.measure import fills_gpu
+from pyprune.serving.speed.measure import fills_gpu
 
 LayerWidths = Sequence[int]
 """Query heads, KV heads and FFN channels of a layer."""

@@ -18,8 +18,8 @@ from pyprune.runtime.records import Json, RecordFile
 from pyprune.runtime.report import Cell, Table, markdown_table, noted_table
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.table import GPU_MEMORY, TIME_COLUMNS, TIMES, milliseconds, start_seconds
-from pyprune.serving.precision import Interval, ratio_interval
-from pyprune.serving.speed import SHORT_PROMPT_TOKENS
+from pyprune.serving.speed.precision import Interval, ratio_interval
+from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS
 from pyprune.serving.stats import vllm_release
 from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
 

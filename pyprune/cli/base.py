@@ -3,7 +3,7 @@
 Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
 stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
 traceback), 130 stopped with Ctrl-C or SIGTERM, 1 a fault of pyprune itself; of `serve`, once the server runs,
-those of :mod:`pyprune.serving.supervise`.
+those of :mod:`pyprune.serving.vllm.supervise`.
 """
 
 from __future__ import annotations

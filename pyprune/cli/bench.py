@@ -302,9 +302,9 @@ def _engine(
     """Check the options of the engine alone; return what checks models and what measures them with these."""
     from pyprune.serving.checkpoints import is_gguf
     from pyprune.serving.engines import choose_engine
-    from pyprune.serving.measure import measure, workload_of
-    from pyprune.serving.table import conditions, speed_facts, speed_table
-    from pyprune.serving.tradeoff import speed_tradeoff
+    from pyprune.serving.load.tradeoff import speed_tradeoff
+    from pyprune.serving.speed.measure import measure, workload_of
+    from pyprune.serving.speed.table import conditions, speed_facts, speed_table
 
     given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value is not None and value is not False]
     if given:
@@ -345,7 +345,7 @@ def _servers(
     from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo, with_prompts
     from pyprune.serving.load.run import check_servers, measure_serving
     from pyprune.serving.load.table import load_table, load_text, server_table
-    from pyprune.serving.tradeoff import load_tradeoff
+    from pyprune.serving.load.tradeoff import load_tradeoff
 
     _refuse_with_serving(alone)
     choose_engine("vllm")

@@ -287,7 +287,7 @@ def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_fil
     from pyprune.fit.fit import fit as find
     from pyprune.fit.fit import report_of
     from pyprune.fit.report import attempts_table, limits_table
-    from pyprune.serving.table import conditions, speed_table
+    from pyprune.serving.speed.table import conditions, speed_table
 
     found = find(model, budget, out=out, **shared)
     tables: list[Any] = [attempts_table(found), limits_table(found)]

@@ -136,7 +136,7 @@ def serve(
 
     Example: pyprune serve pruned/ --port 9000 --max-model-len 2048
     """
-    from pyprune.serving.command import serve as start
+    from pyprune.serving.vllm.command import serve as start
 
     if folder.startswith("-"):
         raise ConfigError(

@@ -206,7 +206,7 @@ class Family:
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
-            vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm_layers`` has some.
+            vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm.layers`` has some.
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported, or "".
@@ -254,7 +254,7 @@ class Family:
     @property
     def served_by(self) -> str:
         """Import path "module:name" of the vLLM model that serves sizes per layer; "" = vLLM does not serve them."""
-        return f"pyprune.serving.vllm_model:{self.pruned_model}" if self.vllm_layer else self.vllm
+        return f"pyprune.serving.vllm.model:{self.pruned_model}" if self.vllm_layer else self.vllm
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
         """Read the dense sizes off a configuration."""

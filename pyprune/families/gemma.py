@@ -102,7 +102,7 @@ FAMILIES = (
     Family(
         model_type="gemma3_text",
         classes=StockClasses.of_transformers("gemma3", "Gemma3", config="Gemma3TextConfig"),
-        vllm_layer="pyprune.serving.vllm_layers:GemmaDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
         gguf=(_GGUF,),
         rows=_ROWS,
         stock_targets=(StockTarget("gemma3_text", _why_not_gemma3),),

@@ -34,7 +34,7 @@ FAMILIES = (
     Family(
         model_type="granite",
         classes=StockClasses.of_transformers("granite", "Granite"),
-        vllm_layer="pyprune.serving.vllm_layers:ScaledDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:ScaledDecoderLayer",
         gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(biased_target("granite", _why_not_granite),),

@@ -37,7 +37,7 @@ FAMILIES = (
     Family(
         model_type="llama",
         classes=StockClasses.of_transformers("llama", "Llama"),
-        vllm_layer="pyprune.serving.vllm_layers:PrunedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         gguf=(LLAMA, DECI),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(
@@ -48,7 +48,7 @@ FAMILIES = (
     Family(
         model_type="mistral",
         classes=StockClasses.of_transformers("mistral", "Mistral"),
-        vllm_layer="pyprune.serving.vllm_layers:PrunedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         gguf=(LLAMA, DECI),
         rows=decoder_rows(),
         stock_targets=(

@@ -45,6 +45,6 @@ FAMILIES = (
         classes=StockClasses.of_transformers("olmo2", "Olmo2"),
         rows=_ROWS,
         stock_targets=(StockTarget("olmo2", _why_not_olmo2),),
-        vllm_layer="pyprune.serving.vllm_layers:Olmo2DecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:Olmo2DecoderLayer",
     ),
 )

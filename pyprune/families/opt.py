@@ -72,7 +72,7 @@ FAMILIES = (
     Family(
         model_type="opt",
         classes=StockClasses.of_transformers("opt", "OPT"),
-        vllm="pyprune.serving.vllm_opt:PrunedOPTForCausalLM",
+        vllm="pyprune.serving.vllm.opt:PrunedOPTForCausalLM",
         gguf="llama.cpp has no architecture for OPT.",
         rows=_ROWS,
         layers_path="model.decoder.layers",

@@ -67,7 +67,7 @@ FAMILIES = (
     Family(
         model_type="phi",
         classes=StockClasses.of_transformers("phi", "Phi"),
-        vllm_layer="pyprune.serving.vllm_layers:PhiDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:PhiDecoderLayer",
         gguf=(_PHI2,),
         rows=_ROWS,
         stock_targets=(StockTarget("phi", _why_not_phi),),

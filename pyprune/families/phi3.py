@@ -43,7 +43,7 @@ FAMILIES = (
     Family(
         model_type="phi3",
         classes=StockClasses.of_transformers("phi3", "Phi3"),
-        vllm_layer="pyprune.serving.vllm_layers:PrunedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         rows=(
             EMBEDDING,
             *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),

@@ -69,7 +69,7 @@ FAMILIES = (
     Family(
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
-        vllm_layer="pyprune.serving.vllm_layers:BiasedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:BiasedDecoderLayer",
         unserved=_windowed_in_part,
         gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, why_not=square_or_why), DECI),
         rows=decoder_rows(attention_bias=True),
@@ -81,7 +81,7 @@ FAMILIES = (
     Family(
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
-        vllm_layer="pyprune.serving.vllm_layers:NormedDecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:NormedDecoderLayer",
         unserved=_windowed_in_part,
         gguf=(
             GgufForm("qwen3", NORMED_DECODER),

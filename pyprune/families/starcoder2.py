@@ -55,7 +55,7 @@ FAMILIES = (
     Family(
         model_type="starcoder2",
         classes=StockClasses.of_transformers("starcoder2", "Starcoder2"),
-        vllm_layer="pyprune.serving.vllm_layers:Starcoder2DecoderLayer",
+        vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
         rows=_ROWS,
         stock_targets=(StockTarget("starcoder2", _why_not_starcoder2, _bias_switch, _zero_biases),),
         norm="layer",

@@ -7,7 +7,7 @@
     the winner timed             budget/turns         beside the dense model; beyond a limit, back to the search
     the winner written           pipeline             reconstructed, trained, saved with its plan
     as the device runs it        serving              exported where the format is a quantised or GGUF one, and weighed
-    what was written, run        serving/measure      as `pyprune bench` does, beside the dense model
+    what was written, run        serving/speed        as `pyprune bench` does, beside the dense model
 
 Scores, losses of single blocks and judged candidates are kept in a folder beside the output, each under the identity of
 what it was measured on, so that another budget for the same model costs seconds of search and the new candidates alone.
@@ -49,7 +49,7 @@ from pyprune.serving.engines import EngineError, choose_engine
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
 from pyprune.serving.quantise import check_quantising_installed
-from pyprune.serving.table import speed_facts
+from pyprune.serving.speed.table import speed_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,8 +11,8 @@ from pyprune.fit.limits import Limit
 from pyprune.fit.quantities import Quantity
 from pyprune.fit.search import Fitted
 from pyprune.runtime.report import Cell, PointChart, Report, Table, undominated
-from pyprune.serving.table import conditions as conditions_of
-from pyprune.serving.table import speed_table
+from pyprune.serving.speed.table import conditions as conditions_of
+from pyprune.serving.speed.table import speed_table
 
 UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " (ms)"), "generation": (1.0, " (s)")}
 """Kind of a quantity -> how much one of its unit in tables is, and how the unit is written."""

@@ -47,7 +47,7 @@ from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.gguf.tokenizer import read_tokenizer
 from pyprune.serving.quantise import why_not_quantised
-from pyprune.serving.speed import SpeedReport
+from pyprune.serving.speed.results import SpeedReport
 from pyprune.serving.widths import why_not_grouped, why_not_split
 
 CANDIDATE = "candidate"

@@ -24,8 +24,8 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime.progress import say, warn
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import choose_engine
-from pyprune.serving.measure import measure
-from pyprune.serving.speed import SHORT_PROMPT_TOKENS, SpeedReport, Workload
+from pyprune.serving.speed.measure import measure
+from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS, SpeedReport, Workload
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -61,7 +61,7 @@ def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat
     words += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
     if options.slo:
         words += ["--goodput", *(f"{SLO_METRICS[name]}:{limit:g}" for name, limit in options.slo.items())]
-    return [*PYTHON, "-m", "pyprune.serving.launch", "bench", "serve", *words]
+    return [*PYTHON, "-m", "pyprune.serving.vllm.launch", "bench", "serve", *words]
 
 
 def run_client(

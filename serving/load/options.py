@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pyprune.errors import ConfigError, did_you_mean, shown
-from pyprune.serving.precision import most_repeats, precision_problems
-from pyprune.serving.speed import invalid_options
-from pyprune.serving.vllm_options import dashed_words, words_of_file
+from pyprune.serving.speed.precision import most_repeats, precision_problems
+from pyprune.serving.speed.results import invalid_options
+from pyprune.serving.vllm.options import dashed_words, words_of_file
 
 SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
 """What a service level can limit for each request -> its name in vLLM: the time to the first token, the mean time of
@@ -91,7 +91,7 @@ class LoadOptions:
         requests: of one turn; None = :attr:`Load.default_requests`.
         slo: what a good request keeps: a key of :data:`SLO_METRICS` -> milliseconds; empty = no goodput.
         repeats: turns of each model and load; with ``precision`` the least number.
-        precision: see :class:`pyprune.serving.speed.Workload`; here of the ratios that the table shows.
+        precision: see :class:`pyprune.serving.speed.results.Workload`; here of the ratios that the table shows.
         max_repeats: see there.
         dtype: of weights and activations.
         eager: start servers with --enforce-eager; by default they compile, as `vllm serve` does.

@@ -8,8 +8,8 @@ from typing import Any
 
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.options import Load, LoadOptions
-from pyprune.serving.precision import Interval, paired_interval
-from pyprune.serving.speed import Summary, summary
+from pyprune.serving.speed.precision import Interval, paired_interval
+from pyprune.serving.speed.results import Summary, summary
 
 PERCENTILES = (50, 90, 99)
 

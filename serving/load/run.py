@@ -21,7 +21,6 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
-from pyprune.serving.command import servable, serve_command
 from pyprune.serving.engines import EngineError, vllm_installed
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
@@ -37,10 +36,11 @@ from pyprune.serving.load.gpus import memory_in_use, visible_gpus
 from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, distrusted
-from pyprune.serving.precision import Interval, paired_interval, rounds
+from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, distrusted
+from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
-from pyprune.serving.vllm_options import context_tokens, given_options, hub_of, parallel_ranks
+from pyprune.serving.vllm.command import servable, serve_command
+from pyprune.serving.vllm.options import context_tokens, given_options, hub_of, parallel_ranks
 from pyprune.serving.widths import token_bytes
 
 CLIENT_BYTES = 2 * 2**30

@@ -28,7 +28,7 @@ from pyprune.serving.engines import (
     measured_environment,
 )
 from pyprune.serving.load.capacity import ServerFacts, server_facts
-from pyprune.serving.supervise import END_WITH
+from pyprune.serving.vllm.supervise import END_WITH
 
 HOST = "127.0.0.1"
 POLL_S = 0.1

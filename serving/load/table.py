@@ -10,10 +10,10 @@ from pyprune.runtime.report import Cell, Table
 from pyprune.serving.load.capacity import NOT_COMPILED
 from pyprune.serving.load.options import Load, LoadOptions, compile_options
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
-from pyprune.serving.releases import CPU_SEQUENCES, has_cpu_sequences
+from pyprune.serving.speed.table import plus_minus, precision_sentence
 from pyprune.serving.stats import named_variables, vllm_release
-from pyprune.serving.table import plus_minus, precision_sentence
-from pyprune.serving.vllm_options import given_options, parallel_ranks
+from pyprune.serving.vllm.options import given_options, parallel_ranks
+from pyprune.serving.vllm.releases import CPU_SEQUENCES, has_cpu_sequences
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 GPU_MEMORY = "GPU memory (MB)"

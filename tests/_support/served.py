@@ -135,9 +135,9 @@ def recover_with_adapters(folder: Path, out: Path) -> Path:
 
 
 def run_program(name: str, job: dict[str, Any], **environment: str) -> Any:
-    """Run a program of tests/serving, in which engine and worker live: starting processes is what costs the time.
+    """Run a program of tests/serving/vllm, in which engine and worker live: starting processes is what costs the time.
 
-    tests/serving/test_server.py has them all apart, and the configuration pickled.
+    tests/serving/vllm/test_server.py has them all apart, and the configuration pickled.
 
     Args:
         name: of the file.
@@ -149,7 +149,7 @@ def run_program(name: str, job: dict[str, Any], **environment: str) -> Any:
     """
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "serving" / name)],
+        [sys.executable, str(Path(__file__).parents[1] / "serving" / "vllm" / name)],
         input=json.dumps(job),
         capture_output=True,
         text=True,

@@ -15,9 +15,9 @@ from pyprune.checkpoint import gguf_config
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from tests._support.gguf import write_gguf, write_model_as_gguf
+from tests._support.llama_cpp import values_of
 from tests._support.models import tiny_model
-from tests.serving.llama_cpp import values_of
-from tests.serving.test_gguf import CASES
+from tests.serving.gguf.test_gguf import CASES
 
 gguf = pytest.importorskip("gguf")
 

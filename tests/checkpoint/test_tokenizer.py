@@ -15,10 +15,10 @@ from pyprune import build_config, build_recovery, load_model, prune, recover
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.serving.export import export
+from tests._support.llama_cpp import byte_level_tokenizer, sentencepiece_tokenizer
 from tests._support.models import tiny_model
 from tests._support.text import write_model, write_text
 from tests._support.tokenizer import tiny_tokenizer
-from tests.serving.llama_cpp import byte_level_tokenizer, sentencepiece_tokenizer
 
 SAMPLE = "Under the green hill, seven letters.\n\n    12345  and <b>more</b>"
 CONFIG = "tokenizer_config.json"

@@ -125,7 +125,7 @@ def test_verification_can_be_turned_off_and_says_so(written: Path, monkeypatch: 
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """The environments of the servers that would take the place of this process."""
     found: list[dict[str, str]] = []
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     monkeypatch.setattr(os, "execve", lambda _, __, environment: found.append(environment))
     return found
 

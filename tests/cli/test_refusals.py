@@ -310,7 +310,7 @@ def test_uniform_without_scores_is_refused(checkpoint: Path, text: Path, tmp_pat
 
 def test_serving_without_vllm_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyprune.serving.engines.vllm_installed", lambda: False)
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: False)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: False)
     assert "pip install 'pyprune[vllm]'" in refused("serve", checkpoint)
     assert "pip install 'pyprune[vllm]'" in refused(
         "bench", checkpoint, "--against", checkpoint, "--engine", "vllm", "--prompt-tokens", "8"

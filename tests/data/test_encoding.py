@@ -19,9 +19,9 @@ from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
 from pyprune.quality.perplexity import evaluation_text
+from tests._support.llama_cpp import byte_level_tokenizer, sentencepiece_tokenizer
 from tests._support.text import prose
 from tests._support.tokenizer import tiny_tokenizer
-from tests.serving.llama_cpp import byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 

@@ -14,11 +14,11 @@ import pytest
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.plan import PrunePlan
+from tests._support.llama_cpp import byte_level_tokenizer
 from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.served import SIZES, damp_
 from tests._support.text import write_model, write_text
-from tests.serving.llama_cpp import byte_level_tokenizer
 
 
 @pytest.fixture(scope="module")

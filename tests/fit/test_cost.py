@@ -21,9 +21,9 @@ from pyprune.serving.export import export
 from pyprune.serving.gguf.blocks import BLOCKS
 from pyprune.serving.gguf.write import export_gguf
 from pyprune.serving.quantise import SCHEMES
+from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
 from tests._support.models import TINY, tiny_model
 from tests._support.plans import axis_plans
-from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
 
 PARAMETERS = Quantity("parameters")
 

@@ -12,10 +12,10 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.fit.limits import Budget
 from tests._support.cli import refused, run
+from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
 from tests._support.models import tiny_model
 from tests._support.text import write_text
 from tests.fit.test_fit import arguments
-from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

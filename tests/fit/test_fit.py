@@ -55,10 +55,10 @@ from pyprune.serving.quantise import why_not_quantised
 from pyprune.serving.widths import why_not_grouped
 from pyprune.train import loop
 from tests._support.cli import refused, run
+from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 from tests.fit._profiles import MACHINE, PLANTED, VERSIONS, fake_profile
-from tests.serving.llama_cpp import VOCAB, byte_level_tokenizer
 
 SMALL = (
     "window=16",

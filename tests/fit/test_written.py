@@ -19,7 +19,7 @@ from pyprune.fit import fit as flow
 from pyprune.fit.fit import exported_as
 from pyprune.plan import PrunePlan, kv_head_of
 from pyprune.runtime.report import PointChart, Report, write_report
-from pyprune.serving.limits import serving_warnings
+from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import layer_widths
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch

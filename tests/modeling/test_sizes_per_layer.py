@@ -18,8 +18,8 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import all_families, family_for
 from pyprune.fit.profiling.probes import dense_config
-from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
+from pyprune.serving.vllm.command import serve_command
 from tests._support.models import one_of_each, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 from tests._support.tokenizer import tiny_tokenizer
@@ -111,7 +111,7 @@ def test_such_a_folder_is_exported_for_vllm_and_not_cut_again(tmp_path: Path, mo
     report = export(tmp_path / "a", tmp_path / "b")
     assert report.architecture == "PrunedMistralForCausalLM"
     assert torch.equal(logits(load_model(tmp_path / "b")[0]), logits(model))
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     assert str(tmp_path / "b") in serve_command(tmp_path / "b")
     with pytest.raises(CheckpointError, match="no stock architecture reads"):
         serve_command(tmp_path / "a")

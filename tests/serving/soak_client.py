@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pyprune.serving.speed import FIRST_TOKEN_ID
+from pyprune.serving.speed.results import FIRST_TOKEN_ID
 
 SILENCE_S = 600.0
 """A server that sends nothing for this long has failed the request."""

@@ -25,12 +25,12 @@ from pyprune.families import count_parameters, family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
-from pyprune.serving.command import serve, serve_command
 from pyprune.serving.export import export
-from pyprune.serving.launch import VariantFinder
-from pyprune.serving.limits import serving_warnings, why_not_adapted
-from pyprune.serving.plugin import look_for_platform
-from pyprune.serving.vllm_options import given_options, hub_of
+from pyprune.serving.vllm.command import serve, serve_command
+from pyprune.serving.vllm.launch import VariantFinder
+from pyprune.serving.vllm.limits import serving_warnings, why_not_adapted
+from pyprune.serving.vllm.options import given_options, hub_of
+from pyprune.serving.vllm.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.products import without_instructions
 from tests._support.quantised import in_32s, write_pair
@@ -149,11 +149,11 @@ def test_int8_on_layers_of_transformers_is_warned_of_and_refused(
     model, plan = _compacted(name, uniform=True)
     warnings = export(model, tmp_path / "stock", plan=plan, quantise="w8a8-int8").warnings
     assert [w for w in warnings if stock in w and w.endswith("Export with --target pruned.")] != []
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     with pytest.raises(CheckpointError, match=f"cannot be served: vLLM runs {stock} through Transformers"):
         serve_command(tmp_path / "stock")
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0")
     assert serve_command(tmp_path / "stock"), "a GPU has another int8 product"
     plain = export(model, tmp_path / "plain", plan=plan).warnings
     own = export(model, tmp_path / "own", plan=plan, quantise="w8a8-int8", target="pruned").warnings
@@ -167,12 +167,12 @@ def test_eight_bit_weights_alone_are_warned_of_and_refused(tmp_path: Path, monke
     said = {name: export(model, tmp_path / name, plan=plan, quantise=name).warnings for name in ("w8a16", "w8a8-int8")}
     assert [w for w in said["w8a16"] if "no kernel for 8-bit weights" in w and "w8a8-int8 or w4a16" in w] != []
     assert not any("kernel" in w for w in said["w8a8-int8"])
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     with pytest.raises(CheckpointError, match="cannot be served: vLLM's CPU backend has no kernel for 8-bit weights"):
         serve_command(tmp_path / "w8a16")
     assert serve_command(tmp_path / "w8a8-int8")
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     assert serve_command(tmp_path / "w8a16"), "GPUs have one"
@@ -185,13 +185,13 @@ def test_adapters_on_int8_weights_are_refused_where_vllm_ends_at_them(
     model, plan = _compacted("llama-head-dim", uniform=True)
     export(model, tmp_path / "out", plan=plan, quantise="w8a8-int8")
     adapted = ["--enable-lora", "--lora-modules", "a=folder"]
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
-    monkeypatch.setattr("pyprune.serving.limits.cpu_flags", lambda: frozenset({"avx512f"}))
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.limits.cpu_flags", lambda: frozenset({"avx512f"}))
     with pytest.raises(CheckpointError, match="int8 product on this CPU takes no adapters"):
         serve_command(tmp_path / "out", adapted)
     assert serve_command(tmp_path / "out")
-    monkeypatch.setattr("pyprune.serving.limits.cpu_flags", lambda: frozenset({"avx512f", "amx_tile"}))
+    monkeypatch.setattr("pyprune.serving.vllm.limits.cpu_flags", lambda: frozenset({"avx512f", "amx_tile"}))
     with pytest.raises(CheckpointError, match="takes no adapters"):  # inputs in blocks of 32, or the same product
         serve_command(tmp_path / "out", adapted)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
@@ -212,7 +212,7 @@ def test_a_vocabulary_that_config_json_leaves_to_its_default_is_served(
     config = json.loads(path.read_text())
     del config["vocab_size"]
     path.write_text(json.dumps({**config, "text_config": {"hidden_size": config["hidden_size"]}}))
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     assert serve_command(tmp_path / "out", verify=False)
     checkpoint = read_checkpoint(tmp_path / "out", verify=False)
     with pytest.raises(CheckpointError, match=r"config\.json does not say vocab_size\. Write it in"):
@@ -225,7 +225,7 @@ def test_a_vocabulary_that_config_json_leaves_to_its_default_is_served(
 @pytest.fixture
 def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that vLLM is installed."""
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
 
 
 @pytest.mark.usefixtures("with_vllm")
@@ -238,7 +238,7 @@ def test_serve_hands_over_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     serve(tmp_path / "out", ["--port", "9000"])
     [(program, command, environment)] = seen
     assert program == sys.executable
-    assert command[1:] == ["-P", "-m", "pyprune.serving.launch", "serve", str(tmp_path / "out"), "--port", "9000"]
+    assert command[1:] == ["-P", "-m", "pyprune.serving.vllm.launch", "serve", str(tmp_path / "out"), "--port", "9000"]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     for given, size in (("7", "7"), ("", "2")):
@@ -264,7 +264,7 @@ def test_a_dtype_that_this_cpu_has_no_arithmetic_for_is_warned_of(
     model, plan = _compacted("llama-head-dim", uniform=True)
     export(model, tmp_path / "out", plan=plan)
     without_instructions(monkeypatch)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: version)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: version)
     monkeypatch.setattr(sys, "platform", "linux")
     serve_command(tmp_path / "out", given)
     printed = capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_windows_in_some_layers_are_known_to_end_vllms_stock_class(
     plan = family_for(model).plan(model.config).drop_layers(removed)
     compact_(model, plan)
     reports = {target: export(model, tmp_path / target, plan=plan, target=target) for target in ("stock", "pruned")}
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0")
     for target, report in reports.items():
         ends = refused and target == "stock"
         assert any("--target pruned" in warning for warning in report.warnings) is ends
@@ -320,7 +320,7 @@ def test_int8_is_warned_of_where_its_products_saturate(
 ) -> None:  # fmt: skip
     write_pair(tmp_path, "llama-head-dim", in_32s, quantise)
     monkeypatch.setattr("pyprune.runtime.device.int8_products_saturate", lambda: saturate)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: version)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: version)
     monkeypatch.setattr(sys, "platform", "linux")
     serve_command(tmp_path / "quantised", [])
     assert ("this CPU has no VNNI" in capsys.readouterr().err) is warned
@@ -376,7 +376,7 @@ def test_the_cache_holds_the_longest_sequence(
     model = tiny_model("llama", head_dim=64, num_attention_heads=8, num_hidden_layers=4, max_position_embeddings=2**21)
     export(model, tmp_path / "out")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     seen: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: seen.append(given[2]))
     serve(tmp_path / "out", words)
@@ -478,7 +478,7 @@ def test_a_damaged_draft_is_vllm_s_to_refuse(
     path = tmp_path / "draft" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
     found: list[list[str]] = []
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     monkeypatch.setattr(os, "execve", lambda _, command, __: found.append(command))
     serve(tmp_path / "out", ["--spec-model", str(tmp_path / "draft"), "--spec-method", "draft_model"])
     assert found
@@ -491,7 +491,7 @@ def test_a_draft_that_vllm_would_end_at_is_refused(monkeypatch: pytest.MonkeyPat
         export(tiny_model(name), tmp_path / name)
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     windows = ["-sc", json.dumps({"model": str(tmp_path / "gemma3"), "num_speculative_tokens": 2})]
     with pytest.raises(CheckpointError, match=r"of its draft \S+gemma3: .*--disable-hybrid-kv-cache-manager"):
         serve(tmp_path / "llama", windows)
@@ -533,7 +533,7 @@ def test_the_ranks_must_be_able_to_share_the_draft_too(monkeypatch: pytest.Monke
     export(model, tmp_path / "w8a16", plan=plan, quantise="w8a16")
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0")
     two = ["-tp", "2", "--speculative-config"]
     drafts = {"model": str(tmp_path / "odd"), "num_speculative_tokens": 2}
     with pytest.raises(CheckpointError, match=r"of its draft \S+odd: layers 0-\d have 39 FFN channels"):
@@ -541,7 +541,7 @@ def test_the_ranks_must_be_able_to_share_the_draft_too(monkeypatch: pytest.Monke
     serve(tmp_path / "dense", [*two, json.dumps({**drafts, "draft_tensor_parallel_size": 1})])
     serve(tmp_path / "dense", ["--spec-model", str(tmp_path / "odd")])
     assert len(started) == 2
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     with pytest.raises(CheckpointError, match=r"of its draft \S+w8a16: vLLM's CPU backend has no kernel for 8-bit"):
         serve(tmp_path / "dense", ["--spec-model", str(tmp_path / "w8a16")])
 

@@ -16,7 +16,7 @@ import pytest
 
 from pyprune.runtime.records import RecordFile
 from pyprune.runtime.report import markdown_table
-from pyprune.serving.releases import vllm_version
+from pyprune.serving.vllm.releases import vllm_version
 from tests import matrix
 from tests.matrix import Outcome, StepError, judged, last_line, releases_in, table, torch_and_others
 

@@ -164,7 +164,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(
 def test_adapters_are_prepared_where_those_of_the_dense_family_are() -> None:
     """vLLM refuses them on a head of more than 258,048 words, which Gemma 3 has and its class leaves out."""
     code = (
-        "from pyprune.serving.vllm_model import PrunedGemma3ForCausalLM, PrunedLlamaForCausalLM\n"
+        "from pyprune.serving.vllm.model import PrunedGemma3ForCausalLM, PrunedLlamaForCausalLM\n"
         "from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM\n"
         "from vllm.model_executor.models.llama import LlamaForCausalLM\n"
         "classes = PrunedGemma3ForCausalLM, Gemma3ForCausalLM, PrunedLlamaForCausalLM, LlamaForCausalLM\n"

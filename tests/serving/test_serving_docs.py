@@ -60,7 +60,7 @@ def to_vllm(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setenv("COLUMNS", "200")
-        patch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+        patch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
         patch.setattr(os, "execve", lambda _, command, __: executed.append(command[5:]))
         cut = run("prune", "dense", "--method", "last", "--ratio", "0.25", "--out", "pruned")
         assert cut.exit_code == 0, cut.output

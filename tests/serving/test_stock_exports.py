@@ -17,7 +17,7 @@ from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
-from pyprune.serving.limits import why_not_stock
+from pyprune.serving.vllm.limits import why_not_stock
 from tests._support.models import TINY, one_of_each, tiny_model
 from tests._support.served import (
     NEW_TOKENS,

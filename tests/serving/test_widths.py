@@ -11,7 +11,7 @@ import pytest
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.serving.export import export
-from pyprune.serving.limits import serving_warnings
+from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import (
     LayerSizes,
     head_channels,

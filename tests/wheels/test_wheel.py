@@ -67,7 +67,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {
-        "pyprune/serving/plugin.py",
+        "pyprune/serving/vllm/plugin.py",
         "pyprune/recipes/llama/llama2-7b-dress.yaml",
         "pyprune/py.typed",
         f"{INFORMATION}/licenses/LICENSE",
@@ -87,7 +87,7 @@ def test_a_wheel_without_kernels_is_not_taken_for_one_with_them(wheel: Path) -> 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda files: files.pop("pyprune/serving/plugin.py"), "pyprune/serving/plugin.py is missing"),
+        (lambda files: files.pop("pyprune/serving/vllm/plugin.py"), "pyprune/serving/vllm/plugin.py is missing"),
         (lambda files: files.update({"pyprune/old.py": b""}), "pyprune/old.py does not belong in it"),
         (lambda files: files.update({"tests/x.py": b""}), "tests/x.py does not belong in it"),
         (lambda files: files.pop(f"{INFORMATION}/licenses/LICENSE"), f"{INFORMATION}/licenses/LICENSE is missing"),

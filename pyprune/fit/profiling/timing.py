@@ -30,7 +30,7 @@ from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
 from pyprune.serving.engines import GGUF_FORMAT, EngineName, choose_engine
 from pyprune.serving.gguf.blocks import FORMATS
-from pyprune.serving.speed import DTYPES, seed_problems
+from pyprune.serving.speed.results import DTYPES, seed_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

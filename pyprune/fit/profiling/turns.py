@@ -16,8 +16,8 @@ from pyprune.fit.quantities import Quantity
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, time_left, track
 from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.measure import PROCESS_BYTES, SETTLE_S, fills_gpu, sequence_bytes
-from pyprune.serving.speed import SHORT_PROMPT_TOKENS, Workload
+from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, fills_gpu, sequence_bytes
+from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS, Workload
 
 Enough = Callable[[Sequence[Timing]], bool]
 WARM_TOKENS = 8

@@ -10,8 +10,8 @@ import pytest
 
 from bench.serving import formats
 from pyprune.plan import PrunePlan
+from tests._support.llama_cpp import Case, identity
 from tests._support.text import write_text
-from tests.serving.llama_cpp import Case, identity
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")

@@ -41,7 +41,7 @@ from pyprune.fit.quantities import Quantity, predicted
 from pyprune.fit.sizes import MULTIPLES, SizeRules, slow_sizes
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.gguf.layout import open_model
-from pyprune.serving.speed import SHORT_PROMPT_TOKENS
+from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.served import SIZES

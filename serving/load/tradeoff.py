@@ -9,8 +9,8 @@ from pyprune.runtime.report import Cell, PointChart, Report, Table, undominated
 from pyprune.serving.load.options import Load
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.table import load_conditions, load_notes, load_table, server_table
-from pyprune.serving.speed import SpeedReport
-from pyprune.serving.table import conditions, speed_table
+from pyprune.serving.speed.results import SpeedReport
+from pyprune.serving.speed.table import conditions, speed_table
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def speed_tradeoff(report: SpeedReport, perplexity: Mapping[str, float], text: s
     """Return the report of the papers' two columns.
 
     Args:
-        report: what :func:`pyprune.serving.measure.measure` returned.
+        report: what :func:`pyprune.serving.speed.measure.measure` returned.
         perplexity: of every model of it.
         text: what the perplexity was measured on, and how.
     """

@@ -7,8 +7,8 @@ from typing import Any
 
 from pyprune.families import why_unserved
 from pyprune.serving.checkpoints import architecture_of
-from pyprune.serving.plugin import architectures
 from pyprune.serving.stats import cpu_flags
+from pyprune.serving.vllm.plugin import architectures
 from pyprune.serving.widths import (
     ffn_field,
     head_channels,

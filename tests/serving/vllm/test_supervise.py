@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux i
 WAIT_S = 120
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, time
-from pyprune.serving.supervise import supervised
+from pyprune.serving.vllm.supervise import supervised
 
 def server():
 {body}
@@ -163,7 +163,9 @@ def test_a_closed_terminal_ends_the_server() -> None:
 
 def test_a_measured_server_ends_with_a_measurement_that_was_killed() -> None:
     """It is in a session of its own; nothing else would end it, its memory and its port stay taken."""
-    server = "from pyprune.serving import launch; launch.run_vllm = lambda: (print('up', flush=True), time.sleep(600))"
+    server = (
+        "from pyprune.serving.vllm import launch; launch.run_vllm = lambda: (print('up', flush=True), time.sleep(600))"
+    )
     measured = f"import sys, time; {server}; sys.argv[1:] = ['serve']; launch.main()"
     script = (
         "import os, subprocess, sys, time\n"

@@ -12,8 +12,8 @@ from typing import Any
 from pyprune.runtime.progress import say
 from pyprune.serving.checkpoints import rotary_scaling, scaled_positions
 from pyprune.serving.engines import KV_CACHE_SPACE
-from pyprune.serving.releases import is_cpu_build
-from pyprune.serving.vllm_options import context_tokens, draft_config
+from pyprune.serving.vllm.options import context_tokens, draft_config
+from pyprune.serving.vllm.releases import is_cpu_build
 from pyprune.serving.widths import (
     PARTITION,
     cache_bytes,
@@ -38,7 +38,7 @@ def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, 
     """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own.
 
     Args:
-        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm.options.given_options`.
         version: of vLLM.
     """
     ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
@@ -61,7 +61,7 @@ def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, 
 
     Args:
         config: config.json of the model.
-        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm.options.given_options`.
         version: of vLLM.
     """
     if not is_cpu_build(version):
@@ -117,7 +117,7 @@ def cache_environment(config: Mapping[str, Any], given: argparse.Namespace, vers
 
     Args:
         config: config.json of the model.
-        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm_options.given_options`.
+        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm.options.given_options`.
         version: of vLLM.
 
     Returns:

@@ -24,9 +24,9 @@ from pyprune.serving.gguf import blocks, layout, write
 from pyprune.serving.gguf.blocks import FORMATS, NARROW, quantised
 from pyprune.serving.gguf.write import export_gguf
 from tests._support.cli import refused, run
+from tests._support.llama_cpp import VOCAB, Case, LlamaCpp, byte_level_tokenizer, identity, values_of
 from tests._support.models import tiny_model
 from tests._support.plans import keep_kv_groups
-from tests.serving.llama_cpp import VOCAB, Case, LlamaCpp, byte_level_tokenizer, identity, values_of
 
 gguf = pytest.importorskip("gguf")
 

@@ -19,9 +19,9 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError
 from pyprune.families import family_for
 from pyprune.modeling import PRUNED_MODELS
-from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
-from pyprune.serving.plugin import architectures, look_for_platform, register
+from pyprune.serving.vllm.command import serve_command
+from pyprune.serving.vllm.plugin import architectures, look_for_platform, register
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
@@ -68,7 +68,7 @@ def test_the_families_say_what_is_served() -> None:
 def without_llama(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if LLaMA were of a package that brings no layer for vLLM."""
     known = {name: target for name, target in architectures().items() if name != "PrunedLlamaForCausalLM"}
-    for module in ("command", "limits"):
+    for module in ("vllm.command", "vllm.limits"):
         monkeypatch.setattr(f"pyprune.serving.{module}.architectures", lambda: known)
 
 
@@ -89,7 +89,7 @@ def test_equal_sizes_are_exported_to_the_class_that_vllm_has_itself(tmp_path: Pa
 def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
     model = tiny_model("llama")
     plan = axis_plans(family_for(model).plan(model.config))["unequal"]
     compact_(model, plan)
@@ -123,7 +123,7 @@ def test_what_goes_wrong_in_a_plugin_is_one_line_in_the_log(
     def fail() -> dict[str, str]:
         raise error
 
-    monkeypatch.setattr("pyprune.serving.plugin._register", fail)
+    monkeypatch.setattr("pyprune.serving.vllm.plugin._register", fail)
     register()
     [record] = caplog.records
     message = record.getMessage()
@@ -144,7 +144,7 @@ fake = ModuleType("vllm")
 fake.__spec__ = ModuleSpec("vllm", None)
 fake.ModelRegistry = SimpleNamespace(get_supported_archs=lambda: models, register_model=models.__setitem__)
 sys.modules["vllm"] = fake
-from pyprune.serving.plugin import register
+from pyprune.serving.vllm.plugin import register
 register()
 assert "PrunedLlamaForCausalLM" in models
 """
@@ -217,7 +217,7 @@ def test_processes_that_a_server_starts_know_that_they_belong_together() -> None
 def test_importing_the_plugin_imports_no_model_code() -> None:
     """vLLM imports it in every process, whatever it serves."""
     code = (
-        "import sys, pyprune.serving.plugin; "
+        "import sys, pyprune.serving.vllm.plugin; "
         "heavy = ('torch', 'transformers', 'vllm', 'pyprune.families', 'pyprune.modeling'); "
         "print([name for name in heavy if name in sys.modules])"
     )

@@ -15,7 +15,7 @@ import pytest
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.bench import named
 from pyprune.runtime.report import PointChart, Report, chart_svg, undominated, write_report
-from pyprune.serving.speed import COLUMNS, MeasuredModel, Sample, SpeedReport, Workload
+from pyprune.serving.speed.results import COLUMNS, MeasuredModel, Sample, SpeedReport, Workload
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
 from tests._support.quantised import WIDE, write_pair
@@ -79,7 +79,7 @@ def test_a_report_is_replaced_only_when_asked(folder: Path, tmp_path: Path, monk
     assert "exists already" in refused(*command, *quality, "--report", folder / "report")
     assert "it needs the quality: give --ppl" in refused(*command, "--report", tmp_path / "new")
     shutil.copytree(folder / "report", tmp_path / "report")
-    monkeypatch.setattr("pyprune.serving.measure.measure", lambda *_, **__: timings())
+    monkeypatch.setattr("pyprune.serving.speed.measure.measure", lambda *_, **__: timings())
     monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda *_, **__: 7.5)
     result = run(*command, *quality, "--report", tmp_path / "report", "--overwrite")
     assert result.exit_code == 0, result.output

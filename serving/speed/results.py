@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError, shown
-from pyprune.serving.precision import Interval, most_repeats, paired_interval, precision_problems
+from pyprune.serving.speed.precision import Interval, most_repeats, paired_interval, precision_problems
 from pyprune.serving.stats import mad, median
 
 Column = Literal["generation", "prompt"]

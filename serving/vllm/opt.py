@@ -35,8 +35,8 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
 )
 
-from pyprune.serving.vllm_layers import layer_norm
-from pyprune.serving.vllm_model import check_served
+from pyprune.serving.vllm.layers import layer_norm
+from pyprune.serving.vllm.model import check_served
 
 LAYER_NORM_EPS = 1e-5
 """OPT's configuration holds no epsilon: every implementation uses this default of torch's LayerNorm."""
@@ -137,7 +137,7 @@ class PrunedOPTForCausalLM(OPTForCausalLM):
     """OPT with per-layer sizes, a decoupled head_dim and a LayerNorm over a virtual size.
 
     Raises:
-        CheckpointError, ConfigError: see :func:`pyprune.serving.vllm_model.check_served`.
+        CheckpointError, ConfigError: see :func:`pyprune.serving.vllm.model.check_served`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -21,8 +21,8 @@ from pyprune.serving.gguf.blocks import FORMATS, NARROW
 from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.server import LlamaServer
 from pyprune.serving.gguf.write import export_gguf
-from tests.serving.llama_cpp import Case, byte_level_tokenizer, identity
-from tests.serving.test_gguf import BLOCKS, CASES, TABLE, continuation, no_attention, no_mlp, unequal
+from tests._support.llama_cpp import Case, byte_level_tokenizer, identity
+from tests.serving.gguf.test_gguf import BLOCKS, CASES, TABLE, continuation, no_attention, no_mlp, unequal
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -98,7 +98,7 @@ def test_the_fewer_bits_the_further_off(cut, tmp_path: Path) -> None:  # type: i
 
 def test_a_text_is_tokenised_by_the_file(tmp_path: Path) -> None:
     """Of characters whose bytes are tokens each, which llama.cpp leaves out of its answers, too."""
-    from tests.serving.llama_cpp import sentencepiece_tokenizer
+    from tests._support.llama_cpp import sentencepiece_tokenizer
 
     case = Case("llama", identity, "llama", values={"vocab_size": 300})
     tokenizer = sentencepiece_tokenizer()

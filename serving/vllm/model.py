@@ -1,6 +1,6 @@
 """The pruned architectures for vLLM: every decoder layer reads its own query heads, KV heads and FFN width.
 
-All but OPT stand on vLLM's own LLaMA with layers of :mod:`pyprune.serving.vllm_layers`; the engine sizes the key-value
+All but OPT stand on vLLM's own LLaMA with layers of :mod:`pyprune.serving.vllm.layers`; the engine sizes the key-value
 cache layer by layer by itself. Which family is served by which layer is in its table (``vllm_layer``). Imported by vLLM
 only when a checkpoint names one of these architectures.
 """
@@ -26,15 +26,15 @@ from pyprune.families import Family, all_families, resolve
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
-from pyprune.serving.limits import why_not_adapted
-from pyprune.serving.releases import (
+from pyprune.serving.vllm.layers import PrunedDecoderLayer
+from pyprune.serving.vllm.limits import why_not_adapted
+from pyprune.serving.vllm.releases import (
     is_tried_cpu_build,
     vllm_version,
     why_not_draft_in_pipeline,
     why_not_uncompiled_pipeline,
     why_not_unequal_heads,
 )
-from pyprune.serving.vllm_layers import PrunedDecoderLayer
 from pyprune.serving.widths import (
     layer_widths,
     why_not_drafting,

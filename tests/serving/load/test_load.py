@@ -23,7 +23,6 @@ from pyprune.checkpoint.verify import SERVER
 from pyprune.cli.base import INTERRUPTED_CODE
 from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError
-from pyprune.serving import measure as measuring
 from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
@@ -43,9 +42,10 @@ from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving
 from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.load.table import _waiting, load_conditions, load_text, server_table
+from pyprune.serving.load.tradeoff import load_tradeoff
+from pyprune.serving.speed import measure as measuring
 from pyprune.serving.stats import SPEED_VARIABLES
-from pyprune.serving.tradeoff import load_tradeoff
-from pyprune.serving.vllm_options import parallel_ranks
+from pyprune.serving.vllm.options import parallel_ranks
 from pyprune.serving.widths import token_bytes
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -78,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_run, "find_counters", list)  # as on a machine that tells no energy
-    for module in ("engines", "command", "load.run"):
+    for module in ("engines", "vllm.command", "load.run"):
         monkeypatch.setattr(f"pyprune.serving.{module}.vllm_installed", lambda: True)
 
 
@@ -203,7 +203,7 @@ def test_capacity_counts_the_kv_heads_of_every_layer(folders: dict[str, Path]) -
 def test_the_client_is_vllm_s_own_with_every_condition(tmp_path: Path) -> None:
     options = LoadOptions(prompt_tokens=24, new_tokens=5, slo={"ttft": 500.0, "e2e": 2000.0}, seed=7)
     command = bench_command("http://127.0.0.1:9", "/m", Load(4), options, 2, tmp_path)
-    assert command[:6] == [sys.executable, "-P", "-m", "pyprune.serving.launch", "bench", "serve"]
+    assert command[:6] == [sys.executable, "-P", "-m", "pyprune.serving.vllm.launch", "bench", "serve"]
     pairs = dict(pairwise(command))
     wanted = {
         "--model": "/m", "--random-input-len": "24", "--random-output-len": "5", "--num-prompts": "8",
@@ -1002,7 +1002,7 @@ def test_the_perplexity_is_of_the_revision_that_is_served(
         asked.append(hub.revision)
         return read_checkpoint(folders["pruned"] if source == "someone/model" else source, **more)
 
-    monkeypatch.setattr("pyprune.serving.command.read_checkpoint", read)
+    monkeypatch.setattr("pyprune.serving.vllm.command.read_checkpoint", read)
     monkeypatch.setattr(load_run, "read_checkpoint", read)
     monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda path, *_, **__: measured_on.append(path) or 7.0)
     (tmp_path / "text.txt").write_text("words")

@@ -21,8 +21,8 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf, refuse_unread_sizes
 from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine, measured_environment
-from pyprune.serving.precision import Interval, paired_interval, rounds
-from pyprune.serving.speed import (
+from pyprune.serving.speed.precision import Interval, paired_interval, rounds
+from pyprune.serving.speed.results import (
     COLUMNS,
     SHORT_PROMPT_TOKENS,
     Column,

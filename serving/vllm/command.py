@@ -13,16 +13,17 @@ from pyprune.families import all_families
 from pyprune.runtime.progress import warn
 from pyprune.serving.adapters import why_not_of_this_model
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
-from pyprune.serving.cpu import (
+from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
+from pyprune.serving.vllm.cpu import (
     cache_environment,
     memory_nodes_warning,
     saturating_int8_warning,
     slow_products_warning,
 )
-from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
-from pyprune.serving.limits import serving_warnings, why_not_adapted, why_not_rounded, why_not_stock
-from pyprune.serving.plugin import architectures, why_not_loaded
-from pyprune.serving.releases import (
+from pyprune.serving.vllm.limits import serving_warnings, why_not_adapted, why_not_rounded, why_not_stock
+from pyprune.serving.vllm.options import draft_config, given_options, hub_of
+from pyprune.serving.vllm.plugin import architectures, why_not_loaded
+from pyprune.serving.vllm.releases import (
     RUNNER,
     is_cpu_build,
     is_tried_cpu_build,
@@ -31,7 +32,6 @@ from pyprune.serving.releases import (
     why_not_uncompiled_pipeline,
     why_not_unequal_heads,
 )
-from pyprune.serving.vllm_options import draft_config, given_options, hub_of
 from pyprune.serving.widths import (
     PARTITION,
     LayerSizes,
@@ -50,9 +50,9 @@ no method is given."""
 def serve_command(
     folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True, server: str = ""
 ) -> list[str]:
-    """Return the command line that is ``vllm serve`` for a checkpoint (:mod:`pyprune.serving.launch` says why not it).
+    """Return the command line that starts ``vllm serve`` for a checkpoint through :mod:`pyprune.serving.vllm.launch`.
 
-    What the server will not like is printed as warnings.
+    Print warnings about what the server does not support.
 
     Args:
         folder: the checkpoint, or a hub id, which is served by that name.
@@ -80,7 +80,7 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     )
     for warning in (*serving_warnings(checkpoint.config), *on_cpu):
         warn(warning)
-    words = [*PYTHON, "-m", "pyprune.serving.launch", "serve"]
+    words = [*PYTHON, "-m", "pyprune.serving.vllm.launch", "serve"]
     if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned
         return [*words, str(folder), *extra_args]
     unnamed = given.served_model_name is None

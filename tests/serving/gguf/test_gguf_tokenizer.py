@@ -14,8 +14,7 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import CheckpointError
 from pyprune.serving.gguf.tokenizer import NORMAL, SPACE, SPLITS
 from pyprune.serving.gguf.write import export_gguf
-from tests._support.models import tiny_model
-from tests.serving.llama_cpp import (
+from tests._support.llama_cpp import (
     Case,
     LlamaCpp,
     byte_level_tokenizer,
@@ -23,6 +22,7 @@ from tests.serving.llama_cpp import (
     sentencepiece_tokenizer,
     values_of,
 )
+from tests._support.models import tiny_model
 
 pytest.importorskip("gguf")
 

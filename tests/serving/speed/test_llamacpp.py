@@ -17,13 +17,13 @@ from pyprune.serving.checkpoints import read_checkpoint, read_gguf
 from pyprune.serving.engines import Engine, EngineError, choose_engine
 from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.write import export_gguf
-from pyprune.serving.measure import measure, workload_of
-from pyprune.serving.speed import SpeedReport
-from pyprune.serving.table import conditions, speed_table
+from pyprune.serving.speed.measure import measure, workload_of
+from pyprune.serving.speed.results import SpeedReport
+from pyprune.serving.speed.table import conditions, speed_table
 from tests._support.cli import refused, run
+from tests._support.llama_cpp import Case, identity
 from tests._support.models import tiny_model
-from tests.serving.llama_cpp import Case, identity
-from tests.serving.test_gguf import CASES
+from tests.serving.gguf.test_gguf import CASES
 
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
@@ -186,7 +186,7 @@ def test_other_engines_say_what_a_gguf_file_needs(folder: Path) -> None:
 
 def test_a_model_that_llama_cpp_cannot_hold_is_refused(tmp_path: Path) -> None:
     from pyprune.checkpoint.save import save_checkpoint
-    from tests.serving.llama_cpp import byte_level_tokenizer
+    from tests._support.llama_cpp import byte_level_tokenizer
 
     save_checkpoint(tiny_model("opt"), byte_level_tokenizer(), tmp_path / "opt", plan=None, provenance={})
     with pytest.raises(UnsupportedModelError, match="no architecture for OPT"):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pyprune.serving.launch import OFFICIAL, answer_for_variants
+from pyprune.serving.vllm.launch import OFFICIAL, answer_for_variants
 
 if TYPE_CHECKING:
     from pyprune.serving.widths import LayerSizes

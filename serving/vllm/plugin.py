@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import cache
 
 from pyprune.errors import shown
-from pyprune.serving.launch import answer_for_variants
-from pyprune.serving.releases import TESTED
+from pyprune.serving.vllm.launch import answer_for_variants
+from pyprune.serving.vllm.releases import TESTED
 
 logger = logging.getLogger("pyprune")
 
@@ -43,8 +43,8 @@ def why_not_loaded() -> str:
 def look_for_platform() -> None:
     """Bring no platform, but use the moment: vLLM asks its ``vllm.platform_plugins`` before it reads its own version.
 
-    With the CPU builds on PyPI the plain ``vllm serve`` dies of that question (:mod:`pyprune.serving.launch`), long
-    before it loads the general plugins.
+    With the CPU builds on PyPI the plain ``vllm serve`` fails at that question, long before it loads the general
+    plugins: see :mod:`pyprune.serving.vllm.launch`.
     """
     _without_raising(answer_for_variants)
 

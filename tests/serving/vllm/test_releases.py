@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.serving.command import serve_command
 from pyprune.serving.export import export
-from pyprune.serving.releases import (
+from pyprune.serving.vllm.command import serve_command
+from pyprune.serving.vllm.releases import (
     HEADS_PER_LAYER,
     TESTED,
     TRIED_ON_CPU,
@@ -91,8 +91,8 @@ def narrower_ffn(plan: PrunePlan) -> PrunePlan:
 
 
 def test_serve_refuses_them_before_vllm_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyprune.serving.command.vllm_installed", lambda: True)
-    monkeypatch.setattr("pyprune.serving.command.vllm_version", lambda: OLD)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_installed", lambda: True)
+    monkeypatch.setattr("pyprune.serving.vllm.command.vllm_version", lambda: OLD)
     for cut in (fewer_heads, narrower_ffn):
         model = tiny_model("llama-head-dim")
         plan = cut(family_for(model).plan(model.config))

@@ -31,11 +31,11 @@ from pyprune.serving.engines import (
     group_processes,
     group_resident_bytes,
 )
-from pyprune.serving.measure import _fits, measure, workload_of
-from pyprune.serving.precision import ratio_interval
-from pyprune.serving.speed import SpeedReport
-from pyprune.serving.table import conditions, speed_table
-from pyprune.serving.worker import VllmRunner
+from pyprune.serving.speed.measure import _fits, measure, workload_of
+from pyprune.serving.speed.precision import ratio_interval
+from pyprune.serving.speed.results import SpeedReport
+from pyprune.serving.speed.table import conditions, speed_table
+from pyprune.serving.speed.worker import VllmRunner
 from tests._support.models import tiny_model
 
 SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}
@@ -118,8 +118,8 @@ class PacedEngine:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PacedEngine, "started", 0)
-    monkeypatch.setattr("pyprune.serving.measure.Engine", PacedEngine)
-    monkeypatch.setattr("pyprune.serving.measure.available_memory", lambda: 2**60)
+    monkeypatch.setattr("pyprune.serving.speed.measure.Engine", PacedEngine)
+    monkeypatch.setattr("pyprune.serving.speed.measure.available_memory", lambda: 2**60)
 
 
 @pytest.mark.usefixtures("paced")

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from pyprune.runtime.report import Cell, Table
-from pyprune.serving.precision import Interval
-from pyprune.serving.speed import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
+from pyprune.serving.speed.precision import Interval
+from pyprune.serving.speed.results import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
 from pyprune.serving.stats import named_variables, vllm_release
 
 HEADER = (
@@ -42,7 +42,7 @@ def speed_table(
     of their own, so that a table never hides how it was made.
 
     Args:
-        report: what :func:`pyprune.serving.measure.measure` returned.
+        report: what :func:`pyprune.serving.speed.measure.measure` returned.
         perplexity: model name -> perplexity; models without one show "-".
         ratios: model name -> text for PR, such as "7/30 layers"; default: the share of parameters that was removed.
     """
@@ -76,7 +76,7 @@ def speed_facts(report: SpeedReport, name: str) -> dict[str, Any]:
     """What the record of a model is to hold of its speed.
 
     Args:
-        report: what :func:`pyprune.serving.measure.measure` returned.
+        report: what :func:`pyprune.serving.speed.measure.measure` returned.
         name: of the model in it.
     """
     return {
