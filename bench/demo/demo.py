@@ -227,12 +227,12 @@ class Demo:
 
     def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, dict[str, Outcome]]:
         """Train and cut a copy of the dense model as `prune_` does; measure it, also before the last training."""
-        from pyprune.methods.registry import checked
+        from pyprune.methods.registry import complete_config
         from pyprune.run.stages import StageRun, StageText
 
         model = copy.deepcopy(self.model)
         text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}
-        run = StageRun(model, StageText.of(text), checked(arm.config), teacher=self.teacher)
+        run = StageRun(model, StageText.of(text), complete_config(arm.config), teacher=self.teacher)
         found: dict[str, Outcome] = {}
         seconds = 0.0
 

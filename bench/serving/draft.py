@@ -36,7 +36,7 @@ from bench._command import count, exit_status
 from bench._machine import machine_of, metric, named, named_release, serving_environment
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.training import reconstructed
+from pyprune.methods.training import with_reconstruction
 from pyprune.runtime.device import empty_cache
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say, track
@@ -158,9 +158,9 @@ class Bench:
     def _config(self, plan: Path) -> PruneConfig:
         """Reconstructed as by default, then trained on the dense model's logits alone."""
         o = self.options
-        config = reconstructed(PruneConfig(method="none", plan=str(plan), seed=o.seed))
+        config = with_reconstruction(PruneConfig(method="none", plan=str(plan), seed=o.seed))
         train = replace(config.recover.train, steps=o.steps, warmup_steps=max(1, o.steps // 10))
-        distill = replace(config.recover.distill, alpha=1.0)  # type: ignore[type-var]  # reconstructed() gives one
+        distill = replace(config.recover.distill, alpha=1.0)  # type: ignore[type-var]  # with_reconstruction sets one
         batch = train.batch_size
         return replace(
             config,

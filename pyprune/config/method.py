@@ -29,7 +29,7 @@ class MethodOptions(Config):
     """
 
     @property
-    def of_regularising(self) -> tuple[str, ...]:
+    def regularising_options(self) -> tuple[str, ...]:
         """Names of those that nothing reads in a run without the stage ``regularise``."""
         return ()
 
@@ -48,7 +48,7 @@ class MethodOptions(Config):
         changed: dict[str, Any] = {"train": train}
         return replace(self, **changed)
 
-    def deciding(self, sequence_length: int) -> Deciding | None:
+    def deciding_training(self, sequence_length: int) -> Deciding | None:
         """The training by which the method decides what goes; None where it trains nothing for that.
 
         Several processes divide it where no device holds a whole model.

@@ -107,7 +107,7 @@ class RecoverCheckpointConfig(Config):
         """The one training."""
         yield Training("recover", "recover.train", self.recover.train, self.data, self.recover.adapters == "none")
 
-    def deciding(self) -> None:
+    def deciding_training(self) -> None:
         """Nothing is decided here."""
 
     def with_training(self, action: TrainingAction, train: TrainConfig) -> Self:
@@ -290,11 +290,11 @@ class PruneConfig(Config):
             elif self.options is not None and self.options.training is not None:
                 yield Training(action, f"{self.method}.train", self.options.training, data, True)
 
-    def deciding(self) -> Training | None:
+    def deciding_training(self) -> Training | None:
         """The training by which the method decides what goes, if it does; the stages' are others."""
         if self.plan is not None or self.options is None:
             return None
-        found = self.options.deciding(self.data.sequence_length)
+        found = self.options.deciding_training(self.data.sequence_length)
         if found is None:
             return None
         return Training("decide", f"{self.method}.{found.name}", found.train, self.data, all_weights=False)
@@ -311,8 +311,8 @@ class PruneConfig(Config):
     def problems(self) -> list[str]:
         found: list[str] = []
         found += dict.fromkeys(problem for training in self.trainings() for problem in training.problems(self.dtype))
-        if self.dtype == "float16" and self.data.sequence_length > 0 and (deciding := self.deciding()) is not None:
-            found += deciding.problems(self.dtype)
+        if self.dtype == "float16" and self.data.sequence_length > 0 and (training := self.deciding_training()):
+            found += training.problems(self.dtype)
         found += _mixed_memory(list(self.trainings()))
         _require(
             self.stages.prune or not self.verify,

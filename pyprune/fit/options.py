@@ -129,9 +129,9 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str
         recover: False leaves out the training.
         weights: format that the budget is of: a dtype is what is written, for another the model's own is.
     """
-    from pyprune.methods.training import reconstructed
+    from pyprune.methods.training import with_reconstruction
 
-    recommended = reconstructed(PruneConfig(method="none", plan=plan, device=options.device))
+    recommended = with_reconstruction(PruneConfig(method="none", plan=plan, device=options.device))
     return replace(
         recommended,
         data=options.data,

@@ -42,7 +42,7 @@ from pyprune.fit.quantities import Widths
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import get_method
-from pyprune.methods.score import ScoreMethod, scoring
+from pyprune.methods.score import ScoreMethod, scoring_config
 from pyprune.methods.score._structures import StructureScores
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
@@ -59,7 +59,7 @@ HELD_BACK = 0.125
 
 def recommended_scores() -> PruneConfig:
     """The scorer whose order is used unless another one is given: Taylor's second-order term, sum |w h w|."""
-    return scoring("taylor", TaylorOptions(form="param_second"))
+    return scoring_config("taylor", TaylorOptions(form="param_second"))
 
 
 def score_units(

@@ -1,4 +1,4 @@
-"""What a method is: it decides a plan and, where it regularises, trains the model towards it. Imports no torch."""
+"""The interface of a method: it decides a plan, and may train the model towards it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Options = TypeVar("Options", bound=MethodOptions)
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is to reach: the options that a decision reads, and the facts of the model that all methods look up.
+    """The goal of a plan: the options that a decision reads, and the facts of the model that all methods look up.
 
     Attributes:
-        method: its name, for messages.
-        options: the method's own; None = its defaults (:func:`own_options` reads them).
+        method: name of the method, for messages.
+        options: the method's own options; None = its defaults (:func:`own_options` reads them).
         ratio: share to remove, in (0, 1).
-        ratio_of: of what: layers, hidden or parameters; None = the method's own axis.
+        ratio_of: the unit of the ratio: layers, hidden or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size, channels.
-        score: what all scoring methods share.
-        reconstruct: what the cut does for what stays: none, bias or least_squares; none where nothing is cut.
-        seed: of the order of samples.
-        family: of the model.
+        score: the options that all scoring methods share.
+        reconstruct: how the cut compensates the kept weights: none, bias or least_squares; none if nothing is cut.
+        seed: seed of the order of samples.
+        family: family of the model.
         identity: the plan that removes nothing.
         shapes: parameter name -> shape, tied parameters once.
     """
@@ -58,7 +58,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: PruneConfig) -> PlanRequest:
-        """Take what a decision reads from the options of a run, and look at the model.
+        """Build the request from the options of a run and the model's shapes.
 
         Args:
             model: dense, of a known family; on the meta device if need be.
@@ -85,13 +85,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """A plan and how it came about.
+    """A plan and how it was chosen.
 
     Attributes:
-        plan: what stays.
+        plan: the kept layers, heads and channels.
         notes: one sentence for each rounding or choice that a reader must know.
         details: plain JSON data for the report (gate history and the like).
-        warnings: what the user should worry about.
+        warnings: problems that the user should know.
     """
 
     plan: PrunePlan
@@ -102,14 +102,14 @@ class PlanDecision:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a stage's training is run, in addition to what the configuration says.
+    """Options of a stage's run that are not part of the configuration.
 
     Attributes:
         validation: token ids, int64 [M, T], for early stopping; None holds some samples out when needed.
-        checkpoint_dir: where resumable checkpoints go (a stage uses sub-folders of it); None = none.
-        resume: continue from the checkpoints found there.
-        stored: where the weights are read from, tensor by tensor; the model itself has none (meta device). None = they
-            are in the model. Only methods that are declared ``from_disk`` are given this.
+        checkpoint_dir: folder for resumable checkpoints (a stage uses sub-folders of it); None = none are written.
+        resume: continue from the checkpoints in that folder.
+        stored: the files from which the weights are read, tensor by tensor; the model itself is on the meta device.
+            None = the weights are in the model. Only methods that are declared ``from_disk`` get it.
     """
 
     validation: Tensor | None = None
@@ -118,33 +118,38 @@ class RunOptions:
     stored: StoredModel | None = None
 
     def folder(self, stage: str) -> Path | None:
-        """The checkpoint folder of a stage."""
+        """Return the checkpoint folder of a stage."""
         return None if self.checkpoint_dir is None else self.checkpoint_dir / stage
 
 
+NO_RUN = RunOptions()
+"""The default of a run: no validation text, no checkpoints, weights in the model."""
+
+
 class StageReport(Protocol):
-    """What every regulariser returns."""
+    """The report that every regulariser returns."""
 
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         ...
 
 
-def with_no_work_said(report: StageReport, removed: tuple[int, ...], unit: str) -> StageReport:
-    """Add a warning to a regulariser's report if the plan, a replayed one, left it nothing to penalise.
+def warn_if_nothing_penalised(report: StageReport, removed: tuple[int, ...], unit: str) -> StageReport:
+    """Add a warning to a regulariser's report if the plan (a replayed one) left it nothing to penalise.
 
     Args:
-        report: of the stage.
-        removed: what the plan removes of the method's unit.
-        unit: singular.
+        report: report of the stage.
+        removed: layers or channels that the plan removes, by the method's unit.
+        unit: name of the unit, singular.
     """
     if not removed:
         report.warnings.insert(
             0,
-            f"The regulariser had no effect: the plan removes no {unit}, so nothing was penalised and the language "
-            "model alone was trained. Choose the method that fits the plan, or 'finetune' as the stage.",
+            f"The regulariser had no effect: the plan removes no {unit}, so nothing was penalised and the model was "
+            "trained on the language-model loss alone. Choose the method that fits the plan, or 'finetune' as the "
+            "stage.",
         )
     return report
 
@@ -155,7 +160,7 @@ class Decide(Protocol):
     def __call__(
         self, model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = ..., /
     ) -> PlanDecision:
-        """Return the plan; the model's weights are left as they were."""
+        """Return the plan; the model's weights do not change."""
         ...
 
 
@@ -176,14 +181,14 @@ class Regularise(Protocol):
 
 
 class Prepare(Protocol):
-    """Change the weights for the cut, which follows at once."""
+    """Change the weights directly before the cut."""
 
     def __call__(
         self, layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any], /
     ) -> Sequence[str]:
         """Change the weights in place, have ``layers`` keep them, and return notes for the report.
 
-        ``samples`` is the text that was decided on, ``details`` are those of the decision.
+        ``samples`` is the text that the decision read, ``details`` are the decision's.
         """
         ...
 
@@ -199,13 +204,13 @@ class Deferred:
     path: str
 
     def load(self) -> Callable[..., Any]:
-        """The function."""
+        """Import and return the function."""
         module, _, name = self.path.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
-        return found
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Import it and call it."""
+        """Import the function and call it."""
         return self.load()(*args, **kwargs)
 
 
@@ -214,31 +219,30 @@ class Method:
     """A method that the registry finds by its file or folder.
 
     Attributes:
-        name: the file's or folder's name.
-        axis: the axis it removes from.
+        name: name of the file or folder.
+        axis: the axis from which it removes.
         summary: one line for people.
         decide: (model, samples [N, T], request, run) -> PlanDecision.
         regularise: (model, samples [N, T], plan, the method's options, run) -> report; None for a method that only
-            scores. The plan is of the dense model; on a model that was already cut to it nothing is left to penalise
-            and the stage trains the language model alone, with the same options.
-        reads_text: whether ``decide`` looks at the samples; with which options, :meth:`reads_text_with` says.
-        options: the class of the method's own options.
-        prepare: (layers, plan, samples [N, T], details of the decision) -> notes; changes the weights that stay right
-            before the cut, in memory or on disk, as ``layers`` holds them. None for a method that cuts them as they
-            are. A replayed plan is cut without it.
-        rotates: whether ``prepare`` changes what the hidden channels are, so that those of the cut model are none of
-            the dense model's, and nothing that compares the two channel by channel can be used.
-        objective: (plan, the method's own options) -> what ``regularise`` trains on, an
-            :class:`~pyprune.train.objective.Objective`; what it will hold in memory is found with it. None = the
-            language model alone.
-        decides_by: the same of the training by which ``decide`` chooses (``deciding`` of the options); None = it trains
-            nothing.
+            scores. The plan describes the dense model. On a model that was already cut nothing is left to penalise,
+            and the stage trains on the language-model loss alone, with the same options.
+        reads_text: whether ``decide`` reads the samples; :meth:`reads_text_with` decides it for given options.
+        options: class of the method's own options.
+        prepare: (layers, plan, samples [N, T], details of the decision) -> notes; changes the kept weights directly
+            before the cut, in memory or on disk, as ``layers`` holds them. None for a method that cuts the weights
+            without a change. A replayed plan is cut without it.
+        rotates: whether ``prepare`` mixes the hidden channels. Then no channel of the cut model is a channel of the
+            dense model, and nothing may compare the two channel by channel.
+        objective: (plan, the method's own options) -> the :class:`~pyprune.train.objective.Objective` of
+            ``regularise``, which also predicts its memory. None = the language-model loss alone.
+        deciding_objective: (plan, the method's own options) -> the objective of the training by which ``decide``
+            chooses (``deciding_training`` of the options); None = ``decide`` trains nothing.
         from_disk: whether ``decide`` (by ``run.stored``) and ``prepare`` can read the weights from disk, a tensor or a
-            layer at a time, so that a model larger than memory is pruned; with which options, :meth:`why_loaded` says.
-        reads_seed: whether ``decide`` reads the seed of the request. To a method that does not, naming one is refused.
-        removes: what it removes, in words; empty = what the axis says.
-        presets: name -> function that builds a preset (its docstring describes it); names are ``name`` (what every
-            run of the method starts from; :meth:`start` where it is missing) and ``name-...``.
+            layer at a time, for a model larger than memory; :meth:`streaming_obstacle` decides it for given options.
+        reads_seed: whether ``decide`` reads the seed of the request; otherwise a run that sets the seed is refused.
+        removes: name of the removed parts; empty = the axis's name for them.
+        presets: name -> function that builds a preset (its docstring describes it). The names are ``name`` (the start
+            of every run of the method; :meth:`default_config` if it is missing) and ``name-...``.
     """
 
     name: str
@@ -251,57 +255,57 @@ class Method:
     prepare: Prepare | None = None
     rotates: bool = False
     objective: Callable[[PrunePlan, Any], Any] | None = None
-    decides_by: Callable[[PrunePlan, Any], Any] | None = None
+    deciding_objective: Callable[[PrunePlan, Any], Any] | None = None
     from_disk: bool = False
     reads_seed: bool = False
     removes: str = ""
     presets: Mapping[str, Callable[[], PruneConfig]] = field(default_factory=dict)
 
-    def start(self) -> PruneConfig:
-        """What a run starts from where ``presets`` has none of the method's name."""
+    def default_config(self) -> PruneConfig:
+        """Return the options that a run starts from if ``presets`` has none of the method's name."""
         before: tuple[StageAction, ...] = ("regularise",) if self.regularise is not None else ()
         return PruneConfig(method=self.name, options=self.options(), stages=StageConfig(before=before))
 
-    def unread(self, config: PruneConfig) -> dict[str, str]:
-        """Dotted names of options that methods share and this one does not read in a run -> why not, in words."""
-        found = {"hidden_multiple": "removes none of the hidden size"} if self.axis == "layers" else {}
+    def unread_options(self, config: PruneConfig) -> dict[str, str]:
+        """Return the shared options that this method does not read in a run: dotted name -> reason."""
+        reasons = {"hidden_multiple": "removes none of the hidden size"} if self.axis == "layers" else {}
         if not self._reads_seed_in(config):
-            own = f"{self.name}.seed is its own" if hasattr(self.options(), "seed") else "data.seed draws the text"
-            found["seed"] = f"draws nothing by it ({own})"
-        return found
+            other = f"{self.name}.seed is its own" if hasattr(self.options(), "seed") else "data.seed draws the text"
+            reasons["seed"] = f"draws nothing by it ({other})"
+        return reasons
 
     def _reads_seed_in(self, config: PruneConfig) -> bool:
-        """Whether a run's decision reads its seed; what would decide by a training may be told instead."""
-        return self.reads_seed and (self.decides_by is None or config.deciding() is not None)
+        """Check whether a run's decision reads the seed (false if the choice is given explicitly)."""
+        return self.reads_seed and (self.deciding_objective is None or config.deciding_training() is not None)
 
     @property
     def scores(self) -> bool:
-        """Whether it scores structures, and so reads the options that all such methods share (``score``)."""
+        """True if it scores structures, and so reads the options that all such methods share (``score``)."""
         return self.axis == "structures"
 
-    def why_loaded(self, config: PruneConfig) -> str:
-        """Why a run of these options needs the whole model in memory to decide and to cut; empty where it does not."""
-        return "" if self.from_disk else f"{self.name} scores the model as a whole"
+    def streaming_obstacle(self, config: PruneConfig) -> str | None:
+        """Return why a run of these options needs the whole model in memory; None if it does not."""
+        return None if self.from_disk else f"{self.name} scores the model as a whole"
 
     def reads_text_with(self, options: MethodOptions | None) -> bool:
-        """Whether ``decide`` looks at the samples with these options of the method; None stands for its defaults."""
+        """Check whether ``decide`` reads the samples with these options of the method; None = its defaults."""
         return self.reads_text and (self.options() if options is None else options).reads_text
 
 
-def own_options(given: PlanRequest | PruneConfig, kind: type[Options]) -> Options:
-    """The options of a run's method, which must be of the class that the method declares; None stands for its defaults.
+def own_options(source: PlanRequest | PruneConfig, kind: type[Options]) -> Options:
+    """Return the options of a run's method, which must be of the class that the method declares; None = its defaults.
 
     Raises:
         ConfigError: they are another method's.
     """
-    found = kind() if given.options is None else given.options
-    if not isinstance(found, kind):
+    options = kind() if source.options is None else source.options
+    if not isinstance(options, kind):
         raise ConfigError(
-            f"The options of method {given.method!r} are a {type(found).__name__}; it takes a {kind.__name__}."
+            f"The options of method {source.method!r} are a {type(options).__name__}; it takes a {kind.__name__}."
         )
-    return found
+    return options
 
 
-def with_paper(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
-    """Presets of a method for which nothing better than the paper's constants is known: both names give the same."""
+def paper_presets(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+    """Return the presets of a method whose recommended constants are the paper's: both names give the same options."""
     return {name: make, f"{name}-paper": make}

@@ -1,4 +1,4 @@
-"""From a ratio to counts: how many layers or hidden channels go, rounded to legal sizes, never silently."""
+"""From a ratio to counts: how many layers or hidden channels are removed, rounded to legal sizes, never silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyprune.plan import PrunePlan
 
 Shapes = Mapping[str, tuple[int, ...]]
 Unit = Literal["layer", "attention", "mlp"]
-"""What goes as a whole: a layer, or one of its two blocks."""
+"""The unit that is removed as a whole: a layer, or one of its two blocks."""
 UNIT_NAMES: dict[Unit, str] = {"layer": "layers", "attention": "attention blocks", "mlp": "MLP blocks"}
 """Unit -> its plural."""
 
@@ -36,20 +36,20 @@ class Decision:
 
 
 def share_of_parameters(family: Family, shapes: Shapes, plan: PrunePlan) -> float:
-    """Share of the dense parameters that the plan removes, in [0, 1]."""
+    """Return the share of the dense parameters that the plan removes, in [0, 1]."""
     total = sum(math.prod(shape) for shape in shapes.values())
     return 1 - parameters_after(family, shapes, plan) / total
 
 
-def rounded_up(share: Fraction | float) -> str:
-    """A share with four digits, as a ratio that reaches it: never less."""
+def sufficient_ratio(share: Fraction | float) -> str:
+    """Return a share with four digits, rounded up: a ratio that reaches it."""
     exact = Fraction(share)
     context = Context(prec=4, rounding=ROUND_CEILING)
     return f"{context.divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize():f}"
 
 
 def floor_count(ratio: float, total: int, unit: str) -> int:
-    """floor(ratio * total) without binary surprises (0.29 of 100 is 29).
+    """Return floor(ratio * total) without binary surprises (0.29 of 100 is 29).
 
     Raises:
         ConfigError: the ratio is outside (0, 1), or removes nothing.
@@ -60,13 +60,13 @@ def floor_count(ratio: float, total: int, unit: str) -> int:
     if count == 0:
         raise ConfigError(
             f"ratio {ratio} of {total} {unit} removes nothing; the smallest ratio that removes one is "
-            f"{rounded_up(Fraction(1, total))}."
+            f"{sufficient_ratio(Fraction(1, total))}."
         )
     return count
 
 
-def without_units(plan: PrunePlan, layers: Iterable[int], unit: Unit = "layer") -> PrunePlan:
-    """The plan without some of its layers, or without the attention or the MLP of these layers.
+def drop_units(plan: PrunePlan, layers: Iterable[int], unit: Unit = "layer") -> PrunePlan:
+    """Return the plan without some of its layers, or without the attention or the MLP of these layers.
 
     Raises:
         PlanError: a layer that the plan does not hold.
@@ -79,12 +79,12 @@ def without_units(plan: PrunePlan, layers: Iterable[int], unit: Unit = "layer") 
 
 
 def decide_layer_count(request: PlanRequest, unit: Unit = "layer") -> Decision:
-    """How many layers go, or how many attention or MLP blocks.
+    """Return how many layers are removed, or how many attention or MLP blocks.
 
     Args:
         request: its ``ratio_of`` is layers (floor(ratio * n); also for None) or parameters (the most units whose share
-            stays within the ratio).
-        unit: what goes; every layer has one of each.
+            is within the ratio).
+        unit: the unit that is removed; every layer has one of each.
 
     Raises:
         ConfigError: the ratio removes nothing, leaves nothing, or its unit does not fit this axis.
@@ -97,20 +97,20 @@ def decide_layer_count(request: PlanRequest, unit: Unit = "layer") -> Decision:
         raise ConfigError(f"ratio_of is {ratio_of!r}, but this method removes layers; use layers or parameters.")
 
     def without(count: int) -> PrunePlan:
-        return without_units(request.identity, range(total - count, total), unit)
+        return drop_units(request.identity, range(total - count, total), unit)
 
     return _largest_within(request, range(1, total), without, UNIT_NAMES[unit])
 
 
 def decide_hidden_count(request: PlanRequest, usual: RatioOf = "hidden") -> Decision:
-    """How many hidden channels go, so that what stays is a multiple of ``hidden_multiple``.
+    """Return how many hidden channels are removed, so that the kept size is a multiple of ``hidden_multiple``.
 
     Rounding keeps more rather than fewer channels, and is reported in the notes.
 
     Args:
-        request: its ``ratio_of`` is hidden (floor(ratio * n)) or parameters (the most channels whose share stays within
+        request: its ``ratio_of`` is hidden (floor(ratio * n)) or parameters (the most channels whose share is within
             the ratio).
-        usual: what ``ratio_of`` None stands for.
+        usual: the meaning of ``ratio_of`` None.
 
     Raises:
         ConfigError: the ratio removes nothing once rounded, leaves nothing, or its unit does not fit.
@@ -133,19 +133,19 @@ def decide_hidden_count(request: PlanRequest, usual: RatioOf = "hidden") -> Deci
         raise ConfigError(
             f"ratio_of is {ratio_of!r}, but this method removes hidden channels; use hidden or parameters."
         )
-    wanted = floor_count(ratio, total, "hidden channels")
-    kept = math.ceil((total - wanted) / multiple) * multiple
+    count = floor_count(ratio, total, "hidden channels")
+    kept = math.ceil((total - count) / multiple) * multiple
     if kept >= total:
         raise ConfigError(
-            f"ratio {ratio} of {total} hidden channels removes {wanted}, but what stays must be a multiple "
-            f"of {multiple}: nothing would go. Use a ratio of at least "
-            f"{rounded_up(Fraction(total - kept_legal[-1], total))} or a smaller hidden_multiple."
+            f"ratio {ratio} of {total} hidden channels removes {count}, but the kept size must be a multiple "
+            f"of {multiple}: nothing would be removed. Use a ratio of at least "
+            f"{sufficient_ratio(Fraction(total - kept_legal[-1], total))} or a smaller hidden_multiple."
         )
-    if kept == total - wanted:
-        return Decision(wanted)
+    if kept == total - count:
+        return Decision(count)
     note = (
-        f"hidden size rounded from {total - wanted} up to {kept}, a multiple of {multiple}: "
-        f"{total - kept} channels go instead of {wanted}."
+        f"hidden size rounded from {total - count} up to {kept}, a multiple of {multiple}: "
+        f"{total - kept} channels are removed instead of {count}."
     )
     return Decision(total - kept, (note,))
 
@@ -153,7 +153,7 @@ def decide_hidden_count(request: PlanRequest, usual: RatioOf = "hidden") -> Deci
 def _largest_within(
     request: PlanRequest, counts: range | list[int], without: Callable[[int], PrunePlan], unit: str
 ) -> Decision:
-    """The largest count whose share of parameters does not exceed the ratio (shares grow with the count)."""
+    """Return the largest count whose share of parameters does not exceed the ratio (shares grow with the count)."""
     ratio = request.ratio
     if not 0 < ratio < 1:
         raise ConfigError(f"ratio is {ratio}; it must be strictly between 0 and 1.")
@@ -167,7 +167,7 @@ def _largest_within(
     if best == 0:
         first = share_of_parameters(request.family, request.shapes, without(counts[0]))
         raise ConfigError(
-            f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {rounded_up(first)}."
+            f"ratio {ratio} of the parameters removes no {unit}; the smallest step is {sufficient_ratio(first)}."
         )
     note = f"{best} {unit} are {share:.2%} of the parameters (asked for {ratio:.2%})."
     return Decision(best, (note,))

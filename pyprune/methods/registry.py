@@ -6,8 +6,8 @@ torch: what computes is imported when it is called. Installed packages bring met
 ``pyprune.methods``: the method's name -> a module with ``METHOD``, or the method itself. None of them is imported
 before it is asked for.
 
-The preset named like a method is what a run of that method starts from, however it was named: --method, --preset or a
-recipe's ``method``.
+A run of a method starts from the preset of the same name, however the method was chosen: by --method, by --preset or by
+a recipe's ``method``.
 """
 
 from __future__ import annotations
@@ -40,55 +40,55 @@ _NOT_METHODS = ("base",)
 
 @cache
 def own_methods() -> dict[str, str]:
-    """Method name -> module path of pyprune's own methods.
+    """Return method name -> module path of pyprune's own methods.
 
     Raises:
         ConfigError: two files define the same method name.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for package in _PACKAGES:
         spec = find_spec(package)
         locations = spec.submodule_search_locations if spec else None
         for module in pkgutil.iter_modules(locations or []):
             if module.name in _NOT_METHODS or module.name.startswith("_"):
                 continue
-            if module.name in found:
+            if module.name in modules:
                 raise ConfigError(
-                    f"The method name {module.name!r} is defined twice: {found[module.name]} and {package}."
+                    f"The method name {module.name!r} is defined twice: {modules[module.name]} and {package}."
                 )
-            found[module.name] = f"{package}.{module.name}"
-    return found
+            modules[module.name] = f"{package}.{module.name}"
+    return modules
 
 
 def installed_methods() -> dict[str, EntryPoint]:
-    """Method name -> entry point of an installed package, without importing any of them.
+    """Return method name -> entry point of an installed package, without importing any of them.
 
     Raises:
         ConfigError: a name that is no word, is "none", or that two packages (or pyprune and a package) give a method.
     """
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if not entry.name.isidentifier() or entry.name == "none":
             raise ConfigError(
                 f"{_source(entry)} has no name for a method; it must be letters, digits and underscores, and not none."
             )
-        other = own_methods().get(entry.name) or (found[entry.name].value if entry.name in found else None)
+        other = own_methods().get(entry.name) or (entries[entry.name].value if entry.name in entries else None)
         if other:
             raise ConfigError(
                 f"The method name {entry.name!r} is defined twice: {other} and {entry.value} (entry point of {GROUP}). "
                 "Uninstall one of the packages."
             )
-        found[entry.name] = entry
-    return found
+        entries[entry.name] = entry
+    return entries
 
 
 def installed_names() -> list[str]:
-    """Names of the methods that installed packages bring, also where they clash: what a list can show."""
+    """Return the names of the methods that installed packages bring, for a list; clashes are not refused here."""
     return sorted({entry.name for entry in entry_points(group=GROUP)} - own_methods().keys())
 
 
 def method_modules() -> dict[str, str]:
-    """Method name -> where it is defined, without importing any of them.
+    """Return method name -> module that defines it, without importing any of them.
 
     Raises:
         ConfigError: as :func:`own_methods` and :func:`installed_methods`.
@@ -101,7 +101,7 @@ def _source(entry: EntryPoint) -> str:
 
 
 def read_config(data: Mapping[str, Any]) -> PruneConfig:
-    """Build a configuration from plain data, and validate it with what its method says of it.
+    """Build a configuration from plain data, and validate it by its own rules and its method's.
 
     Args:
         data: JSON or YAML data, the options of the method under its name, as :meth:`PruneConfig.to_dict` gives it.
@@ -112,43 +112,43 @@ def read_config(data: Mapping[str, Any]) -> PruneConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(f"The options are {shown(data)}; expected a mapping.")
     method = data.get("method", PruneConfig.method)
-    known = method_modules()
-    options = get_method(method).options if isinstance(method, str) and method in known else MethodOptions
-    others = [name for name in data if name != method and name in known] if isinstance(method, str) else []
-    if not isinstance(method, str):  # refused with its value below, and nothing else can be said of it
-        data = {name: value for name, value in data.items() if name not in known}
-    own = {name: value for name, value in data.items() if name not in others}
-    return checked(PruneConfig.read(own, options, _naming_problems(method, others)))
+    modules = method_modules()
+    options = get_method(method).options if isinstance(method, str) and method in modules else MethodOptions
+    others = [name for name in data if name != method and name in modules] if isinstance(method, str) else []
+    if not isinstance(method, str):  # refused with its value below, and nothing else can be checked
+        data = {name: value for name, value in data.items() if name not in modules}
+    data = {name: value for name, value in data.items() if name not in others}
+    return complete_config(PruneConfig.read(data, options, _naming_problems(method, others)))
 
 
 def _naming_problems(method: Any, others: Sequence[str]) -> list[str]:
-    """A method that does not exist, and options of methods that do not run, which would do nothing."""
-    found = []
+    """Return the problems of a method that does not exist, and of options of methods that do not run."""
+    problems = []
     if isinstance(method, str) and method not in (*method_modules(), "none"):
-        found.append(did_you_mean(method, method_modules(), "method"))
+        problems.append(did_you_mean(method, method_modules(), "method"))
     if others:
-        found.append(
+        problems.append(
             f"There are options of {' and '.join(map(repr, others))}, but method is {shown(method)}; leave them out, "
             "or name the method that you mean."
         )
-    return found
+    return problems
 
 
-def checked(config: PruneConfig) -> PruneConfig:
-    """Validate a configuration together with what its method says of it, and fill in the method's default options.
+def complete_config(config: PruneConfig) -> PruneConfig:
+    """Validate a configuration by its own rules and its method's, and fill in the method's default options.
 
     Raises:
         ConfigError: every problem, also an unknown method and options that it would not read.
     """
-    found = _method_problems(config)
-    if not found and config.options is None and config.method != "none":
+    problems = _method_problems(config)
+    if not problems and config.options is None and config.method != "none":
         config = replace(config, options=get_method(config.method).options())
     try:
         config.validate()
     except ConfigError as error:
-        raise ConfigError([*error.problems, *found]) from None
-    if found:
-        raise ConfigError(found)
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
     return config
 
 
@@ -158,34 +158,34 @@ def _method_problems(config: PruneConfig) -> list[str]:
     if config.method not in method_modules():
         return [did_you_mean(config.method, method_modules(), "method")]
     method = get_method(config.method)
-    found = []
+    problems = []
     if config.options is not None and not isinstance(config.options, method.options):
-        found.append(
+        problems.append(
             f"The options of method {config.method!r} are a {type(config.options).__name__}; it takes a "
             f"{method.options.__name__}."
         )
     if config.score is not None and not method.scores:
-        given = [f"score.{name}" for name, value in vars(config.score).items() if value != getattr(ScoreConfig, name)]
-        found.append(
-            f"{' and '.join(given) or 'score'} cannot be used: method {config.method!r} scores no structures, its "
-            "sizes are its own. Leave it out."
+        changed = [f"score.{name}" for name, value in vars(config.score).items() if value != getattr(ScoreConfig, name)]
+        problems.append(
+            f"{' and '.join(changed) or 'score'} cannot be used: method {config.method!r} scores no structures and "
+            "chooses sizes in its own way. Leave it out."
         )
     if method.regularise is None and "regularise" in (*config.stages.before, *config.stages.after):
-        found.append(
+        problems.append(
             f"method is {config.method!r}, which regularises nothing; take regularise out of stages.before and "
             "stages.after."
         )
     distill = config.recover.distill if "recover" in config.stages.after else None
     if method.rotates and config.plan is None and distill is not None and distill.hidden:
-        found.append(
+        problems.append(
             f"recover.distill.hidden is {distill.hidden}, which compares the hidden channels with the dense model's, "
             f"but {config.method!r} rotates them before it cuts; set it to 0 and compare the logits (alpha)."
         )
-    return found
+    return problems
 
 
 def is_of_another(option: str, method: str) -> bool:
-    """Whether an option, by its dotted name or as "name=value", is of a method other than this one."""
+    """Check whether an option, by its dotted name or as "name=value", belongs to a method other than this one."""
     first = option.partition("=")[0].partition(".")[0].strip()
     return first != method and first in method_modules()
 
@@ -201,12 +201,12 @@ def check_name(name: str) -> None:
 
 
 def get_method(name: str) -> Method:
-    """The method of this name.
+    """Return the method of this name.
 
     Raises:
         ConfigError: as :func:`check_name`, or the package that brings it is broken.
     """
-    if name in own_methods():  # looking for others reads the metadata of every installed package
+    if name in own_methods():  # a search for others reads the metadata of every installed package
         method: Method = import_module(own_methods()[name]).METHOD
         return method
     check_name(name)
@@ -214,8 +214,8 @@ def get_method(name: str) -> Method:
 
 
 def _installed_method(entry: EntryPoint) -> Method:
-    found = _load(entry)
-    method = getattr(found, "METHOD", found)
+    target = _load(entry)
+    method = getattr(target, "METHOD", target)
     if not isinstance(method, Method) or method.name != entry.name:
         raise ConfigError(
             f"{_source(entry)} is {shown(method)}; it must be a module with METHOD, or a pyprune.methods.base.Method, "
@@ -235,45 +235,41 @@ def _load(entry: EntryPoint) -> Any:
 
 @cache
 def presets() -> dict[str, Callable[[], PruneConfig]]:
-    """Preset name -> function that builds it (its docstring describes it), of our own methods; imports no torch."""
-    found: dict[str, Callable[[], PruneConfig]] = {}
-    for name in own_methods():
-        found |= presets_of(get_method(name))
-    return found
+    """Return preset name -> function that builds it (its docstring describes it), of pyprune's own methods."""
+    return {name: make for method in own_methods() for name, make in presets_of(get_method(method)).items()}
 
 
 @cache
 def score_presets() -> dict[str, Callable[[], PruneConfig]]:
-    """The presets of our own scoring methods: one for each score, without the forms that a score has besides."""
-    scoring = {name for name in own_methods() if get_method(name).scores}
+    """Return the presets of pyprune's own scoring methods, without their -paper and -recovered forms."""
     return {
         name: make
         for name, make in presets().items()
-        if name.partition("-")[0] in scoring and not name.endswith(("-paper", "-recovered"))
+        if get_method(name.partition("-")[0]).scores and not name.endswith(("-paper", "-recovered"))
     }
 
 
 def presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
-    """The presets of a method; where it brings none of its name, a run starts from :meth:`Method.start`."""
+    """Return the presets of a method, with :meth:`Method.default_config` if it brings none of its name."""
 
     def start() -> PruneConfig:
-        return method.start()
+        return method.default_config()
 
     start.__doc__ = method.summary
     return {method.name: start, **method.presets}
 
 
 def preset(name: str) -> PruneConfig:
-    """The options of a preset.
+    """Return the options of a preset.
 
     Raises:
-        ConfigError: there is no preset of this name; the message lists them, or says what it is called now.
+        ConfigError: there is no preset of this name; the message lists them.
     """
     return _maker(name)()
 
 
 def describe(name: str) -> str:
-    """One line about a preset.
+    """Return one line about a preset.
 
     Raises:
         ConfigError: as :func:`preset`.
@@ -282,14 +278,14 @@ def describe(name: str) -> str:
 
 
 def _maker(name: str) -> Callable[[], PruneConfig]:
-    known = presets()
-    installed = installed_methods() if name not in known else {}
+    makers = presets()
+    installed = installed_methods() if name not in makers else {}
     method = name.partition("-")[0]
     if method in installed:
-        known = known | _installed_presets(installed[method])
-    if name not in known:
-        raise ConfigError(did_you_mean(name, {*known, *installed}, "preset"))
-    return known[name]
+        makers = makers | _installed_presets(installed[method])
+    if name not in makers:
+        raise ConfigError(did_you_mean(name, {*makers, *installed}, "preset"))
+    return makers[name]
 
 
 def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]]:
@@ -304,7 +300,7 @@ def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]
 
 
 def method_preset(method: str) -> PruneConfig:
-    """What a run of a method starts from: the preset of the same name.
+    """Return the options that a run of a method starts from: the preset of the same name.
 
     Raises:
         ConfigError: as :func:`check_name`.

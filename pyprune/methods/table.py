@@ -1,4 +1,4 @@
-"""The methods that are installed, as a table: what `pyprune methods` prints and what README shows. Imports no torch."""
+"""The table of installed methods that `pyprune methods` prints and README shows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pyprune.methods.registry import get_method, method_modules, own_methods, pr
 from pyprune.runtime.report import Table
 
 REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads, FFN or hidden channels"}
-"""Axis of a method -> what it removes, in words."""
+"""Axis of a method -> name of the removed parts."""
 
 
 def methods_table(*, installed: bool = True) -> Table:
-    """Every method: what it is, what it removes, whether it can train towards the cut, its presets.
+    """Return a row for every method: what it is, what it removes, whether it can train towards the cut, its presets.
 
     Args:
-        installed: with those of other packages, which are imported for it.
+        installed: include the methods of other packages, which are imported for this.
 
     Raises:
         ConfigError: a package that brings one is broken.

@@ -13,10 +13,10 @@ from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 
 
-def reconstructed(config: PruneConfig) -> PruneConfig:
-    """What is recommended around a choice of layers or hidden channels: nothing is trained before the cut.
+def with_reconstruction(config: PruneConfig) -> PruneConfig:
+    """Add the recommended stages around a choice of layers or hidden channels; nothing is trained before the cut.
 
-    The cut is reconstructed by least squares on a mixture of texts, then all weights are trained, half on the text and
+    The cut is reconstructed by least squares on a mixture of texts. Then all weights are trained, half on the text and
     half on the dense model's logits (constants ours).
     """
     return replace(
@@ -30,7 +30,7 @@ def reconstructed(config: PruneConfig) -> PruneConfig:
 
 
 def published_training(steps: int, validation_interval: int) -> TrainConfig:
-    """The papers' training constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
+    """Return the papers' constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
     return TrainConfig(
         optimizer="fused_adamw",
         learning_rate=2e-5,
@@ -49,7 +49,7 @@ def published_training(steps: int, validation_interval: int) -> TrainConfig:
 
 
 def short_training() -> TrainConfig:
-    """20 steps of 8 x 256 tokens: what two CPU cores do in a few minutes on a 135M model (all constants ours)."""
+    """Return 20 steps of 8 x 256 tokens: a few minutes on two CPU cores for a 135M model (all constants ours)."""
     return TrainConfig(
         optimizer="fused_adamw",
         learning_rate=3e-4,
@@ -65,5 +65,5 @@ def short_training() -> TrainConfig:
 
 
 def published_recovery() -> RecoverConfig:
-    """The papers' recovery: LoRA of rank 32 and alpha 10, with their training constants."""
+    """Return the papers' recovery: LoRA of rank 32 and alpha 10, with their training constants."""
     return RecoverConfig(rank=32, alpha=10.0, train=published_training(steps=40, validation_interval=4))

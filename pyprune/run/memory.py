@@ -205,7 +205,7 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
         placement = "host" if not remote and weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
     if placement == "device":
         return Division()
-    deciding = config.deciding()
+    deciding = config.deciding_training()
     if deciding is not None:
         check_shares(deciding.train.batch_size, f"{deciding.name}.batch_size")
     return Division(device, "first")
@@ -260,7 +260,7 @@ def _with_teacher(config: Run, placement: Literal["device", "files"]) -> Run:
 
 def _all_trainings(config: PruneConfig | RecoverCheckpointConfig) -> list[Training]:
     """Those of the decision and of all stages, in order."""
-    deciding = config.deciding()
+    deciding = config.deciding_training()
     return [*([] if deciding is None else [deciding]), *config.trainings()]
 
 
@@ -384,7 +384,7 @@ class _Look:
             yield model, _of_method(get_method(config.method).objective, model, config)
         elif training.action == "decide" and isinstance(config, PruneConfig):
             with frozen(model):
-                yield model, _of_method(get_method(config.method).decides_by, model, config)
+                yield model, _of_method(get_method(config.method).deciding_objective, model, config)
         else:
             yield model, Objective()
 

@@ -21,7 +21,7 @@ from pyprune.data.sources import check_sources, look_up_samples
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
 from pyprune.methods.base import PlanDecision
-from pyprune.methods.registry import checked
+from pyprune.methods.registry import complete_config
 from pyprune.modeling.shapes import model_of_shapes
 from pyprune.plan import PrunePlan
 from pyprune.run.memory import Source, learns_from_files, placed
@@ -118,7 +118,7 @@ def _pruned(
     overwrite: bool,
     placement: str,
 ) -> PruneResult:
-    config = checked(config)
+    config = complete_config(config)
     check_output(out, overwrite=overwrite, reads=[model_id, config.plan, *_sources(config)])
     check_sources(_sources(config))
     if resume:
@@ -252,7 +252,7 @@ def prune_(
     Raises:
         ConfigError: distillation without a teacher, or instruction records where every token has to count.
     """
-    return _through(StageRun(model, StageText.of(data), checked(config), work, teacher))
+    return _through(StageRun(model, StageText.of(data), complete_config(config), work, teacher))
 
 
 def _through(run: StageRun) -> PruneResult:
@@ -280,7 +280,7 @@ def make_plan(model: PreTrainedModel, samples: Batch | Tensor, config: PruneConf
 
 def _planning(model: PreTrainedModel, data: Mapping[str, Batch | Tensor], config: PruneConfig) -> StageRun:
     """A run that stops at the plan: without stages, and so without what only they need."""
-    return StageRun(model, StageText.of(data), planning(checked(config)))
+    return StageRun(model, StageText.of(data), planning(complete_config(config)))
 
 
 def decision_for(
@@ -307,7 +307,7 @@ def decision_for(
     Returns:
         The plan, with the notes and warnings that a cut by it would come with.
     """
-    config = checked(config)
+    config = complete_config(config)
     check_sources(_sources(config))
     reading: dict[str, Any] = {
         "gguf_file": gguf_file,

@@ -251,7 +251,8 @@ def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str
             places[config.method] = config.options.idle
         if config.method != "none":
             method = get_method(config.method)
-            found = {name: f"method {method.name!r}, which {why}" for name, why in method.unread(config).items()}
+            reasons = method.unread_options(config)
+            found = {name: f"method {method.name!r}, which {why}" for name, why in reasons.items()}
             if method.scores:
                 places["score"] = config.score_options.idle
         if config.plan is not None:
@@ -273,7 +274,7 @@ def _without_effect(chosen: Mapping[str, Any], config: PruneConfig | RecoverChec
 def unread(config: PruneConfig) -> dict[str, list[str]]:
     """Stage that the run lacks -> dotted names of the options (with all inside them) that it alone would read."""
     stages = (*config.stages.before, *config.stages.after)
-    own = config.options.of_regularising if config.options is not None else ()
+    own = config.options.regularising_options if config.options is not None else ()
     readers = {
         "regularise": [f"{config.method}.{name}" for name in own],
         "recover": ["recover", *(["recovery_data"] if not config.stages.after else [])],

@@ -297,7 +297,7 @@ class StageRun:
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         method = get_method(config.method)
-        trains = config.deciding() is not None
+        trains = config.deciding_training() is not None
         together = self.division.on_host and trains
         if not (together or self._has_weights):
             return None

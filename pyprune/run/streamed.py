@@ -80,7 +80,7 @@ def decides_from_disk(model_id: str | Path, config: PruneConfig, **source: Any) 
 def _why_not_decided(config: PruneConfig) -> str:
     if config.plan is not None:
         return ""
-    return get_method(config.method).why_loaded(config)
+    return get_method(config.method).streaming_obstacle(config) or ""
 
 
 def beside_files(

@@ -11,7 +11,7 @@ import pytest
 from pyprune.config.recoveries import RECOVERIES
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import checked, preset
+from pyprune.methods.registry import complete_config, preset
 from pyprune.run.recipe import build_config, merge, parse_setting
 
 
@@ -56,7 +56,7 @@ def test_a_plan_alone_is_applied_without_training() -> None:
 
 def test_a_recipe_is_complete_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
-    complete = checked(PruneConfig(ratio=0.5))
+    complete = complete_config(PruneConfig(ratio=0.5))
     path.write_text(json.dumps(complete.to_dict()))
     assert build_config(recipe=path) == complete
     path.write_text("")

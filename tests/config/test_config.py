@@ -13,7 +13,7 @@ from pyprune.config.run import PruneConfig, RecoverCheckpointConfig
 from pyprune.config.train import LARGEST_BATCH, LONGEST_RUN, RecoverConfig, TrainConfig, largest_divisor
 from pyprune.errors import ConfigError
 from pyprune.methods.base import own_options
-from pyprune.methods.registry import checked, get_method, own_methods, preset, presets, read_config
+from pyprune.methods.registry import complete_config, get_method, own_methods, preset, presets, read_config
 from pyprune.methods.regularise.dress import DressOptions
 
 
@@ -68,7 +68,7 @@ def test_options_of_another_method_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"score\.axes cannot be used: method 'elder' scores no structures"):
         read_config({"score": {"axes": ["ffn"]}})
     with pytest.raises(ConfigError, match="The options of method 'elder' are a DressOptions; it takes a ElderOptions"):
-        checked(PruneConfig(method="elder", options=DressOptions()))
+        complete_config(PruneConfig(method="elder", options=DressOptions()))
     with pytest.raises(ConfigError, match=r"There is no option .options.; .* under its name"):
         read_config({"options": {"norm": "l1"}})
 
@@ -110,7 +110,7 @@ def test_values_that_would_fail_or_do_nothing_in_training(section: str, name: st
 def test_a_method_must_exist_and_be_able_to_do_its_stages() -> None:
     """Before a model is loaded, not hours later."""
     with pytest.raises(ConfigError, match="Did you mean 'dress'") as unknown:
-        checked(PruneConfig(method="dres", ratio=2.0))
+        complete_config(PruneConfig(method="dres", ratio=2.0))
     assert len(unknown.value.problems) == 2, "all that is wrong comes together"
     with pytest.raises(ConfigError) as caught:
         read_config({"method": "none"})
@@ -118,8 +118,8 @@ def test_a_method_must_exist_and_be_able_to_do_its_stages() -> None:
     with pytest.raises(ConfigError, match="nothing to regularise with"):
         read_config({"method": "none", "plan": "plan.json"})
     with pytest.raises(ConfigError, match="regularises nothing"):
-        checked(PruneConfig(method="taylor"))
-    checked(read_config({"method": "none", "plan": "plan.json", "stages": {"before": ["finetune"]}}))
+        complete_config(PruneConfig(method="taylor"))
+    complete_config(read_config({"method": "none", "plan": "plan.json", "stages": {"before": ["finetune"]}}))
 
 
 def test_yaml_style_numbers_are_numbers() -> None:
@@ -307,7 +307,7 @@ def test_half_precision_is_fine_for_scores_gates_and_adapters() -> None:
     gates = {"method": "elder", "stages": {"before": [], "after": []}, "dtype": "float16"}
     with pytest.raises(ConfigError, match="most of the gradients of decide"):
         read_config(gates)
-    assert read_config({**gates, "elder": {"layers": [1]}}).deciding() is None
+    assert read_config({**gates, "elder": {"layers": [1]}}).deciding_training() is None
     assert RecoverCheckpointConfig.from_dict({"dtype": "bfloat16"}).dtype == "bfloat16"
     with pytest.raises(ConfigError, match="recover trains all weights"):
         RecoverCheckpointConfig.from_dict({"dtype": "bfloat16", "recover": {"adapters": "none"}})

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pyprune.config.base import option
 from pyprune.config.method import MethodOptions
 from pyprune.methods.base import own_options
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def score(run):
 
 def paper():
     "The paper's ratio."
-    return replace(scoring("{name}", Options(power=2)), ratio=0.3)
+    return replace(scoring_config("{name}", Options(power=2)), ratio=0.3)
 
 
 METHOD = score_method(

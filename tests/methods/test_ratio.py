@@ -13,8 +13,8 @@ from pyprune.methods.ratio import (
     decide_hidden_count,
     decide_layer_count,
     floor_count,
-    rounded_up,
     share_of_parameters,
+    sufficient_ratio,
 )
 from pyprune.plan import PrunePlan
 from tests._support.models import tiny_model
@@ -57,8 +57,8 @@ def test_the_ratio_that_is_advised_removes_one(total: int) -> None:
 
 
 @pytest.mark.parametrize(("share", "text"), [(1 / 3, "0.3334"), (0.25, "0.25"), (0.0017361, "0.001737")])
-def test_shares_are_rounded_up(share: float, text: str) -> None:
-    assert rounded_up(share) == text
+def test_a_ratio_is_sufficient_for_its_share(share: float, text: str) -> None:
+    assert sufficient_ratio(share) == text
 
 
 def test_ratios_of_numpy_are_numbers() -> None:
@@ -82,7 +82,7 @@ def test_hidden_rounding_keeps_more_and_is_reported() -> None:
     assert (exact.count, exact.notes) == (12, ())
     rounded = decide_hidden_count(request_of(0.25, hidden_multiple=8))
     assert rounded.count == 8
-    assert "rounded from 36 up to 40, a multiple of 8: 8 channels go instead of 12" in rounded.notes[0]
+    assert "rounded from 36 up to 40, a multiple of 8: 8 channels are removed instead of 12" in rounded.notes[0]
 
 
 def test_hidden_by_share_of_parameters() -> None:
@@ -92,7 +92,7 @@ def test_hidden_by_share_of_parameters() -> None:
 
 
 def test_what_cannot_be_rounded_to_a_legal_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing would go"):
+    with pytest.raises(ConfigError, match="nothing would be removed"):
         decide_hidden_count(request_of(0.1, hidden_multiple=16))
     with pytest.raises(ConfigError, match="no smaller size is legal"):
         decide_hidden_count(request_of(0.5, hidden_multiple=64))

@@ -121,7 +121,7 @@ def test_the_gates_are_looked_at_too(checkpoint: Path, text: Path, monkeypatch: 
     assert "elder.gates would hold" in message
     assert "elder.train.gradient_checkpointing=true" in message
     replayed = build_config(options={"method": "elder"}, settings=["elder.layers=[1]", "stages.after=[]"])
-    assert replayed.deciding() is None
+    assert replayed.deciding_training() is None
 
 
 def test_adapters_in_lean_memory_leave_the_training_of_all_weights_as_it_is() -> None:

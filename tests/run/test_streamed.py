@@ -312,7 +312,7 @@ def test_what_cannot_stream_says_why(more: list[str], why: str, tmp_path: Path, 
 
 def test_axes_that_a_method_does_not_score_from_disk_are_named() -> None:
     config = build_config(options={"method": "flap", "score.axes": ["hidden"], "cut.reconstruct": "none"})
-    assert get_method("flap").why_loaded(config) == "flap scores hidden of the model as a whole"
+    assert get_method("flap").streaming_obstacle(config) == "flap scores hidden of the model as a whole"
 
 
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "obs"])

@@ -1,21 +1,22 @@
 """Methods that remove whole layers, or whole attention or MLP blocks, and train nothing.
 
-To add one, write a folder here whose name is the method's. It declares ``METHOD`` with options (a subclass of
-:class:`BlockOptions` where single blocks may go too) and presets made by :func:`removing`, and imports no torch.
-``_units.py`` has what their decisions share: how many units go, which may, and the loss without each of them.
+To add one, write a folder here with the method's name. It declares ``METHOD`` with options and presets made by
+:func:`removal_config`, and imports no torch. The options are a subclass of :class:`BlockOptions` if single blocks may
+be removed too. ``_units.py`` has the code that their decisions share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.methods.ratio import Unit
 
-BLOCKS_TOO = "layers, or attention or MLP blocks"
-"""What a method with :class:`BlockOptions` removes, for the table of methods."""
+LAYERS_OR_BLOCKS = "layers, or attention or MLP blocks"
+"""The parts that a method with :class:`BlockOptions` removes, for the table of methods."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,32 @@ class BlockOptions(MethodOptions):
     """Options of methods that can also remove the attention and MLP blocks of layers separately.
 
     Attributes:
-        unit: layer (whole layers), attention or mlp (these blocks alone; the rest of the layer stays). The ratio counts
-            units: ``ratio_of`` layers means that share of all layers, or of all blocks of that kind.
+        unit: layer (whole layers), attention or mlp (these blocks alone; the rest of the layer is kept). The ratio
+            counts units: ``ratio_of`` layers means that share of all layers, or of all blocks of that kind.
     """
 
     unit: Unit = "layer"
 
 
-def removing(method: str, options: MethodOptions, *, samples: int, sequence_length: int) -> PruneConfig:
-    """What all methods of this folder start from: 25 % of the layers, no training before or after the cut.
+@dataclass(frozen=True)
+class EdgeOptions(BlockOptions):
+    """Options of methods that can also keep layers at both ends of the model.
+
+    Attributes:
+        keep_first: layers at the beginning of the model that are kept whole.
+        keep_last: layers at its end that are kept whole.
+    """
+
+    keep_first: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+    keep_last: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+
+
+def removal_config(method: str, options: MethodOptions, *, samples: int, sequence_length: int) -> PruneConfig:
+    """Return the start of all methods of this folder: 25 % of the layers, no training before or after the cut.
 
     Args:
-        method: its name.
-        options: its own.
+        method: name of the method.
+        options: the method's own options.
         samples: sequences of WikiText-2 that it reads.
         sequence_length: tokens in one of them.
     """

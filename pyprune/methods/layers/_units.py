@@ -23,7 +23,7 @@ from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
-from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, share_of_parameters, without_units
+from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, drop_units, share_of_parameters
 from pyprune.probe.activations import still
 from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.progress import track
@@ -101,7 +101,7 @@ class Removal:
             order: layers, in the order in which they were chosen.
             details: plain JSON data for the report.
         """
-        plan = without_units(self.request.identity, order, self.unit)
+        plan = drop_units(self.request.identity, order, self.unit)
         share = share_of_parameters(self.request.family, self.request.shapes, plan)
         note = f"Removed: {UNIT_NAMES[self.unit]} {sorted(order)}, {share:.2%} of the parameters."
         shown = {"unit": self.unit, "removed": list(order), "share_removed": share, **details}

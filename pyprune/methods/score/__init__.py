@@ -1,12 +1,12 @@
 """Scoring methods: find the structures that matter least and remove them.
 
-To add one, write a folder here whose name is the method's (or a file, or a module in a package of your own, named by an
-entry point of the group ``pyprune.methods``). Nothing is registered by hand. It declares ``METHOD``, with no import of
-torch:
+To add one, write a folder here with the method's name. A file will do, and so does a module in another package, named
+by an entry point of the group ``pyprune.methods``. Nothing is registered by hand. It declares ``METHOD``, without an
+import of torch:
 
     METHOD = score_method("NAME", "One line.", f"{__name__}.score:score", options=NameOptions, presets={"NAME": _name})
 
-where ``score(run)`` gives the scores of one round; :mod:`pyprune.methods.score.base` says what it may call.
+where ``score(run)`` adds the scores of one round; :mod:`pyprune.methods.score.base` lists what it may call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.score import ScoreAxis, ScoreConfig
-from pyprune.methods.base import Deferred, Method, PlanDecision, PlanRequest, RunOptions
+from pyprune.methods.base import NO_RUN, Deferred, Method, PlanDecision, PlanRequest, RunOptions
 
 if TYPE_CHECKING:
     from pyprune.methods.score.base import Scoring
@@ -35,10 +35,10 @@ class ScoreMethod(Method):
     """A method that scores structures.
 
     Attributes:
-        scorer: adds the scores of one round; for those who rank the same scores to several goals.
+        scorer: adds the scores of one round; for callers that rank the same scores to several goals.
         disk_axes: axes that it scores without the model in memory.
-        gradients: whether it takes gradients, so that ``score.layerwise`` says of how many layers at once.
-        holds: what it holds of all layers at once, in words, where it cannot score from disk; empty = says nothing.
+        gradients: whether it takes gradients, and so reads ``score.layerwise`` (of one layer or of all at once).
+        holds: the data of all layers that it holds at once, if it cannot score from disk for that reason; empty = none.
         batches: whether it takes text in passes of ``score.batch_size`` sequences.
     """
 
@@ -49,22 +49,22 @@ class ScoreMethod(Method):
     batches: bool = True
 
     @override
-    def start(self) -> PruneConfig:
-        return scoring(self.name, self.options())
+    def default_config(self) -> PruneConfig:
+        return scoring_config(self.name, self.options())
 
     @override
-    def unread(self, config: PruneConfig) -> dict[str, str]:
-        found, axes = super().unread(config), config.score_options.axes
+    def unread_options(self, config: PruneConfig) -> dict[str, str]:
+        reasons, axes = super().unread_options(config), config.score_options.axes
         if "hidden" not in axes:
-            found["hidden_multiple"] = f"removes none of the hidden size with score.axes {list(axes)}"
+            reasons["hidden_multiple"] = f"removes none of the hidden size with score.axes {list(axes)}"
         if not self.gradients:
-            found["score.layerwise"] = "takes no gradients of layers"
+            reasons["score.layerwise"] = "takes no gradients of layers"
         if not (self.batches and self.reads_text):
-            found["score.batch_size"] = "takes no passes of its own"
-        return found
+            reasons["score.batch_size"] = "does not read text in batches"
+        return reasons
 
     @override
-    def why_loaded(self, config: PruneConfig) -> str:
+    def streaming_obstacle(self, config: PruneConfig) -> str | None:
         axes = [axis for axis in config.score_options.axes if axis not in self.disk_axes]
         if self.from_disk and axes:
             return f"{self.name} scores {', '.join(axes)} of the model as a whole"
@@ -72,7 +72,7 @@ class ScoreMethod(Method):
             return f"{self.name} holds {self.holds}"
         if self.gradients and not config.score_options.layerwise:
             return "score.layerwise is false, which takes the gradients of all layers at once"
-        return super().why_loaded(config)
+        return super().streaming_obstacle(config)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _DecideByScores:
         model: Any,
         samples: Any,
         request: PlanRequest,
-        run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+        run: RunOptions = NO_RUN,
     ) -> PlanDecision:
         from pyprune.methods.score.base import decide_by_scores
 
@@ -105,22 +105,20 @@ def score_method(
     options: type[MethodOptions] = MethodOptions,
     presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
 ) -> ScoreMethod:
-    """The registry's entry of a scoring method.
+    """Return the registry's entry of a scoring method.
 
     Args:
-        name: the name of the file or folder.
+        name: name of the file or folder.
         summary: one line for people.
         scorer: adds the scores; "module:name" for a function that is imported when it is first called.
         text: whether the scorer reads calibration text.
         from_disk: axes for which the scorer takes weights, statistics and gradients only from ``run``
-            (:class:`Scoring`), which reads a tensor or a layer at a time where the model is not in memory.
-        gradients: whether the scorer takes gradients.
-        holds: what it holds of all layers at once, if that is why it cannot score from disk: "the LoRA factors of
-            all layers".
-        batches: see :class:`ScoreMethod`.
-        seed: whether the scorer reads ``run.request.seed``, instead of one of its own options.
-        options: the class of the method's own options.
-        presets: name -> function that builds it; without one of the method's name, a run starts from :func:`scoring`.
+            (:class:`Scoring`), which reads a tensor or a layer at a time if the model is not in memory.
+        gradients, holds, batches: see :class:`ScoreMethod`.
+        seed: whether the scorer reads ``run.request.seed``, instead of a seed among the method's options.
+        options: class of the method's own options.
+        presets: name -> function that builds it; without one of the method's name, a run starts from
+            :func:`scoring_config`.
     """
     function = Deferred(scorer) if isinstance(scorer, str) else scorer
     return ScoreMethod(
@@ -142,23 +140,23 @@ def score_method(
     )
 
 
-def with_equal_layers(name: str, paper: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
-    """Presets of a score whose raw sums do not compare across layers and axes: the paper's, and the recommended one.
+def equal_layer_presets(name: str, paper: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+    """Return the presets of a score whose raw sums do not compare across layers and axes: the paper's and ours.
 
-    In one order over heads and FFN channels no head goes with any of these scores, since the sum of a KV group, which
-    has many times the weights of a channel, is larger, and the layers of the smallest sums lose too much. The
-    recommended form removes the same share of every axis in every open layer (``score.ranking`` local), as the runs on
-    LLaMA in the papers do; docs/results.md says what was measured.
+    In one order over heads and FFN channels none of these scores removes a head. A KV group has many times the weights
+    of a channel, so its sum is larger, and the layers of the smallest sums lose too much. The recommended form removes
+    the same share of every axis in every open layer (``score.ranking`` local), as the papers' runs on LLaMA do;
+    docs/results.md has the measurements.
 
     Args:
-        name: of the method.
+        name: name of the method.
         paper: makes the preset with the paper's constants and the one order (``name-paper``).
     """
-    return {name: in_every_layer(paper), f"{name}-paper": paper}
+    return {name: with_local_ranking(paper), f"{name}-paper": paper}
 
 
-def in_every_layer(start: Callable[[], PruneConfig]) -> Callable[[], PruneConfig]:
-    """The same preset, but the same count goes in every open layer."""
+def with_local_ranking(start: Callable[[], PruneConfig]) -> Callable[[], PruneConfig]:
+    """Return the preset with a local ranking: every open layer loses the same count."""
 
     def make() -> PruneConfig:
         base = start()
@@ -168,8 +166,8 @@ def in_every_layer(start: Callable[[], PruneConfig]) -> Callable[[], PruneConfig
     return make
 
 
-def scoring(method: str, options: MethodOptions | None = None) -> PruneConfig:
-    """What all scoring methods start from: 20 % of the parameters, ranked globally, one shot, no recovery.
+def scoring_config(method: str, options: MethodOptions | None = None) -> PruneConfig:
+    """Return the start of all scoring methods: 20 % of the parameters, ranked globally, one shot, no recovery.
 
     Calibration is MoreauPruner's 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
     ours.

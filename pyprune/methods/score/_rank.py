@@ -21,7 +21,7 @@ import torch
 from pyprune.config.score import ScoreAxis
 from pyprune.errors import ConfigError
 from pyprune.methods.base import PlanRequest
-from pyprune.methods.ratio import decide_hidden_count, rounded_up, share_of_parameters
+from pyprune.methods.ratio import decide_hidden_count, share_of_parameters, sufficient_ratio
 from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
 from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
 
@@ -115,7 +115,7 @@ class Ranking:
         smallest = self._share(orders, {(o.layer, o.axis): 1 for o in places if o.axis == places[-1].axis})
         raise ConfigError(
             f"ratio {self.request.ratio} of the parameters removes nothing; the smallest step is "
-            f"{rounded_up(smallest)}."
+            f"{sufficient_ratio(smallest)}."
         )
 
     def _check_unit(self) -> None:

@@ -10,7 +10,7 @@ from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, _require, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.errors import shown
-from pyprune.methods.score import in_every_layer, score_method, scoring, with_equal_layers
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config, with_local_ranking
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MoreauOptions(MethodOptions):
         sigma: standard deviation of the noise, relative to each weight.
         draws: m, noise draws averaged in one step.
         redraw: new noise at every step; False repeats the first step's, which a converging run needs.
-        tolerance: stop once the envelope's optimality condition, delta = -rho g, is missed by less than this share of
+        tolerance: stop once the error of the envelope's optimality condition, delta = -rho g, is below this share of
             the displacement's norm; None = all steps.
         seed: of the noise.
     """
@@ -40,7 +40,7 @@ class MoreauOptions(MethodOptions):
 
     @property
     def group_weight(self) -> float:
-        """Weight of the group norm on the displacement, the paper's eta: none."""
+        """Return the weight of the group norm on the displacement (the paper's eta): 0."""
         return 0.0
 
     @override
@@ -56,12 +56,13 @@ class MoreauOptions(MethodOptions):
 
 def _moreau_paper() -> PruneConfig:
     """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
-    return scoring("moreau", MoreauOptions(steps=10, rho=0.05, gamma=1e-3, sigma=0.05, draws=1))
+    return scoring_config("moreau", MoreauOptions(steps=10, rho=0.05, gamma=1e-3, sigma=0.05, draws=1))
 
 
 def _moreau_converged() -> PruneConfig:
     """MoreauPruner run to the minimiser of the envelope (within 5 %), with fixed noise and larger steps (ours)."""
-    return scoring("moreau", MoreauOptions(steps=100, rho=0.05, gamma=1e-2, sigma=0.05, redraw=False, tolerance=0.05))
+    options = MoreauOptions(steps=100, rho=0.05, gamma=1e-2, sigma=0.05, redraw=False, tolerance=0.05)
+    return scoring_config("moreau", options)
 
 
 METHOD = score_method(
@@ -71,5 +72,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauOptions,
-    presets={**with_equal_layers("moreau", _moreau_paper), "moreau-converged": in_every_layer(_moreau_converged)},
+    presets={**equal_layer_presets("moreau", _moreau_paper), "moreau-converged": with_local_ranking(_moreau_converged)},
 )

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_equal_layers
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
 from pyprune.methods.score.moreau import MoreauOptions
 
 
@@ -34,7 +34,7 @@ class MoreauGsOptions(MoreauOptions):
 
 def _moreau_gs_paper() -> PruneConfig:
     """MoreauPruner-GS with the paper's constants: T 10, rho 0.2, gamma 2e-4, eta 5e-6, sigma 0.05."""
-    return scoring("moreau_gs", MoreauGsOptions(steps=10, rho=0.2, gamma=2e-4, eta=5e-6, sigma=0.05, draws=1))
+    return scoring_config("moreau_gs", MoreauGsOptions(steps=10, rho=0.2, gamma=2e-4, eta=5e-6, sigma=0.05, draws=1))
 
 
 METHOD = score_method(
@@ -44,5 +44,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauGsOptions,
-    presets=with_equal_layers("moreau_gs", _moreau_gs_paper),
+    presets=equal_layer_presets("moreau_gs", _moreau_gs_paper),
 )

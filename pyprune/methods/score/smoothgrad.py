@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pyprune.config.base import LARGEST_SEED, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_equal_layers
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SmoothGradOptions(MethodOptions):
 
 def _smoothgrad_paper() -> PruneConfig:
     """SmoothGrad with the paper's constants: 100 noisy passes, sigma 0.05."""
-    return scoring("smoothgrad", SmoothGradOptions(sigma=0.05, draws=100))
+    return scoring_config("smoothgrad", SmoothGradOptions(sigma=0.05, draws=100))
 
 
 METHOD = score_method(
@@ -37,5 +37,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=SmoothGradOptions,
-    presets=with_equal_layers("smoothgrad", _smoothgrad_paper),
+    presets=equal_layer_presets("smoothgrad", _smoothgrad_paper),
 )

@@ -21,7 +21,7 @@ from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.layers._units import losses_without
 from pyprune.methods.layers.shortened_llama.score import taylor_scores
 from pyprune.methods.layers.shortgpt.score import block_influence
-from pyprune.methods.ratio import Unit, without_units
+from pyprune.methods.ratio import Unit, drop_units
 from pyprune.methods.registry import get_method, preset
 from pyprune.probe.streams import LayerRunner
 from pyprune.run.prune import prune_
@@ -58,7 +58,7 @@ def removed(decision: PlanDecision) -> list[int]:
 @torch.no_grad()
 def loss(model: PreTrainedModel, gone: Iterable[int], unit: Unit = "layer") -> float:
     """The loss without some units, by zeroing what they write."""
-    with masked(model, without_units(family_for(model).plan(model.config), gone, unit)):
+    with masked(model, drop_units(family_for(model).plan(model.config), gone, unit)):
         return float(causal_loss(model, samples()))
 
 
@@ -235,7 +235,7 @@ def test_a_unit_that_does_nothing_goes_first(score: str, planted: int, unit: Uni
 def fitted_with_an_idle_unit(planted: int, unit: Unit) -> PreTrainedModel:
     """A model that has half learned the samples, one unit of which writes nothing to the stream."""
     model = tiny_model()
-    mask_(model, without_units(family_for(model).plan(model.config), [planted], unit))
+    mask_(model, drop_units(family_for(model).plan(model.config), [planted], unit))
     for parameter in layer_of(model, planted).parameters():
         parameter.requires_grad_(False)
     train(model, samples(), TrainConfig(steps=10, batch_size=8, micro_batch_size=8, learning_rate=5e-3))

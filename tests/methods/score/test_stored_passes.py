@@ -57,7 +57,7 @@ def both(stored: StoredModel, config: PruneConfig) -> tuple[Scoring, Scoring]:
     shell = stored.model()
     method = get_method(config.method)
     assert isinstance(method, ScoreMethod)
-    assert method.why_loaded(config) == ""
+    assert method.streaming_obstacle(config) is None
     runs = (
         Scoring.of(model, SAMPLES, PlanRequest.of(model, config)),
         Scoring.of(shell, SAMPLES, PlanRequest.of(shell, config), stored=stored),

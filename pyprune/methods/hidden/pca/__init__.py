@@ -8,7 +8,7 @@ from typing import Literal
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method
-from pyprune.methods.training import reconstructed
+from pyprune.methods.training import with_reconstruction
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class PcaOptions(MethodOptions):
     """Options of PCA.
 
     Attributes:
-        tokens: how much each token of the calibration text counts: alike (as the norms see it, which divide every token
-            by its size) or energy (by the squared norm of its stream, of which a few tokens can have most).
+        tokens: weight of each token of the calibration text: alike (like in the norms, which divide every token by its
+            size) or energy (the squared norm of its stream; a few tokens can have most of it).
     """
 
     tokens: Literal["alike", "energy"] = "alike"
@@ -25,7 +25,7 @@ class PcaOptions(MethodOptions):
 
 def _pca() -> PruneConfig:
     """PCA, then a reconstruction on a mixture of texts, then all weights are trained (all constants ours)."""
-    return reconstructed(PruneConfig(method="pca", ratio=0.25, ratio_of="hidden", options=PcaOptions()))
+    return with_reconstruction(PruneConfig(method="pca", ratio=0.25, ratio_of="hidden", options=PcaOptions()))
 
 
 METHOD = Method(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError, ScoreError, UnsupportedModelError
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
 from pyprune.methods.ratio import decide_hidden_count
@@ -42,12 +42,7 @@ _ROUNDING = 0.1
 """Largest relative change of the logits that rounding rotated weights to bfloat16 explains."""
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Choose how many channels of the rotated stream stay; they are the first. :func:`prepare` rotates it.
 
     Raises:

@@ -9,19 +9,19 @@ from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.methods.base import Deferred, Method
-from pyprune.methods.layers import removing
+from pyprune.methods.layers import removal_config
 
 
 @dataclass(frozen=True)
 class LacoOptions(MethodOptions):
-    """Options of LaCo. Its threshold T is no option: the largest one that removes what the ratio asks for is found.
+    """Options of LaCo. Its threshold T is no option: the search finds the largest one that reaches the ratio.
 
     Attributes:
-        form: paper (the sum of the differences) or code (what the authors' code computes: the layer gets the parameters
-            of the last one that it takes over).
+        form: paper (the sum of the differences) or code (the formula of the authors' code: the layer gets the
+            parameters of the last one that it takes over).
         merge: layers that become one in a merge, at most (the paper's C).
-        interval: how many layers further down the search goes on after a merge (I).
-        lowest: the first layer that may take over others (L); the layers before it stay as they are.
+        interval: how many layers further down the search continues after a merge (I).
+        lowest: the first layer that may take over others (L); the layers before it do not change.
     """
 
     form: Literal["paper", "code"] = "paper"
@@ -32,12 +32,12 @@ class LacoOptions(MethodOptions):
 
 def _laco_paper() -> PruneConfig:
     """LaCo by the paper's formula; constants of the authors' notebook, whose 5 sentences are 5 x 128 tokens here."""
-    return removing("laco", LacoOptions(form="paper"), samples=5, sequence_length=128)
+    return removal_config("laco", LacoOptions(form="paper"), samples=5, sequence_length=128)
 
 
 def _laco() -> PruneConfig:
     """LaCo as the authors' code merges: 25 % of the layers; the paper's sum of 7 layers ruins a small model."""
-    return removing("laco", LacoOptions(form="code"), samples=5, sequence_length=128)
+    return removal_config("laco", LacoOptions(form="code"), samples=5, sequence_length=128)
 
 
 METHOD = Method(

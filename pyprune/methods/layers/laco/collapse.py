@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families.base import BLOCKS
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, layers_of, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
@@ -43,12 +43,7 @@ Collapsed = tuple[tuple[int, Multiples], ...]
 """The layers that are left: (dense index, what its parameters are), ascending."""
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Find the merges; the weights stay as they are until :func:`prepare`.
 
     Raises:

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, with_paper
-from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.base import Deferred, Method, paper_presets
+from pyprune.methods.layers import LAYERS_OR_BLOCKS, BlockOptions, removal_config
 
 
 @dataclass(frozen=True)
 class LastOptions(BlockOptions):
-    """Options of removing the last layers, or blocks.
+    """Options of removal_config the last layers, or blocks.
 
     Attributes:
-        keep_last: layers at the end of the model that stay whole; Gromov et al. keep 1.
+        keep_last: layers at the end of the model that are kept whole; Gromov et al. keep 1.
     """
 
     keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
 
 
 def _last() -> PruneConfig:
-    """The last 25 % of the layers but the very last one, which stays."""
-    return removing("last", LastOptions(), samples=128, sequence_length=128)
+    """The last 25 % of the layers but the very last one, which is kept."""
+    return removal_config("last", LastOptions(), samples=128, sequence_length=128)
 
 
 METHOD = Method(
@@ -35,6 +35,6 @@ METHOD = Method(
     reads_text=False,
     from_disk=True,
     options=LastOptions,
-    removes=BLOCKS_TOO,
-    presets=with_paper("last", _last),
+    removes=LAYERS_OR_BLOCKS,
+    presets=paper_presets("last", _last),
 )

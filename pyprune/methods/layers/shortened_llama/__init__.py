@@ -7,8 +7,8 @@ from typing import Literal
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, with_paper
-from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.base import Deferred, Method, paper_presets
+from pyprune.methods.layers import LAYERS_OR_BLOCKS, BlockOptions, removal_config
 
 Form = Literal["ppl", "taylor_plus"]
 PAPER_KEEPS: dict[Form, tuple[int, int]] = {"ppl": (0, 0), "taylor_plus": (4, 2)}
@@ -21,9 +21,9 @@ class ShortenedLlamaOptions(BlockOptions):
 
     Attributes:
         form: ppl (the perplexity without the layer) or taylor_plus (the sum of |w g| over the layer's matrices).
-        keep_first: layers at the beginning of the model that stay whole; null = the paper's, 4 for taylor_plus (its
-            "+"), 0 for ppl.
-        keep_last: layers at its end that stay whole; null = the paper's, 2 for taylor_plus, 0 for ppl.
+        keep_first: layers at the beginning of the model that are kept whole; null = the paper's, 4 for taylor_plus
+            (its "+"), 0 for ppl.
+        keep_last: layers at its end that are kept whole; null = the paper's, 2 for taylor_plus, 0 for ppl.
     """
 
     form: Form = "ppl"
@@ -32,7 +32,7 @@ class ShortenedLlamaOptions(BlockOptions):
 
     @property
     def kept(self) -> tuple[int, int]:
-        """How many layers stay whole at the beginning and at the end."""
+        """Return how many layers are kept whole at the beginning and at the end."""
         first, last = PAPER_KEEPS[self.form]
         return first if self.keep_first is None else self.keep_first, last if self.keep_last is None else self.keep_last
 
@@ -42,7 +42,7 @@ def _shortened_llama() -> PruneConfig:
 
     The paper draws them from BookCorpus.
     """
-    return removing("shortened_llama", ShortenedLlamaOptions(), samples=10, sequence_length=128)
+    return removal_config("shortened_llama", ShortenedLlamaOptions(), samples=10, sequence_length=128)
 
 
 METHOD = Method(
@@ -53,6 +53,6 @@ METHOD = Method(
     regularise=None,
     options=ShortenedLlamaOptions,
     from_disk=True,
-    removes=BLOCKS_TOO,
-    presets=with_paper("shortened_llama", _shortened_llama),
+    removes=LAYERS_OR_BLOCKS,
+    presets=paper_presets("shortened_llama", _shortened_llama),
 )

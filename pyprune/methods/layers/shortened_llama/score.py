@@ -19,7 +19,7 @@ from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreConfig
 from pyprune.config.train import micro_batch_for
 from pyprune.families import NamedParam
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
@@ -27,12 +27,7 @@ from pyprune.methods.score._gradients import Summed, own_values, take_gradients
 from pyprune.methods.score.base import Scoring
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Score every open unit once and remove those of the smallest score."""
     options = own_options(request, ShortenedLlamaOptions)
     first, last = options.kept

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, with_paper
-from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.base import Deferred, Method, paper_presets
+from pyprune.methods.layers import LAYERS_OR_BLOCKS, EdgeOptions, removal_config
 
 
 @dataclass(frozen=True)
-class ShortGptOptions(BlockOptions):
-    """Options of ShortGPT; the paper removes whole layers and keeps none in particular.
-
-    Attributes:
-        keep_first: layers at the beginning of the model that stay whole.
-        keep_last: layers at its end that stay whole.
-    """
-
-    keep_first: int = option(0, at_least=0, at_most=LARGEST_INDEX)
-    keep_last: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+class ShortGptOptions(EdgeOptions):
+    """Options of ShortGPT; the paper removes whole layers and keeps none in particular."""
 
 
 def _shortgpt() -> PruneConfig:
@@ -28,17 +19,17 @@ def _shortgpt() -> PruneConfig:
 
     The paper's calibration text is PG19.
     """
-    return removing("shortgpt", ShortGptOptions(), samples=16, sequence_length=2048)
+    return removal_config("shortgpt", ShortGptOptions(), samples=16, sequence_length=2048)
 
 
 METHOD = Method(
     name="shortgpt",
     axis="layers",
-    summary="ShortGPT: remove the layers whose output points most nearly where their input does.",
+    summary="ShortGPT: remove the layers whose output has nearly the direction of their input.",
     decide=Deferred(f"{__name__}.score:decide"),
     regularise=None,
     options=ShortGptOptions,
     from_disk=True,
-    removes=BLOCKS_TOO,
-    presets=with_paper("shortgpt", _shortgpt),
+    removes=LAYERS_OR_BLOCKS,
+    presets=paper_presets("shortgpt", _shortgpt),
 )

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.families.base import BLOCKS
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
@@ -25,12 +25,7 @@ from pyprune.probe.streams import LayerRunner, Part, parts_of
 from pyprune.runtime.progress import track
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Remove the units of the smallest block influence, all at once."""
     options = own_options(request, ShortGptOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)

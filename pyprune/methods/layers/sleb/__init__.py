@@ -1,4 +1,4 @@
-"""SLEB: remove one layer after the other, each time the one that is missed least (Song et al. 2024)."""
+"""SLEB: remove one layer after the other, each time the one whose removal costs least (Song et al. 2024)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, with_paper
-from pyprune.methods.layers import BLOCKS_TOO, BlockOptions, removing
+from pyprune.methods.base import Deferred, Method, paper_presets
+from pyprune.methods.layers import LAYERS_OR_BLOCKS, EdgeOptions, removal_config
 
 
 @dataclass(frozen=True)
-class SlebOptions(BlockOptions):
-    """Options of SLEB; the authors' code keeps the first and the last layer.
-
-    Attributes:
-        keep_first: layers at the beginning of the model that stay whole.
-        keep_last: layers at its end that stay whole.
-    """
+class SlebOptions(EdgeOptions):
+    """Options of SLEB; the authors' code keeps the first and the last layer."""
 
     keep_first: int = option(1, at_least=0, at_most=LARGEST_INDEX)
     keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
@@ -25,7 +20,7 @@ class SlebOptions(BlockOptions):
 
 def _sleb() -> PruneConfig:
     """SLEB: 25 % of the layers, one a round, by the perplexity on 128 samples of 2,048 tokens of WikiText-2."""
-    return removing("sleb", SlebOptions(), samples=128, sequence_length=2048)
+    return removal_config("sleb", SlebOptions(), samples=128, sequence_length=2048)
 
 
 METHOD = Method(
@@ -36,6 +31,6 @@ METHOD = Method(
     regularise=None,
     options=SlebOptions,
     from_disk=True,
-    removes=BLOCKS_TOO,
-    presets=with_paper("sleb", _sleb),
+    removes=LAYERS_OR_BLOCKS,
+    presets=paper_presets("sleb", _sleb),
 )

@@ -10,17 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
 from pyprune.methods.layers.sleb import SlebOptions
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Remove one unit a round, the one without which the loss is smallest; ties by the smaller index."""
     options = own_options(request, SlebOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)

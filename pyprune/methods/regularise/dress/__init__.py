@@ -13,7 +13,7 @@ from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.training import published_recovery, published_training, reconstructed, short_training
+from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DressOptions(MethodOptions):
 
     @property
     @override
-    def of_regularising(self) -> tuple[str, ...]:
+    def regularising_options(self) -> tuple[str, ...]:
         penalty = "penalise", "norm", "penalty_weight", "solver", "prox_step", "schedule", "anneal_share"
         return *penalty, "target_preserved_ratio", "train"
 
@@ -145,7 +145,7 @@ def _dress_paper_opt() -> PruneConfig:
 def _dress() -> PruneConfig:
     """DReSS's axis, recommended: channels of the least energy go, the cut is reconstructed, and all weights trained."""
     annealed = _dress_anneal()
-    return reconstructed(replace(annealed, options=replace(own_options(annealed, DressOptions), select="energy")))
+    return with_reconstruction(replace(annealed, options=replace(own_options(annealed, DressOptions), select="energy")))
 
 
 def _dress_anneal() -> PruneConfig:

@@ -12,18 +12,13 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import family_for, named_axes
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.probe.energy import stream_energy
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Choose R by the ratio and the options."""
     decision = decide_hidden_count(request)
     options = own_options(request, DressOptions)

@@ -32,7 +32,7 @@ from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import gauge_
 from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes
-from pyprune.methods.base import RunOptions, StageReport, with_no_work_said
+from pyprune.methods.base import NO_RUN, RunOptions, StageReport, warn_if_nothing_penalised
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.ops import add_group_penalty_, group_penalty, group_prox, group_soft_threshold, shrink
 from pyprune.ops.regularised_adamw import Penalty
@@ -325,7 +325,7 @@ def regularise_dress(
     samples: Tensor,
     removed: Sequence[int],
     config: DressOptions,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    run: RunOptions = NO_RUN,
 ) -> DressReport:
     """Regularise ``model`` in place, so that the channels ``removed`` can go.
 
@@ -402,9 +402,9 @@ def regularise(
     samples: Tensor,
     plan: PrunePlan,
     options: DressOptions,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    run: RunOptions = NO_RUN,
 ) -> StageReport:
     """Train towards a plan; see :func:`regularise_dress`."""
     cut_already = int(model.config.hidden_size) != plan.dense.hidden_size
     report = regularise_dress(model, samples, () if cut_already else plan.removed_hidden, options, run)
-    return with_no_work_said(report, plan.removed_hidden, "hidden channel")
+    return warn_if_nothing_penalised(report, plan.removed_hidden, "hidden channel")

@@ -13,7 +13,7 @@ from pyprune.config.method import Deciding, MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import LARGEST_BATCH, TrainConfig, micro_batch_for
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.training import published_recovery, published_training, reconstructed, short_training
+from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
 
 READ_BY_GATES = ("dtype", "gradient_checkpointing", "checkpoint_interval")
 """Options of the training with which the gates are learnt too."""
@@ -71,7 +71,7 @@ class ElderOptions(MethodOptions):
 
     @property
     @override
-    def of_regularising(self) -> tuple[str, ...]:
+    def regularising_options(self) -> tuple[str, ...]:
         gates = () if self.layers else READ_BY_GATES
         train = [f"train.{option.name}" for option in fields(TrainConfig) if option.name not in gates]
         return "norm", "penalty_weight", "schedule", "anneal_share", *train
@@ -82,7 +82,7 @@ class ElderOptions(MethodOptions):
         return self.train
 
     @override
-    def deciding(self, sequence_length: int) -> Deciding | None:
+    def deciding_training(self, sequence_length: int) -> Deciding | None:
         return None if self.layers else Deciding("gates", self.gate_training(sequence_length))
 
     def gate_training(self, sequence_length: int) -> TrainConfig:
@@ -154,7 +154,7 @@ def _elder_paper_literal() -> PruneConfig:
 
 def _elder() -> PruneConfig:
     """ELDeR, recommended: its gates choose, the cut is reconstructed on a mixture of texts, and all weights trained."""
-    return reconstructed(_elder_anneal())
+    return with_reconstruction(_elder_anneal())
 
 
 def _elder_anneal() -> PruneConfig:
@@ -192,7 +192,7 @@ METHOD = Method(
     decide=Deferred(f"{__name__}.gates:decide"),
     regularise=Deferred(f"{__name__}.penalty:regularise"),
     objective=Deferred(f"{__name__}.penalty:objective"),
-    decides_by=Deferred(f"{__name__}.gates:objective"),
+    deciding_objective=Deferred(f"{__name__}.gates:objective"),
     options=ElderOptions,
     reads_seed=True,
     presets={

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
-from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import decide_layer_count
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
@@ -217,7 +217,7 @@ def learn_layer_gates(
     count: int,
     config: ElderOptions,
     seed: int = 0,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    run: RunOptions = NO_RUN,
 ) -> GateReport:
     """Stage 1: learn layer gates and choose ``count`` layers. The model comes back unchanged.
 
@@ -294,12 +294,7 @@ def _gate_warnings(objective: GateObjective, weighed: Sequence[int]) -> list[str
     ]
 
 
-def decide(
-    model: PreTrainedModel,
-    samples: Tensor,
-    request: PlanRequest,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
-) -> PlanDecision:
+def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
     """Choose the layers by their gates, or take those that the options name."""
     identity = request.identity
     options = own_options(request, ElderOptions)

@@ -21,7 +21,7 @@ from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_
 from pyprune.data.tokens import Batch
 from pyprune.families import family_for
-from pyprune.methods.base import RunOptions, StageReport, with_no_work_said
+from pyprune.methods.base import NO_RUN, RunOptions, StageReport, warn_if_nothing_penalised
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.gates import gated
 from pyprune.ops import residual_diff_norm
@@ -157,7 +157,7 @@ def regularise_elder(
     samples: Tensor,
     removed: Sequence[int],
     config: ElderOptions,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    run: RunOptions = NO_RUN,
 ) -> ElderReport:
     """Stage 2: train ``model`` in place, so that the layers ``removed`` can go.
 
@@ -204,9 +204,9 @@ def regularise(
     samples: Tensor,
     plan: PrunePlan,
     options: ElderOptions,
-    run: RunOptions = RunOptions(),  # noqa: B008 - frozen
+    run: RunOptions = NO_RUN,
 ) -> StageReport:
     """Stage 2 towards a plan; see :func:`regularise_elder`."""
     cut_already = int(model.config.num_hidden_layers) != plan.dense.num_layers
     report = regularise_elder(model, samples, () if cut_already else plan.removed_layers, options, run)
-    return with_no_work_said(report, plan.removed_layers, "layer")
+    return warn_if_nothing_penalised(report, plan.removed_layers, "layer")

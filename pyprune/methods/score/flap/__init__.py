@@ -1,4 +1,4 @@
-"""FLAP: channels whose input hardly fluctuates are removed, because a bias can stand for them (An et al. 2024)."""
+"""FLAP: remove channels whose input barely fluctuates, because a bias can replace them (An et al. 2024)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
-from pyprune.methods.base import with_paper
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.base import paper_presets
+from pyprune.methods.score import score_method, scoring_config
 
 
 def _flap() -> PruneConfig:
     """FLAP: the standardised fluctuation, with bias compensation; 1,024 samples of 128 tokens as the authors use."""
-    base = scoring("flap")
+    base = scoring_config("flap")
     return replace(
         base,
         data=replace(base.data, samples=1024),
@@ -25,10 +25,10 @@ def _flap() -> PruneConfig:
 METHOD = replace(
     score_method(
         "flap",
-        "FLAP: remove the heads and channels that fluctuate least, and give their mean back as a bias.",
+        "FLAP: remove the heads and channels that fluctuate least, and add their mean as a bias.",
         f"{__name__}.score:score",
         from_disk=("heads", "ffn"),
-        presets=with_paper("flap", _flap),
+        presets=paper_presets("flap", _flap),
     ),
     removes="heads and FFN channels",
 )

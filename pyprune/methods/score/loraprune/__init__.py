@@ -10,23 +10,23 @@ from pyprune.config.base import LARGEST_WEIGHT, _require, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_RANK, TrainConfig
-from pyprune.methods.score import score_method, scoring, with_equal_layers
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
 
 
 @dataclass(frozen=True)
 class LoraPruneOptions(MethodOptions):
     """LoRAPrune (Zhang et al. 2023): importance from the weights and gradients of LoRA factors in training.
 
-    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code; the number of steps and
-    the batch are ours (they train for epochs on instructions, here the calibration text is read). The gradient norm is
-    not clipped, because that would weigh the steps' scores differently.
+    Rank, alpha, dropout, learning rate and momentum are those of the authors' script and code. The number of steps and
+    the batch are ours: they train for epochs on instructions, we read the calibration text. The gradient norm is not
+    clipped, because that would weigh the steps' scores differently.
 
     Attributes:
         rank: LoRA rank.
         alpha: LoRA scale numerator (scale = alpha / rank).
         dropout: LoRA dropout probability.
         momentum: share of the earlier steps' importance that a step keeps, in [0, 1); 0 = the last step alone.
-        train: the training loop's options; its seed is that of the factors too.
+        train: the training loop's options; its seed also draws the factors.
     """
 
     rank: int = option(8, at_least=1, at_most=LARGEST_RANK)
@@ -50,12 +50,12 @@ class LoraPruneOptions(MethodOptions):
         found: list[str] = []
         _require(
             self.train.early_stop_patience is None,
-            "train.early_stop_patience is set, but scores are gathered over all steps; set it to null.",
+            "train.early_stop_patience is set, but scores are summed over all steps; set it to null.",
             found,
         )
         _require(
             self.train.memory != "lean",
-            "train.memory is 'lean', which would round the model's weights, and a score leaves them as they are; "
+            "train.memory is 'lean', which would round the model's weights, but a score must not change them; "
             "set it to full.",
             found,
         )
@@ -64,7 +64,7 @@ class LoraPruneOptions(MethodOptions):
 
 def _loraprune_paper() -> PruneConfig:
     """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
-    base = scoring("loraprune", LoraPruneOptions())
+    base = scoring_config("loraprune", LoraPruneOptions())
     return replace(base, data=replace(base.data, samples=128))
 
 
@@ -75,5 +75,5 @@ METHOD = score_method(
     holds="the LoRA factors of all open projections, which it trains",
     batches=False,
     options=LoraPruneOptions,
-    presets=with_equal_layers("loraprune", _loraprune_paper),
+    presets=equal_layer_presets("loraprune", _loraprune_paper),
 )

@@ -1,4 +1,4 @@
-"""Magnitude: a structure is worth the size of its weights, sum of |w| (l1) or of w^2 (l2)."""
+"""Magnitude: the score of a structure is the size of its weights, sum of |w| (l1) or of w^2 (l2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pyprune.config.base import Norm
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import in_every_layer, score_method, scoring
+from pyprune.methods.score import score_method, scoring_config, with_local_ranking
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class MagnitudeOptions(MethodOptions):
 
 def _magnitude() -> PruneConfig:
     """Magnitude, sum of |w|."""
-    return scoring("magnitude", MagnitudeOptions())
+    return scoring_config("magnitude", MagnitudeOptions())
 
 
 METHOD = score_method(
@@ -33,5 +33,5 @@ METHOD = score_method(
     text=False,
     from_disk=("heads", "ffn", "hidden"),
     options=MagnitudeOptions,
-    presets={"magnitude": in_every_layer(_magnitude)},
+    presets={"magnitude": with_local_ranking(_magnitude)},
 )

@@ -1,4 +1,4 @@
-"""Optimal Brain Surgeon for structures: what the loss loses when a structure goes and the others make up for it."""
+"""Optimal Brain Surgeon for structures: the rise of the loss when one is removed and the others compensate for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
-from pyprune.methods.score import score_method, scoring
+from pyprune.methods.score import score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class ObsOptions(MethodOptions):
 
     Attributes:
         damping: added to the second moments of a module's input, relative to the mean of their diagonal.
-        dtype: that the model computes in: float32 (as the weights are), bfloat16 (autocast), or auto: bfloat16 where
-            the device multiplies faster in it, else float32. Sums over tokens are float32.
+        dtype: compute dtype: float32 (that of the weights), bfloat16 (autocast), or auto: bfloat16 if the device
+            multiplies faster in it, else float32. Sums over tokens are float32.
     """
 
     damping: float = option(0.01, above=0.0)
@@ -30,10 +30,10 @@ class ObsOptions(MethodOptions):
 
 def _obs() -> PruneConfig:
     """Optimal Brain Surgeon over the FFN channels of all layers, then a reconstruction, on a mixture of texts."""
-    # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that takes some loses more than was estimated, and
-    # is worse than one of channels alone.
+    # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that removes some loses more than was estimated,
+    # and is worse than one of channels alone.
     return replace(
-        scoring("obs", ObsOptions(dtype="auto")),
+        scoring_config("obs", ObsOptions(dtype="auto")),
         data=DataConfig("mixture", samples=160, sequence_length=256),
         score=ScoreConfig(axes=("ffn",), normalise="size", batch_size=8),
         cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")),

@@ -8,8 +8,8 @@ from typing import Literal
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
-from pyprune.methods.score import score_method, scoring, with_equal_layers
-from pyprune.methods.training import reconstructed
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
+from pyprune.methods.training import with_reconstruction
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,26 @@ class TaylorOptions(MethodOptions):
 
 def _taylor_paper() -> PruneConfig:
     """LLM-Pruner's Taylor score, sum |w g|."""
-    return scoring("taylor", TaylorOptions())
+    return scoring_config("taylor", TaylorOptions())
 
 
 def _taylor_recovered() -> PruneConfig:
-    """What is recommended for heads and FFN channels: second order, by layer; reconstructed, then trained.
+    """The recommended form for heads and FFN channels: second order, by layer; reconstructed, then trained.
 
-    A unit counts by its share of the mean of its axis in its layer, so that heads go too; the first two layers and the
-    last two stay whole (all constants ours).
+    A score is divided by the mean of its axis in its layer, so that heads are removed too. The first two layers and the
+    last two are kept whole (all constants ours).
     """
-    base = reconstructed(scoring("taylor", TaylorOptions(form="param_second")))
+    base = with_reconstruction(scoring_config("taylor", TaylorOptions(form="param_second")))
     score = ScoreConfig(normalise="layer", first_layer=2, last_layer=-3, batch_size=8)
     return replace(base, score=score)
 
 
 METHOD = score_method(
     "taylor",
-    "LLM-Pruner: remove what the loss misses least, by its Taylor expansion.",
+    "LLM-Pruner: remove the parts that change the loss least, by its Taylor expansion.",
     f"{__name__}.score:score",
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=TaylorOptions,
-    presets={**with_equal_layers("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
+    presets={**equal_layer_presets("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
 )

@@ -1,4 +1,4 @@
-"""Wanda, structured: a weight is worth its size times the size of what it is multiplied with (Sun et al. 2023)."""
+"""Wanda, structured: the score of a weight is its size times the size of its input (Sun et al. 2023)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import score_method, scoring, with_equal_layers
+from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class WandaOptions(MethodOptions):
 
 def _wanda_paper() -> PruneConfig:
     """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
-    base = scoring("wanda", WandaOptions())
+    base = scoring_config("wanda", WandaOptions())
     return replace(base, data=replace(base.data, samples=128))
 
 
@@ -34,5 +34,5 @@ METHOD = score_method(
     f"{__name__}.score:score",
     from_disk=("heads", "ffn", "hidden"),
     options=WandaOptions,
-    presets=with_equal_layers("wanda", _wanda_paper),
+    presets=equal_layer_presets("wanda", _wanda_paper),
 )
