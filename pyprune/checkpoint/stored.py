@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -31,10 +31,8 @@ from pyprune.checkpoint.shards import (
     mapped,
     read_header,
 )
-from pyprune.cut.mask import Masking
 from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import NamedParam, family_for, parameter_shapes
-from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors, reason
 from pyprune.runtime.progress import quiet
 
@@ -134,7 +132,7 @@ class StoredModel:
         self._replaced: dict[str, Place] = {}
         self._finite: set[str] = set()
         self._in_range: set[str] = set()
-        self._masking: Masking | None = None
+        self._transform: Callable[[NamedParam], None] | None = None
         self.files = TensorFiles(self.folder)
         self.config, self._shapes = read_dense_config(self.folder)
         self.family = family_for(self.config)
@@ -270,23 +268,19 @@ class StoredModel:
         if found.dtype != tensor.dtype and name not in self._in_range:
             check_finite(name, found, self.folder)  # beyond the range of float16
             self._in_range.add(name)
-        if self._masking is not None:
+        if self._transform is not None:
             row, layer = self.family.match(name)
-            self._masking.apply_(NamedParam(name, nn.Parameter(found, requires_grad=False), row, layer))
+            self._transform(NamedParam(name, nn.Parameter(found, requires_grad=False), row, layer))
         return found
 
     @contextmanager
-    def masked(self, plan: PrunePlan) -> Iterator[None]:
-        """Let :meth:`read` give the tensors of the masked model meanwhile; see :func:`pyprune.cut.mask.mask_`.
-
-        Raises:
-            PlanError: the plan does not belong to this model.
-        """
-        self._masking = Masking(self.family, self.config, plan)
+    def transformed(self, transform: Callable[[NamedParam], None]) -> Iterator[None]:
+        """Change every tensor that :meth:`read` gives in place until the block ends, by ``transform(parameter)``."""
+        self._transform = transform
         try:
             yield
         finally:
-            self._masking = None
+            self._transform = None
 
     @property
     def names(self) -> list[str]:

@@ -15,12 +15,13 @@ from transformers import PretrainedConfig
 
 from pyprune.cut._fit import Projection
 from pyprune.cut._steps import Step
-from pyprune.cut.compact import TensorCut, stream_scale, tensor_cut, width_factor
+from pyprune.cut.compact import TensorCut, tensor_cut
 from pyprune.cut.mask import gauged
 from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError
 from pyprune.families import decoder_layers
 from pyprune.families.base import Block, Row, kept_positions
+from pyprune.families.scale import stream_scale, width_factor
 from pyprune.modeling.shapes import uninitialised
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.streams import LayerRunner, Part

@@ -22,8 +22,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.cut.mask import gauge_
 from pyprune.cut.target import Target, choose_target, zero_biases
-from pyprune.families import Family, Row, check_plan, count_parameters, family_for
-from pyprune.families.base import axis_width, block_is_skipped, kept_indices, kept_positions
+from pyprune.families import Family, check_plan, count_parameters, family_for
+from pyprune.families.base import block_is_skipped, kept_positions
+from pyprune.families.scale import stream_factor, width_factor
 from pyprune.modeling.shapes import model_of_shapes, uninitialised
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
@@ -165,55 +166,6 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
     rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
     factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
     return TensorCut(name, rows, columns, factor, family.offset(row))
-
-
-def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
-    """The factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
-
-    See docs/methods.md "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
-    """
-    s = stream_scale(family, plan, tied=tied)
-    # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.
-    head_scale = s if tied and not family.scaled_embedding else 1.0
-    match row.role:
-        case "embedding":
-            return 1.0 if family.scaled_embedding else s
-        case "writer":
-            return s
-        case "reader":
-            return 1 / s if family.reads_raw_stream else 1.0
-        case "pre_norm":
-            return 1.0 if row.is_bias else 1 / s
-        case "final_norm":
-            return (1.0 if row.is_bias else 1 / s) / head_scale
-        case _:
-            return 1.0
-
-
-def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
-    """The factor that removing heads puts on a projection that is normalised over its whole width, and on that norm.
-
-    Over n' of n channels the root mean square grows by sqrt(n/n'). The projection times t = sqrt(n'/n) takes that back,
-    exactly, whatever the epsilon; the norm's weight times 1/t then leaves what comes out as it was.
-    """
-    axis = row.dimensions[0][0]
-    kept = kept_indices(axis, layer, plan) if row.width_norm else None
-    if not kept:
-        return 1.0
-    t = math.sqrt(len(kept) / axis_width(axis, plan.dense))
-    return t if row.width_norm == "input" else 1 / t
-
-
-def stream_scale(family: Family, plan: PrunePlan, *, tied: bool) -> float:
-    """What the cut multiplies the residual stream by: s = sqrt(d'/d), or 1 where a virtual LayerNorm spares it.
-
-    Args:
-        family: of the dense model.
-        plan: what stays.
-        tied: the head shares the embedding's tensor.
-    """
-    virtual_norm = family.norm == "layer" and (tied or not family.gauge)
-    return 1.0 if virtual_norm else math.sqrt(len(plan.hidden) / plan.dense.hidden_size)
 
 
 def _compact_state(

@@ -84,7 +84,7 @@ def why_unserved(config: Mapping[str, Any]) -> str:
 
 def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("base", "common", "gguf_forms"):
+        if module.name not in ("base", "common", "gguf_forms", "scale"):
             name = f"{__name__}.{module.name}"
             yield name, import_module(name).FAMILIES
 

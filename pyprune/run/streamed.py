@@ -18,6 +18,7 @@ from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
 from pyprune.cut.compensate import CompensationReport, compensate_
+from pyprune.cut.mask import Masking
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples
 from pyprune.data.tokens import Batch
@@ -206,7 +207,7 @@ class StoredRun:
 
     @contextmanager
     def _masked(self, model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]:
-        with self._source.masked(plan):
+        with self._source.transformed(Masking(self._source.family, self._source.config, plan).apply_):
             yield StoredLayers(self._source).whole()
 
     def _compacted(self, model: PreTrainedModel) -> PreTrainedModel:

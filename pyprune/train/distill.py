@@ -8,7 +8,7 @@ Two signals, both at the positions whose next token counts (the prompt of an ins
 * the residual stream x after every kept layer. What follows the student's layer j in the dense model reads the stream
   after its layer k_j: the last one before the student's next layer, so that a layer stands for those that were removed
   behind it, as a reconstruction of the cut and LaCo's merged layers have it. The student's channels are the kept ones
-  C, and the cut scales its stream by s (:func:`pyprune.cut.compact.stream_scale`), so
+  C, and the cut scales its stream by s (:func:`pyprune.families.scale.stream_scale`), so
 
       D = mean over j and tokens of |x_j - s x^teacher_{k_j}[C]|^2 / |s x^teacher_{k_j}[C]|^2.
 
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pyprune.config.train import OF_NO_RESULT, DistillConfig
-from pyprune.cut.compact import stream_scale
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import Family, check_plan, count_parameters, decoder_layers, family_for
+from pyprune.families.scale import stream_scale
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.probe.streams import parts_of

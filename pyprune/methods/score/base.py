@@ -41,7 +41,7 @@ from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.cut.compensate import target_of
-from pyprune.cut.mask import masked
+from pyprune.cut.mask import Masking, masked
 from pyprune.families import NamedParam, parameters_after
 from pyprune.families.base import Block
 from pyprune.methods.base import PlanDecision, PlanRequest
@@ -259,8 +259,10 @@ def decide_by_scores(
 
 
 def _masked(model: PreTrainedModel, plan: PrunePlan, stored: StoredModel | None) -> AbstractContextManager[Any]:
-    """Mask what weights are read from meanwhile."""
-    return masked(model, plan) if stored is None else stored.masked(plan)
+    """Mask the model or the stored tensors, whichever weights are read from, until the block ends."""
+    if stored is None:
+        return masked(model, plan)
+    return stored.transformed(Masking(stored.family, stored.config, plan).apply_)
 
 
 def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:
