@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "writer: outputs of removed layers are taken over by nobody",
-        "pyprune/cut/_steps.py",
+        "pyprune/cut/steps.py",
         "(kept[-1][2] if kept else lost).append(part)",
         "lost.append(part)",
         "cut",

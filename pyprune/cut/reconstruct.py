@@ -43,9 +43,9 @@ from transformers import PreTrainedModel
 
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.train import micro_batch_for
-from pyprune.cut._sides import Chunk, CompactedLayers, CopiedLayers, CutSide
-from pyprune.cut._steps import Step, steps_of
-from pyprune.cut._walk import Solved, Walk, chunks_of
+from pyprune.cut.sides import Chunk, CompactedLayers, CopiedLayers, CutSide
+from pyprune.cut.steps import Step, steps_of
+from pyprune.cut.walk import Solved, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan
@@ -165,7 +165,7 @@ def reconstruct_(
     The stream of the masked model is what is fitted, so that :func:`pyprune.cut.mask.mask_` and
     :func:`pyprune.cut.compact.compact_` mean the same as before. What the plan removes keeps its values, and so does
     everything in front of it. Beside the model, two streams of the text, a cut copy of one layer and what its writers
-    read (see :class:`pyprune.cut._walk.Walk`) are held.
+    read (see :class:`pyprune.cut.walk.Walk`) are held.
 
     Args:
         model: the dense model, any dtype and device, or its layers as something else holds and keeps them; the streams

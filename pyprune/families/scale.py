@@ -1,4 +1,4 @@
-"""Factors that keep a cut exact: the scale of the residual stream, and that of a projection under a norm of its width."""
+"""Factors that keep a cut exact: of the residual stream, and of a projection that is normalised over its width."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from pyprune.config.cut import ReconstructConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreAxis
 from pyprune.config.train import micro_batch_for
-from pyprune.cut._fit import Tally
-from pyprune.cut._sides import Chunk, CopiedLayers
-from pyprune.cut._steps import Step, steps_of
-from pyprune.cut._systems import Writers
-from pyprune.cut._walk import USED, Walk, chunks_of
 from pyprune.cut.mask import mask_, restored
+from pyprune.cut.projections import Tally
 from pyprune.cut.reconstruct import reconstruct_
+from pyprune.cut.sides import Chunk, CopiedLayers
+from pyprune.cut.steps import Step, steps_of
+from pyprune.cut.systems import Writers
+from pyprune.cut.walk import USED, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import check_plan, family_for

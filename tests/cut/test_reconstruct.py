@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config.cut import ReconstructConfig
-from pyprune.cut._fit import Tally, _score
-from pyprune.cut._walk import Walk
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
+from pyprune.cut.projections import Tally, _score
 from pyprune.cut.reconstruct import reconstruct_, reconstruct_compacted_
+from pyprune.cut.walk import Walk
 from pyprune.data.tokens import IGNORED
 from pyprune.errors import ConfigError, DataError, PlanError, UnsupportedModelError
 from pyprune.families import family_for

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from pyprune.cut._fit import Tally, choose
-from pyprune.cut._least_squares import NormalEquations
-from pyprune.cut._steps import steps_of
-from pyprune.cut._walk import chunks_of
+from pyprune.cut.least_squares import NormalEquations
+from pyprune.cut.projections import Tally, choose
 from pyprune.cut.reconstruct import _chunks
+from pyprune.cut.steps import steps_of
+from pyprune.cut.walk import chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import family_for

@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut._fit import Choice, Projection, Tally, choose, joint_solutions, joint_start, parallel_solutions
-from pyprune.cut._least_squares import NormalEquations
-from pyprune.cut._sides import Chunk, CutSide
-from pyprune.cut._steps import Step
-from pyprune.cut._systems import SMALLEST, Readers, Writers
+from pyprune.cut.least_squares import NormalEquations
+from pyprune.cut.projections import Choice, Projection, Tally, choose, joint_solutions, joint_start, parallel_solutions
+from pyprune.cut.sides import Chunk, CutSide
+from pyprune.cut.steps import Step
+from pyprune.cut.systems import SMALLEST, Readers, Writers
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, listening
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut._least_squares import NormalEquations
+from pyprune.cut.least_squares import NormalEquations
 from pyprune.runtime import processes
 
 

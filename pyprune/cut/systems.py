@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut._fit import Projection, Tally, parallel_start
-from pyprune.cut._least_squares import NormalEquations
-from pyprune.cut._sides import Chunk, CutSide
-from pyprune.cut._steps import Step
+from pyprune.cut.least_squares import NormalEquations
+from pyprune.cut.projections import Projection, Tally, parallel_start
+from pyprune.cut.sides import Chunk, CutSide
+from pyprune.cut.steps import Step
 from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
 from pyprune.probe.streams import listening, replaced_forwards

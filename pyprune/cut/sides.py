@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from pyprune.cut._fit import Projection
-from pyprune.cut._steps import Step
 from pyprune.cut.compact import TensorCut, tensor_cut
 from pyprune.cut.mask import gauged
+from pyprune.cut.projections import Projection
+from pyprune.cut.steps import Step
 from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError
 from pyprune.families import decoder_layers
