@@ -7,7 +7,7 @@
 # make fuzz     hostile input, interruptions and property tests at random, longer than the suite
 # make sanitize the kernels' tests under AddressSanitizer and UBSan (GCC), in a build of its own
 # make setup    virtual environment, pinned packages, C++ build
-# make wheel    the wheel for this Python in dist/, checked, and tried where there is no compiler
+# make wheel    the wheel for this Python in dist/, tried where there is no compiler
 # make lint     ruff, mypy, which folder may import which, hadolint and shellcheck
 # make bench-ops  the kernels against their memory ceiling
 # make bench-optimizer  whole training steps, optimizer, memory and streamed compaction on SmolLM2-135M
@@ -30,6 +30,7 @@ TEST_ARGS ?= -n 2 --dist loadgroup
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m pytest
 
 SANITIZED := build/sanitize
+WHEEL := build/wheel
 
 # Container images often set it. Nothing compiled is kept then, and every process that imports torch, Transformers or vLLM
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
@@ -96,10 +97,21 @@ $(VENV)/.stamp-package: $(VENV)/.stamp-locked $(SOURCES)
 	@$(PY) -c "import pyprune._C" || echo "pyprune: the C++ kernels could not be built; the ops run on plain torch" >&2
 	@touch $@
 
-wheel: setup
-	$(PY) -m wheels.make
+# The steps of cibuildwheel for the Python and the machine at hand. The environment in which the wheel is tried has the
+# locked packages and no compiler; pyprune is the wheel's there.
+wheel: $(VENV)/.stamp-locked
+	rm -rf $(WHEEL)
+	PYPRUNE_REQUIRE_EXT=1 $(PY) -m build --wheel --no-isolation --outdir $(WHEEL)/raw . \
+	  -C build-dir=$(WHEEL)/cmake -C cmake.define.PYPRUNE_BUNDLE_OPENMP=ON
+	PATH="$(abspath $(VENV))/bin:$$PATH" auditwheel repair --wheel-dir $(WHEEL)/repaired $(WHEEL)/raw/*.whl
+	$(PY) -m venv --without-pip $(WHEEL)/try
+	$(PY) -c "print(__import__('sysconfig').get_path('platlib'))" > $$(echo $(WHEEL)/try/lib/python3*/site-packages)/locked.pth
+	$(PIP) --python $(WHEEL)/try/bin/python install --quiet --no-index --no-deps $(WHEEL)/repaired/*.whl
+	PATH=$(abspath $(WHEEL))/try/bin CC=/bin/false CXX=/bin/false $(WHEEL)/try/bin/python -P wheels/smoke.py
+	mkdir -p dist && cp $(WHEEL)/repaired/*.whl dist/
 
-lint: setup
+# Neither needs the C++ kernels.
+lint: $(VENV)/.stamp-locked
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/hadolint serving/container/Containerfile
@@ -108,7 +120,7 @@ lint: setup
 
 # mypy and import-linter know nothing of wheel.packages, so they get a folder of links laid out as the installed
 # package is.
-types: setup
+types: $(VENV)/.stamp-locked
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/pyprune
 	ln -s $(CURDIR)/pyprune/* $(TYPES)/pyprune/ && ln -s $(CURDIR)/serving $(TYPES)/pyprune/serving
 	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache

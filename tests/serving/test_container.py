@@ -68,7 +68,7 @@ def test_nothing_comes_from_anywhere_but_the_repository_and_vllms_image() -> Non
 
 def test_what_the_wheel_is_built_from_is_there() -> None:
     assert [source for source in copied() if not (REPO / source).exists()] == []
-    needed = {"pyproject.toml", "CMakeLists.txt", *PROJECT["project"]["license-files"]}
+    needed = {"pyproject.toml", "CMakeLists.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
     needed |= set(PROJECT["tool"]["scikit-build"]["wheel"]["packages"].values()) | {"csrc"}
     assert set(copied()) == needed
 
