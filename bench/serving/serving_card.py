@@ -1,4 +1,4 @@
-r"""Dense, shorter and narrower models in vLLM, compiled and eager, beside what their FLOPs and bytes would allow.
+r"""Time dense, shorter and narrower models in vLLM, and compare with the limits of their FLOPs and bytes.
 
     python -m bench.serving.serving_card                            # everything: hours on 2 cores
     python -m bench.serving.serving_card --part engine --mode eager
@@ -10,15 +10,12 @@ shapes alone. The models: dense, 23 of 30 layers, 15 of 30, the same heads and F
 the parameters less), and heads and FFN widths that differ between layers, of equally many parameters. Parts:
 
 * engine: prefill of one prompt of each length of --prompts, and generation of 64 x 128 tokens. The engines of a mode
-  are up together and take turns, the dense one before and after the others. With --resident there are fewer at once.
-  On a GPU, of which only one gets its share, they are up one after another.
+  run together and take turns, the dense one before and after the others; --resident limits their number. On a GPU,
+  where only one fits, they run one after another.
 * load: `pyprune bench --serving` over --concurrency, for the same models.
-* startup: seconds from the start of a server until /health: the dense model as it is, and the same sizes written in the
-  pruned architecture, which the plugin serves; uniform widths, a stock model, and unequal ones. In turn, one start of
-  each before them. And what the plugin takes in a process of its own that vLLM and Transformers were imported in.
-
-Where a prompt of --prompts plus one token is longer than the model reads (8,192 for SmolLM2-135M),
-max_position_embeddings of the written models is made larger; that changes no shape.
+* startup: seconds from the start of a server until /health, in turn after one start of each that is not counted. The
+  dense model is compared with the same sizes in the pruned architecture, which the plugin serves, and uniform widths,
+  a stock model, with unequal ones. And the seconds of the plugin in a process that imported vLLM and Transformers.
 
 A row is appended to --jsonl as soon as it is measured, and not measured again with the same release of vLLM. The
 tables go to stdout, progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with
@@ -28,15 +25,18 @@ Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from bench._card_plans import UNEQUAL, UNIFORM, card_plans
@@ -44,7 +44,7 @@ from bench._command import count, exit_status, last_line, read_names
 from bench._machine import machine_of, named_release, serving_environment
 from bench._texts import MODEL_NAME, config_folder
 from bench.serving.serving_card_ideal import machine_rates
-from bench.serving.serving_card_table import STARTED_NAMES, card
+from bench.serving.serving_card_table import STARTED, STARTED_NAMES, card
 from pyprune.errors import ConfigError
 from pyprune.fit.profile import DENSE, Timing
 from pyprune.fit.profiling.turns import EngineGroup, longest_sequence
@@ -53,15 +53,15 @@ from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.speed.measure import fills_gpu
+from pyprune.serving.speed.precision import ratio_interval
 from pyprune.serving.vllm.releases import CPU_SEQUENCES
 
 if TYPE_CHECKING:
-    from pyprune.fit.profiling.probes import Model
     from pyprune.serving.load.options import LoadOptions
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "serving_card.jsonl"
 PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
-DTYPE = "bfloat16"
+DTYPE, SEED, GENERATION = "bfloat16", 0, Quantity("generation", 128, 64)
 LOAD_KV_GIB = 1.5
 """Cache of each server under load, unless the dense model needs more for what is sent at once: no request waits."""
 STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
@@ -88,7 +88,7 @@ os.write(printed, str(seconds).encode())
 
 
 class Bench:
-    """The models, written when they are first needed, and where rows go.
+    """The models, written when they are first needed, and the file of records.
 
     Args:
         options: of the command line.
@@ -104,91 +104,75 @@ class Bench:
         self.name = Path(options.model).name if options.model else MODEL_NAME
         self.source = config_folder(options.model, work)
         self.config = dense_config(self.source)
-        lengths = [*map(longest_sequence, options.quantities), options.load_prompt + options.load_new_tokens]
+        self.quantities = [*(Quantity("prefill", tokens) for tokens in options.prompts), GENERATION]
+        # Longer prompts than the model reads: this changes no shape.
+        lengths = [*map(longest_sequence, self.quantities), options.load_prompt + options.load_new_tokens]
         self.config.max_position_embeddings = max(self.config.max_position_embeddings, *lengths)
         dense = family_for(self.config).plan(self.config)
         self.plans = {DENSE: dense, **card_plans(dense)}
-        self.names = [DENSE, *_asked(options.models, [name for name in self.plans if name != DENSE])]
+        self.names = [DENSE, *_chosen(options.models, [name for name in self.plans if name != DENSE])]
         self.environment = serving_environment()
         if "load" in options.part:
-            self._load_options(options.mode[0]).validate()  # what is wrong is said before hours of engines
+            self._load_options(options.mode[0]).validate()  # before hours of engines
 
     def run(self) -> None:
         """Measure what has no record yet."""
-        self._machine()
+        key = digest(machine_of(self.environment))[:16]
+        if key not in self.records.of("machine"):
+            rates = machine_rates(self.plans[DENSE])
+            self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
         ways = {"engine": self._engines, "load": self._load, "startup": self._startup}
         for part in self.options.part:
             for mode in self.options.mode:
                 ways[part](mode)
 
-    def _model(self, name: str) -> Model:
-        """(folder, its config.json as plain data) of a model with random weights and the dense one's tokenizer."""
-        import json
-
+    def _folder(self, name: str) -> Path:
+        """Return the folder of a model with random weights and the dense model's tokenizer."""
         from pyprune.checkpoint.tokenizer import load_tokenizer
         from pyprune.fit.profiling.probes import write_probe
 
         folder = self.work / name.replace(" ", "-")
         if not folder.exists():
             write_probe(self.config, self.plans[name], folder, DTYPE, load_tokenizer(str(self.source)))
-        return folder, json.loads((folder / "config.json").read_text())
+        return folder
 
-    def _facts(self, names: Sequence[str]) -> Json:
-        """What every record says of its models."""
-        return {
-            "model": self.name,
-            "names": list(names),  # keys of a record are sorted
-            "sizes": asdict(self.plans[DENSE].dense),
-            "layers": {name: [layer.widths for layer in self.plans[name].layers] for name in names},
-            "environment": self.environment,
-        }
+    def _add(self, kind: str, key: str, mode: str, names: Sequence[str], **figures: Any) -> None:
+        about = {"model": self.name, "names": list(names), "sizes": asdict(self.plans[DENSE].dense)}
+        about |= {"mode": mode, "environment": self.environment}
+        self.records.add({"kind": kind, "key": key, **about, **figures})
+        say(f"{kind}, {mode}: recorded.")
 
-    def _key(self, *what: Any) -> str:
+    def _key(self, *parts: Any) -> str:
         layers = {name: [layer.widths for layer in plan.layers] for name, plan in self.plans.items()}
         release = named_release(self.environment)
-        return digest([machine_of(self.environment), self.name, layers, *what, *release])[:16]
-
-    def _machine(self) -> None:
-        key = digest(machine_of(self.environment))[:16]
-        if key not in self.records.of("machine"):
-            rates = machine_rates(self.plans[DENSE])
-            self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
+        return digest([machine_of(self.environment), self.name, layers, *parts, *release])[:16]
 
     def _engines(self, mode: str) -> None:
-        """Time every workload that has no record, group by group."""
-        o, names = self.options, self.names[1:]
-        step = o.resident - 1
+        """Time every workload that has no record, group by group: the dense model and some others in turn."""
+        o, names, step = self.options, self.names[1:], self.options.resident - 1
         for start in range(0, len(names), step):
             group = names[start : start + step]
-            keys = {q: self._key("engine", mode, str(q), group, o.seed, o.repeats) for q in o.quantities}
-            missing = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
-            if missing:
-                self._group(mode, group, missing)
+            keys = {q: self._key("engine", mode, str(q), group, SEED, o.repeats) for q in self.quantities}
+            keys = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
+            if keys:
+                self._group(mode, [DENSE, *group], keys)
 
-    def _group(self, mode: str, group: Sequence[str], keys: dict[Quantity, str]) -> None:
-        """Time the dense model and some others in turn, and record each workload when its turns have ended."""
-        o, names = self.options, [DENSE, *group]
-        resident = not fills_gpu("vllm")
+    def _group(self, mode: str, names: Sequence[str], keys: dict[Quantity, str]) -> None:
+        resident, quantities = not fills_gpu("vllm"), list(keys)
         say(f"Timing {', '.join(names)}: {mode}.")
-        with EngineGroup("vllm", DTYPE, list(keys), self.config.vocab_size, o.seed, eager=mode == "eager") as engines:
-            models = {name: self._model(name) for name in names}
-            turns = engines.beside(models.pop(DENSE), models, o.repeats, resident=resident)
-            for quantity, taken in _by_workload(turns, list(keys), resident=resident):
-                self.records.add(
-                    {
-                        "kind": "engine",
-                        "key": keys[quantity],
-                        "mode": mode,
-                        "quantity": str(quantity),
-                        "kind_of_work": quantity.kind,
-                        "tokens": quantity.tokens,
-                        "batch": quantity.batch,
-                        "resident": resident,
-                        "seconds": {name: [t.seconds for t in taken if t.probe == name] for name in names},
-                        **self._facts(names),
-                    }
-                )
-                say(f"{mode}, {quantity}: recorded.")
+        with EngineGroup("vllm", DTYPE, quantities, self.config.vocab_size, SEED, eager=mode == "eager") as engines:
+            folders = {name: self._folder(name) for name in names}
+            models = {name: (path, json.loads((path / "config.json").read_text())) for name, path in folders.items()}
+            turns: Iterator[Timing] = engines.beside(models.pop(DENSE), models, self.options.repeats, resident=resident)
+            if not resident:  # one engine has all workloads before the next is loaded
+                turns = iter(sorted(turns, key=lambda turn: quantities.index(turn.quantity)))
+            for quantity, taken in groupby(turns, key=lambda turn: turn.quantity):
+                seconds: dict[str, list[float]] = {name: [] for name in names}
+                for turn in taken:
+                    seconds[turn.probe].append(turn.seconds)
+                work = {"quantity": str(quantity), "kind_of_work": quantity.kind}
+                work |= {"tokens": quantity.tokens, "batch": quantity.batch}
+                self._add("engine", keys[quantity], mode, names, **work, **engine_figures(seconds, resident=resident))
 
     def _load(self, mode: str) -> None:
         """Serve all models and measure them under load, if that has no record."""
@@ -196,20 +180,23 @@ class Bench:
         from pyprune.serving.load.table import load_notes
 
         options = self._load_options(mode)
-        chosen = () if len(self.names) == len(self.plans) else (self.names,)  # a run of all has the key that it had
+        chosen = () if len(self.names) == len(self.plans) else (self.names,)  # keys of runs of all models have no names
         key = self._key("load", mode, asdict(options), *chosen)
         if key in self.records.of("load"):
             return
-        found = measure_serving({name: self._model(name)[0] for name in self.names}, options)
-        report = found.to_dict()
+        result = measure_serving({name: self._folder(name) for name in self.names}, options)
+        report = result.to_dict()
         for model in report["models"].values():
             model["path"] = Path(model["path"]).name  # the folder is temporary
-        kept = {name: report[name] for name in ("options", "models", "turns", "summary", "resident")}
-        facts = {"mode": mode, "concurrency": self.options.concurrency, **self._facts(self.names)}
-        self.records.add({"kind": "load", "key": key, **kept, "notes": load_notes(found), **facts})
+        kept = {name: report[name] for name in ("options", "models", "summary")}
+        turns = Counter((turn["model"], turn["load"]) for turn in report["turns"]).values()
+        counts = [min(turns, default=0), max(turns, default=0)]
+        notes = [note for note in load_notes(result) if note]
+        concurrency = self.options.concurrency
+        self._add("load", key, mode, self.names, **kept, turns=counts, notes=notes, concurrency=concurrency)
 
     def _load_options(self, mode: str) -> LoadOptions:
-        """What servers are measured under."""
+        """Return the options of the servers under load: their cache holds every request in flight."""
         from pyprune.serving.load.options import Load, LoadOptions
         from pyprune.serving.widths import cache_bytes, token_bytes
 
@@ -221,10 +208,9 @@ class Bench:
             requests=o.load_requests,
             repeats=o.load_repeats,
             precision=o.load_precision,
-            max_repeats=o.load_max_repeats,
             dtype=DTYPE,
             eager=mode == "eager",
-            seed=o.seed,
+            seed=SEED,
             vllm_args=("--max-num-seqs", str(most)) if most > CPU_SEQUENCES else (),
         )
         needed = cache_bytes(most, options.longest, token_bytes(self.config.to_dict(), DTYPE)) / 2**30
@@ -232,36 +218,32 @@ class Bench:
 
     def _startup(self, mode: str) -> None:
         """Start servers of stock models and of as large ones that the plugin serves in turn."""
+        from pyprune.serving.export import export
+
         starts = self.options.starts
         key = self._key("startup", mode, starts, list(STARTED_NAMES))
         if key in self.records.of("startup"):
             return
         plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
-        folders = self._started()
-        first = {name: self._start(folder, mode) for name, folder in folders.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in folders}
-        for _ in track(range(starts), f"starting servers, {mode}"):
-            for name, folder in folders.items():
+        pruned = self.work / "dense-in-the-pruned-architecture"
+        if not pruned.exists():
+            export(self._folder(DENSE), pruned, target="pruned", dtype=DTYPE)
+        folders = (self._folder(DENSE), pruned, self._folder(UNIFORM), self._folder(UNEQUAL))
+        seconds: dict[str, list[float]] = {name: [] for name in STARTED_NAMES}
+        for _ in track(range(1 + starts), f"starting servers, {mode}"):
+            for name, folder in zip(seconds, folders, strict=True):
                 seconds[name].append(self._start(folder, mode))
-        found = {"first_seconds": first, "seconds": seconds, "plugin": plugin, "asked": STARTUP_ASKED}
-        self.records.add({"kind": "startup", "key": key, "mode": mode, **found, **self._facts([DENSE])})
-
-    def _started(self) -> dict[str, Path]:
-        """The folders of :data:`STARTED_NAMES`."""
-        uniform, unequal = (self._model(name)[0] for name in (UNIFORM, UNEQUAL))
-        return {"stock": self._model(DENSE)[0], "pruned": self._pruned(), "uniform": uniform, "unequal": unequal}
-
-    def _pruned(self) -> Path:
-        """The dense model in the pruned architecture."""
-        from pyprune.serving.export import export
-
-        out = self.work / "dense-in-the-pruned-architecture"
-        if not out.exists():
-            export(self._model(DENSE)[0], out, target="pruned", dtype=DTYPE)
-        return out
+        counted = {name: values[1:] for name, values in seconds.items()}
+        pairs = {other: zip(counted[base], counted[other], strict=True) for base, other in STARTED}
+        self._add(
+            "startup", key, mode, [DENSE],
+            seconds={name: _spread(values) for name, values in counted.items()},
+            more={other: _spread([b - a for a, b in pair]) for other, pair in pairs.items()},
+            plugin=_spread(plugin), starts=starts, asked=STARTUP_ASKED,
+        )  # fmt: skip
 
     def _start(self, folder: Path, mode: str) -> float:
-        """Seconds until a server of a folder was healthy."""
+        """Return the seconds until a server of a folder was healthy."""
         from pyprune.serving.load.server import Server
         from pyprune.serving.vllm.command import serve_command
 
@@ -272,41 +254,61 @@ class Bench:
             return server.load_seconds
 
 
-def _asked(models: str | None, names: Sequence[str]) -> list[str]:
-    """The models that a run is of, in the card's order; their names follow from the dense one, read after the options.
+def engine_figures(seconds: dict[str, list[float]], *, resident: bool) -> Json:
+    """Summarise the turns of one workload: seconds and ratios to the dense model.
+
+    Args:
+        seconds: name -> seconds of its turns.
+        resident: the engines took turns, so that each turn is compared with the dense turns before and after it, and
+            unequal with uniform widths pair by pair. False: compared with the other's median, without an interval.
+    """
+
+    def compared(ratios: Sequence[float]) -> Json:
+        interval = ratio_interval(ratios) if resident else None
+        return {"ratio": geometric_mean(ratios), "interval": asdict(interval) if interval else None}
+
+    dense = seconds[DENSE]
+    around = [math.sqrt(before * after) for before, after in pairwise(dense)]
+    figures: Json = {}
+    for name, values in seconds.items():
+        beside = around if resident else [median(dense)] * len(values)
+        ratios = [] if name == DENSE else [one / other for one, other in zip(beside, values, strict=True)]
+        figures[name] = {"seconds": median(values), "turns": len(values), **(compared(ratios) if ratios else {})}
+    unequal = None
+    if {UNIFORM, UNEQUAL} <= set(seconds):
+        uniform = seconds[UNIFORM] if resident else [median(seconds[UNIFORM])] * len(seconds[UNEQUAL])
+        unequal = compared([one / other for one, other in zip(seconds[UNEQUAL], uniform, strict=True)])
+    return {"figures": figures, "unequal": unequal, "resident": resident}
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [median(values), min(values), max(values)]
+
+
+def _chosen(models: str | None, names: Sequence[str]) -> list[str]:
+    """Return the models of a run, in the card's order; their names follow from the dense one, read after the options.
 
     Raises:
         ConfigError: one is none of these.
     """
     try:
-        asked = names if models is None else read_names(models, names, "model")
+        chosen = names if models is None else read_names(models, names, "model")
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--models: {error}") from None
-    return [name for name in names if name in asked]
+    return [name for name in names if name in chosen]
 
 
 def plugin_seconds() -> float:
-    """Seconds that the plugin takes in a new process that vLLM and Transformers were imported in, as in a server's."""
+    """Return the seconds of the plugin in a new process that imported vLLM and Transformers, as a server does."""
     done = subprocess.run([sys.executable, "-c", PLUGIN], capture_output=True, text=True, check=False)
     if done.returncode:
         raise EngineError(f"The plugin was not registered: {last_line(done.stderr)}")
     return float(done.stdout)
 
 
-def _by_workload(
-    turns: Iterable[Timing], quantities: Sequence[Quantity], *, resident: bool
-) -> Iterator[tuple[Quantity, list[Timing]]]:
-    """The turns of each workload: as soon as they are there, where one workload is timed after another."""
-    if not resident:  # one engine has all workloads before the next is loaded
-        turns = sorted(turns, key=lambda turn: quantities.index(turn.quantity))
-    for quantity, found in groupby(turns, key=lambda turn: turn.quantity):
-        yield quantity, list(found)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the tables; return the exit status."""
     options = _parser().parse_args(arguments)
-    options.quantities = [*(Quantity("prefill", tokens) for tokens in options.prompts), options.generation]
 
     def run() -> None:
         records = RecordFile(options.jsonl)
@@ -320,49 +322,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", metavar="DIR", help="folder of another dense LLaMA (default: SmolLM2-135M)")
-    parser.add_argument(
-        "--part", type=partial(read_names, names=PARTS, what="part"), default=list(PARTS), metavar="A,B",
-        help=f"default: {','.join(PARTS)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mode", type=partial(read_names, names=MODES, what="mode"), default=list(MODES), metavar="A,B",
-        help=f"default: {','.join(MODES)}, one after the other",
-    )  # fmt: skip
-    parser.add_argument(
-        "--models", metavar="A,B",
-        help=f"beside the dense one, in engines and under load, such as '{UNIFORM},{UNEQUAL}' (default: all four)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompts", type=_prompts, default=[2048, 8192], metavar="A,B",
-        help="tokens of the one prompt; none = generation alone",
-    )  # fmt: skip
-    parser.add_argument(
-        "--generation", type=_generation, default=Quantity("generation", 128, 64), metavar="BxN",
-        help="sequences x new tokens of each (default: 64x128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=count, default=6, metavar="N",
-        help="timed turns of each model and workload; three times as many where they are short",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resident", type=_resident, default=5, metavar="N",
-        help="engines up at once, about 3 GB each (default: all 5)",
-    )  # fmt: skip
-    parser.add_argument("--concurrency", type=_counts, default=[1, 4, 16, 64], metavar="A,B", help="of the part load")
-    parser.add_argument("--load-prompt", type=count, default=512, metavar="N", help="tokens of a prompt under load")
-    parser.add_argument("--load-new-tokens", type=count, default=128, metavar="N", help="new tokens of each request")
-    parser.add_argument("--load-repeats", type=count, default=3, metavar="N", help="turns of each model and load")
-    parser.add_argument(
-        "--load-precision", type=float, default=0.0, metavar="X",
-        help="go on until the 95%% interval of every ratio is no wider than this (0.02: 2%%); 0 = --load-repeats turns",
-    )  # fmt: skip
-    parser.add_argument("--load-max-repeats", type=count, metavar="N", help="the most turns with --load-precision")
-    parser.add_argument("--load-requests", type=count, metavar="N", help="of a turn (default: two rounds, at least 8)")
-    parser.add_argument("--starts", type=count, default=5, metavar="N", help="counted starts of each server")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts")
+
+    def add(name: str, read: Any, default: Any, text: str, metavar: str = "N") -> None:
+        parser.add_argument(name, type=read, default=default, metavar=metavar, help=text)
+
+    add("--model", str, None, "folder of another dense LLaMA (default: SmolLM2-135M)", "DIR")
+    add("--part", partial(read_names, names=PARTS, what="part"), list(PARTS), f"default: {','.join(PARTS)}", "A,B")
+    add("--mode", partial(read_names, names=MODES, what="mode"), list(MODES), f"default: {','.join(MODES)}", "A,B")
+    add("--models", str, None, f"besides the dense one, such as '{UNIFORM},{UNEQUAL}' (default: all four)", "A,B")
+    add("--prompts", _prompts, [2048, 8192], "tokens of the one prompt; none = generation alone", "A,B")
+    add("--repeats", count, 6, "timed turns of each model and workload; three times as many where they are short")
+    add("--resident", _resident, 5, "engines loaded at once, about 3 GB each (default: all 5)")
+    add("--concurrency", _counts, [1, 4, 16, 64], "requests in flight under load", "A,B")
+    add("--load-prompt", count, 512, "tokens of a prompt under load")
+    add("--load-new-tokens", count, 128, "new tokens of each request")
+    add("--load-repeats", count, 3, "turns of each model and load")
+    add("--load-precision", float, 0.0, "repeat until every ratio's 95%% interval is this narrow (0.02: 2%%)", "X")
+    add("--load-requests", count, None, "requests of a turn (default: two rounds, at least 8)")
+    add("--starts", count, 5, "counted starts of each server")
     parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
-    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
+    add("--jsonl", Path, RECORDS, "file to append to", "FILE")
     return parser
 
 
@@ -378,12 +357,6 @@ def _resident(text: str) -> int:
     if count(text) < 2:
         raise argparse.ArgumentTypeError(f"{text}: the dense model and one other are the least: 2.")
     return int(text)
-
-
-def _generation(text: str) -> Quantity:
-    """Read "64x128"."""
-    batch, _, tokens = text.partition("x")
-    return Quantity("generation", count(tokens), count(batch))
 
 
 if __name__ == "__main__":
