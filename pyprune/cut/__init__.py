@@ -1,1 +1,1 @@
-"""What removing means, what it becomes, and the only code that cuts."""
+"""Masking and compaction of a model by a plan, compensation and reconstruction."""

@@ -1,11 +1,10 @@
 """The only code that cuts: a dense model and a plan become a physically smaller model.
 
-``tensor_cut`` says what one tensor becomes; ``compact_`` applies it to a model in memory, and
-``compact_checkpoint`` to a checkpoint on disk, one tensor at a time. The hidden axis is exact because the
-residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the embedding times
-s, norms of the stream times 1/s (readers, where no norm stands before them), the final norm once more times 1/s
-when the head is tied to the scaled embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x over
-d channels whose removed ones are zero.
+``tensor_cut`` describes the cut of one tensor, and ``compact_`` applies it to a model in memory. The hidden axis is
+exact because the residual stream is rescaled by s = sqrt(d'/d) instead of touching any epsilon: writers and the
+embedding times s, norms of the stream times 1/s (readers, where no norm stands before them), the final norm once more
+times 1/s when the head is tied to the scaled embedding. RMSNorm of s*x over d' channels is then s times RMSNorm of x
+over d channels whose removed ones are zero.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pyprune.plan import LayerPlan, PrunePlan
 
 @dataclass(frozen=True)
 class CompactReport:
-    """What compaction did.
+    """The sizes before and after a compaction, and its architecture.
 
     Attributes:
         dense_parameters: parameters before.
@@ -50,7 +49,7 @@ class CompactReport:
 
     @property
     def removed_share(self) -> float:
-        """Share of the dense parameters that is gone, in [0, 1)."""
+        """Share of the dense parameters that was removed, in [0, 1)."""
         return 1 - self.parameters / self.dense_parameters
 
 
@@ -62,7 +61,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
 
     Args:
         model: a dense model of a known family; dtype and device are kept.
-        plan: what stays.
+        plan: the parts to keep.
 
     Returns:
         Sizes before and after, and whether the result is a stock architecture.
@@ -88,7 +87,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
         parameters=count_parameters(model),
         architecture=type(model).__name__,
         stock=target.stock is not None,
-        reasons=target.why_not_stock,
+        reasons=target.stock_obstacles,
     )
 
 
@@ -101,7 +100,7 @@ class Buffers:
         self.free = itertools.cycle([torch.empty(self.nbytes, dtype=torch.uint8) for _ in range(2)])
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the memory of the last but one; of its own where it is larger."""
+        """Return an uninitialised tensor in the memory of the last but one, or in new memory if it is larger."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > self.nbytes:
             return torch.empty(shape, dtype=dtype)
@@ -110,13 +109,13 @@ class Buffers:
 
 @dataclass(frozen=True, eq=False)
 class TensorCut:
-    """What becomes of one dense tensor.
+    """The cut of one dense tensor.
 
     Attributes:
         name: new parameter name.
         rows: kept positions along the first dimension, int64; None = all.
         columns: the same along the second.
-        factor: what the values are multiplied by, in float32 (float64) and rounded once.
+        factor: multiplies the values, in float32 (float64), rounded once.
         offset: the factor is one on ``value + offset``.
     """
 
@@ -127,26 +126,26 @@ class TensorCut:
     offset: float
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The new tensor, any dtype."""
+        """Return the cut tensor, any dtype."""
         return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
 
     def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
-        """The new tensor in runs of rows that fit the buffers."""
+        """Yield the cut tensor in runs of rows that fit the buffers."""
         rows = torch.arange(len(tensor)) if self.rows is None else self.rows
         row_shape = tensor.shape[1:] if self.columns is None else self.columns.shape
         most = max(1, buffers.nbytes // max(1, row_shape.numel() * tensor.itemsize))
-        for some in rows.split(most):
-            out = buffers.take((len(some), *row_shape), tensor.dtype)
-            yield slice_gather(tensor, some, self.columns, self.factor, offset=self.offset, out=out)
+        for chosen in rows.split(most):
+            out = buffers.take((len(chosen), *row_shape), tensor.dtype)
+            yield slice_gather(tensor, chosen, self.columns, self.factor, offset=self.offset, out=out)
 
 
 def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> TensorCut | None:
-    """What becomes of one dense tensor, or None when it goes.
+    """Return the cut of one dense tensor, or None if it is removed.
 
     Args:
         name: dense parameter name.
         family: of the dense model.
-        plan: what stays.
+        plan: the parts to keep.
         tied: the head shares the embedding's tensor.
 
     Raises:
@@ -180,7 +179,7 @@ def _compact_state(
 
 
 def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Turn a model into the shapes of what another process has cut it to, in place.
+    """Turn a model, in place, into the shapes that another process has cut it to.
 
     Args:
         model: a dense model, with or without values.
@@ -199,10 +198,10 @@ def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedM
 
 
 def _check_complete(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Every parameter of the target must have come from the source, and every tensor must have a place."""
-    own = dict(model.named_parameters())
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    """Check that every parameter of the target came from the source, and that every tensor has a place."""
+    parameters = dict(model.named_parameters())
+    missing, extra = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
+    wrong = sorted(n for n in parameters.keys() & state.keys() if parameters[n].shape != state[n].shape)
     if missing or extra or wrong:
         raise RuntimeError(
             f"Compaction does not fit its target: missing {missing[:3]}, extra {extra[:3]}, shapes {wrong[:3]}. "

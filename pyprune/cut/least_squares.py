@@ -1,4 +1,4 @@
-"""Least squares over a stream of tokens: what is kept is the Gram matrix, never the tokens."""
+"""Least squares over a stream of tokens, of which only the Gram matrix is kept."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ class NormalEquations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while a solution is made: the sums (of all processes too), and the factor next to what it is of or
-        next to both sides of its system.
-        """
+        """Bytes held during a solution: the sums, those of all processes, the factor, and its matrix or both sides."""
         sums = (2 if processes.divided() else 1) * sum(tensor.nbytes for tensor in self.tensors)
         return sums + self.gram.nbytes + max(self.gram.nbytes, 2 * self.moment.nbytes)
 
@@ -58,18 +56,18 @@ class NormalEquations:
                 None counts all alike.
         """
         scales = [None] * -(-len(x) // _ROWS) if weight is None else weight.to(self._products)[:, None].split(_ROWS)
-        for read, wanted, scale in zip(x.split(_ROWS), y.split(_ROWS), scales, strict=True):
-            read, wanted = read.to(self._products), wanted.to(self._products)
+        for inputs, targets, scale in zip(x.split(_ROWS), y.split(_ROWS), scales, strict=True):
+            inputs, targets = inputs.to(self._products), targets.to(self._products)
             if self.constant:
-                read = torch.cat([read, read.new_ones(len(read), 1)], dim=1)
+                inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
             if scale is not None:
-                read, wanted = read * scale, wanted * scale
-            add_moments_(self.gram, read)
-            self.moment += read.T @ wanted
-            self.squares += wanted.square().sum(0)
+                inputs, targets = inputs * scale, targets * scale
+            add_moments_(self.gram, inputs)
+            self.moment += inputs.T @ targets
+            self.squares += targets.square().sum(0)
 
-    def grown(self) -> None:
-        """Tokens were added in this process or another; all of them say so, at the same point."""
+    def forget_sums(self) -> None:
+        """Forget the sums over all processes, as tokens were added; all of them call this at the same point."""
         self._sums = None
 
     def _over_processes(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +86,7 @@ class NormalEquations:
         return max(0.0, float(squares.sum() + (start * (gram @ start - 2 * moment)).sum()))
 
     def solve(self, ridge: float) -> Tensor | None:
-        """The solution W [inputs (+ 1 with a constant), outputs], or None where it is not determined.
+        """Return the solution W [inputs (+ 1 with a constant), outputs], or None if the system is singular.
 
         Args:
             ridge: relative to the mean of the diagonal of x^T x.
@@ -102,9 +100,9 @@ class NormalEquations:
         del matrix
         solution = None
         if not failed:
-            wanted = moment.clone()
-            wanted[:inputs] += penalty * self.start[:inputs]
-            solution = torch.cholesky_solve(wanted, factor)
+            right_side = moment.clone()
+            right_side[:inputs] += penalty * self.start[:inputs]
+            solution = torch.cholesky_solve(right_side, factor)
         solved = solution is not None and bool(torch.isfinite(solution).all())
-        # What fails in one process fails in all, or they would not try the same solutions.
+        # A solution that fails in one process fails in all, so that all try the same ones.
         return solution if processes.agreed(solved) else None

@@ -24,11 +24,11 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
 
     A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. A removed
     hidden channel is zero in every tensor with a hidden axis (for Gemma's 1 + w norms, 1 + w is zero).
-    Families that slice LayerNorm through the gauge are gauged first (see :func:`gauge_`).
+    Families that slice LayerNorm through the gauge are put into it first (see :func:`gauge_`).
 
     Args:
         model: a dense model of a known family, any dtype.
-        plan: what stays.
+        plan: the parts to keep.
 
     Raises:
         PlanError: the plan does not belong to this model.
@@ -40,12 +40,12 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
 
 
 class Masking:
-    """What masking does to the parameters of a model, one by one, so that they need not be in memory together.
+    """Masks the parameters of a model one by one, so that they need not be in memory together.
 
     Args:
         family: of the model.
         config: of the dense model.
-        plan: what stays.
+        plan: the parts to keep.
 
     Raises:
         PlanError: the plan does not belong to this model.
@@ -60,25 +60,25 @@ class Masking:
 
     @torch.no_grad()
     def apply_(self, param: NamedParam) -> None:
-        """Zero in place what the plan removes of a parameter, after :func:`gauged` where the family needs it."""
+        """Zero the removed parts of a parameter in place, after :func:`gauge_weight` if the family needs it."""
         layer = self._layers.get(param.layer) if param.layer is not None else None
         removed_layer = param.layer is not None and layer is None
         if self._gauges:
-            param.parameter.copy_(gauged(param.parameter, param.row, self._plan.hidden))
+            param.parameter.copy_(gauge_weight(param.parameter, param.row, self._plan.hidden))
         if param.row.role == "writer" and (removed_layer or block_is_skipped(param.row, layer)):
             param.parameter.zero_()
         else:
-            _zero_removed(param, layer, self._plan, gone=-self._family.offset(param.row))
+            _zero_removed(param, layer, self._plan, zero=-self._family.offset(param.row))
 
 
-def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, gone: float) -> None:
+def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, zero: float) -> None:
     for dim, kept in enumerate(kept_positions(param.row, layer, plan)):
         if kept is None:
             continue
         removed = torch.ones(param.parameter.shape[dim], dtype=torch.bool)
         removed[list(kept)] = False
         where = removed.nonzero().flatten().to(param.parameter.device)
-        param.parameter.index_fill_(dim, where, gone)
+        param.parameter.index_fill_(dim, where, zero)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def gauge_(model: PreTrainedModel, kept: Sequence[int]) -> None:
     the kept channels now have zero mean: a stock LayerNorm over them alone is then exact.
 
     Args:
-        model: a model of a gauged family (Phi) with an untied head.
+        model: a model of a family with a gauge (Phi) with an untied head.
         kept: kept hidden channels, dense indices.
 
     Raises:
@@ -125,11 +125,11 @@ def gauge_(model: PreTrainedModel, kept: Sequence[int]) -> None:
             "only LayerNorm families with an untied head have one."
         )
     for param in named_axes(model):
-        param.parameter.copy_(gauged(param.parameter, param.row, kept))
+        param.parameter.copy_(gauge_weight(param.parameter, param.row, kept))
 
 
-def gauged(weight: torch.Tensor, row: Row, kept: Sequence[int]) -> torch.Tensor:
-    """One tensor in the gauge of :func:`gauge_`, in its own dtype; tensors that write no stream as they are."""
+def gauge_weight(weight: torch.Tensor, row: Row, kept: Sequence[int]) -> torch.Tensor:
+    """Return a tensor in the gauge of :func:`gauge_`, dtype kept; tensors that do not write to the stream unchanged."""
     dim = row.axis_dim("hidden")
     if dim is None or row.role not in ("embedding", "writer"):
         return weight

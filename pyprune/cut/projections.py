@@ -1,4 +1,4 @@
-"""Linear modules that are solved in closed form: their values before, a change of them, and which change is best."""
+"""Linear modules that are solved in closed form: their saved values, new ones, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Projection:
     Args:
         name: inside its layer.
         module: the module; weight [out, in], any floating dtype.
-        dense_rows: outputs of the dense module of this name that these are, int64; None = all.
-        scale: what those are multiplied by to be this module's (see ``width_factor``).
+        dense_rows: the kept outputs of the dense module of this name, int64; None = all.
+        scale: factor from those outputs to this module's (see ``width_factor``).
     """
 
     def __init__(self, name: str, module: nn.Linear, *, dense_rows: Tensor | None = None, scale: float = 1.0) -> None:
@@ -45,16 +45,16 @@ class Projection:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of what is solved for, inside the layer."""
+        """Names, inside the layer, of the parameters that are solved for."""
         return [f"{self.name}.{part}" for part, _ in self.module.named_parameters()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values that are kept beside the module's own."""
+        """Bytes of the saved values."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def wanted(self, y: Tensor) -> Tensor:
-        """What the outputs are in the dense module, of its outputs y [..., dense out]: float32 [..., out]."""
+    def target(self, y: Tensor) -> Tensor:
+        """Select and scale this module's outputs among the dense module's, y [..., dense out]: float32 [..., out]."""
         kept = y if self.dense_rows is None else y.index_select(-1, self.dense_rows)
         kept = kept.float()
         return kept if self.scale == 1.0 else kept * self.scale
@@ -79,7 +79,7 @@ class Projection:
 
 @dataclass
 class Tally:
-    """Squared error and squared size of what should be there, one sum for each kind of text.
+    """Squared error and squared size of the target, one sum for each kind of text.
 
     Attributes:
         error: sum over tokens of the squared error.
@@ -112,8 +112,8 @@ class Tally:
 
     def overall(self) -> float:
         """The mean of the kinds' relative errors."""
-        found = self.relative().values()
-        return sum(found) / len(found) if found else 0.0
+        errors = self.relative().values()
+        return sum(errors) / len(errors) if errors else 0.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Choice:
     Attributes:
         ridge: relative to the mean diagonal; None = the modules are left as they were.
         before: errors on the sequences held back, with the modules as they were.
-        after: the same with the solution on the other sequences.
+        after: errors on them, with the solution on the other sequences.
     """
 
     ridge: float | None
@@ -150,7 +150,7 @@ def choose(
     sequences.
 
     Args:
-        projections: what the solutions change.
+        projections: the modules that solutions change.
         solutions: of the system as it stands.
         ridges: candidates.
         error: of the modules as they are, on the sequences held back.
@@ -160,10 +160,10 @@ def choose(
     best: tuple[float, float, Tally] | None = None
     for ridge, apply in solutions(sorted(ridges, reverse=True)):
         apply()
-        found = error()
-        score = _score(before, found)
+        after = error()
+        score = mean_change(before, after)
         if score is not None and (best is None or score < best[0]):
-            best = score, ridge, found
+            best = score, ridge, after
         elif best is not None:
             break
     if best is None:
@@ -176,8 +176,8 @@ def choose(
     return Choice(best[1], before, best[2])
 
 
-def _score(before: Tally, after: Tally) -> float | None:
-    """Mean over the kinds of new squared error / old; None where one kind gets worse, or none better."""
+def mean_change(before: Tally, after: Tally) -> float | None:
+    """Return the mean over the kinds of new squared error / old; None if a kind gets worse, or none better."""
     pairs = [(after.error[kind], error) for kind, error in before.error.items()]
     if not all(new <= old for new, old in pairs) or all(new == old for new, old in pairs):
         return None
@@ -218,12 +218,12 @@ def joint_solutions(
     carrier, *others = [p for p in projections if p.bias is not None] or projections[:1]
     sizes = [projection.inputs for projection in projections]
     for ridge in ridges:
-        found = equations.solve(ridge)
-        if found is None:
+        solution = equations.solve(ridge)
+        if solution is None:
             continue
         fixed = [other.bias for other in others if other.bias is not None]
-        bias = reduce(torch.sub, fixed, found[-1]) if equations.constant else None
-        pairs = zip(projections, found[: sum(sizes)].split(sizes), strict=True)
+        bias = reduce(torch.sub, fixed, solution[-1]) if equations.constant else None
+        pairs = zip(projections, solution[: sum(sizes)].split(sizes), strict=True)
         yield ridge, _setter([(p, weight, bias if p is carrier else None) for p, weight in pairs])
 
 
@@ -233,11 +233,11 @@ def parallel_solutions(
     """Solutions of projections that read the same input (see :func:`parallel_start`)."""
     inputs, sizes = projections[0].inputs, [projection.outputs for projection in projections]
     for ridge in ridges:
-        found = equations.solve(ridge)
-        if found is None:
+        solution = equations.solve(ridge)
+        if solution is None:
             continue
-        weights = found[:inputs].split(sizes, dim=1)
-        biases = found[-1].split(sizes) if equations.constant else [None] * len(sizes)
+        weights = solution[:inputs].split(sizes, dim=1)
+        biases = solution[-1].split(sizes) if equations.constant else [None] * len(sizes)
         yield ridge, _setter(list(zip(projections, weights, biases, strict=True)))
 
 

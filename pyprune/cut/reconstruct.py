@@ -1,31 +1,30 @@
-"""Reconstruction: what stays of a model is solved in closed form to follow the dense model's residual stream.
+"""Reconstruction: the kept parts of a model are solved in closed form to follow the dense model's residual stream.
 
-The dense and the cut model read the same text side by side. At every kept part in order (attention, then MLP), with h
-the cut stream in front of it and x what its writer (o_proj, down_proj) reads in the *cut* model,
+The dense and the cut model read the same text side by side. Every kept part is solved in order (attention, then MLP).
+With h the cut stream before it and x its writer's input (o_proj, down_proj) in the *cut* model,
 
-    W <- W + argmin_D  sum over tokens ||x D^T - (t - h - x W^T)||^2  +  ridge * mean(diag(x^T x)) * ||D||^2
+    W <- W + argmin_D  sum over tokens ||x D^T - (t - h - x W^T)||^2  +  ridge * mean(diag(x^T x)) * ||D||^2.
 
-where t is the dense stream in front of the next part that stays: so a writer takes over what the removed layers and
-blocks behind it wrote, and corrects what the parts before it got wrong. Where hidden channels go, t is the kept part of
-the dense stream. A bias is solved for in the same system where there is one, and attention and MLP that write at the
-same point (Phi) are one system. One rule serves layers, blocks, heads, FFN and hidden channels.
+The target t is the dense stream in front of the next kept part. So a writer takes over the output of the removed layers
+and blocks after it, and corrects the errors of the parts before it. If hidden channels are removed, t is the kept part
+of the dense stream. A bias is solved in the same system, and attention and MLP that write at the same point (Phi) are
+one system. One rule serves layers, blocks, heads, FFN and hidden channels.
 
-Where a norm stands behind the writer (Gemma 3, OLMo 2), the stream is not linear in W. W is then solved to write what
-the norm, with the dense model's divisor for each token, would take to t - h; whether the stream is better for it is
-measured behind the norm, like everything else.
+If a norm follows the writer (Gemma 3, OLMo 2), the stream is not linear in W. W is then solved to write the values that
+the norm, with the dense model's divisor for each token, would take to t - h. Errors are measured after the norm.
 
-The ridge is chosen for every writer on sequences that are held back from every kind of text, among the given
-candidates and "leave it as it was"; a candidate that makes any kind of text worse is out. With the ridge that was best
-the system is then solved on all sequences; the errors reported are those from before that, of text not solved on.
+The ridge is chosen for every writer among the candidates and "leave it as it was", on sequences that are held back from
+every kind of text; a candidate that makes any kind worse is out. The system is then solved on all sequences with the
+best ridge. The reported errors are those from before that, of text not solved on.
 
 With the readers (q, k, v, gate, up), each is solved to give the dense module's values from the cut stream before the
-writers of its block are. That is on by default where hidden channels go.
+writers of its block are. That is the default if hidden channels are removed.
 
-Several processes (torchrun) share the sequences: each takes its own through both models, and the sums of the systems
-and of the errors are those of all, so that every process solves the same.
+Several processes (torchrun) share the sequences: each takes its own through both models. The sums of the systems and of
+the errors are those of all, so that every process solves the same.
 
-The idea generalises FLAP's bias compensation, the least squares of OSSCAR and SlimGPT after cuts of heads and FFN
-channels, and ReplaceMe's linear map in place of a run of layers.
+The idea generalises FLAP's bias compensation and the least squares of OSSCAR and SlimGPT after cuts of heads and FFN
+channels. It also generalises ReplaceMe's linear map in place of a run of layers.
 """
 
 from __future__ import annotations
@@ -59,23 +58,23 @@ from pyprune.runtime.progress import track
 T = TypeVar("T")
 
 FORWARD_TOKENS = 2048
-"""Tokens in one pass through a layer, unless ``batch_size`` says otherwise."""
+"""Tokens in one pass through a layer, unless ``batch_size`` is given."""
 
 
 @dataclass(frozen=True)
 class SolvedPart:
-    """What one system did. Errors are relative: ||what the stream lacks|| / ||what it should be||, over tokens.
+    """Result of one system. Errors are relative: ||target - stream|| / ||target||, over tokens.
 
     Attributes:
         layer: dense index.
         blocks: the blocks that were solved together.
-        role: writers, whose error is the stream's behind them; or readers, whose error is their own output's.
-        ridge: the one that was chosen; None = left as it was, because no candidate was better.
-        before: mean over the kinds of text, on sequences held back, with the modules as they were; the parts before
-            this one are reconstructed already.
-        after: the same with the solution on the other sequences.
-        kinds: the same two for each kind of text.
-        used: the same two on the sequences that were solved on, all kinds together; None for readers.
+        role: writers, with the error of the stream after them; or readers, with the error of their output.
+        ridge: the chosen one; None = the weights were kept, because no candidate was better.
+        before: mean error over the kinds of text, on sequences held back, with the modules as they were; the parts
+            before this one are already reconstructed.
+        after: that error with the solution on the other sequences.
+        kinds: (before, after) for each kind of text.
+        used: (before, after) on the sequences that were solved on, all kinds together; None for readers.
     """
 
     layer: int
@@ -90,18 +89,18 @@ class SolvedPart:
 
 @dataclass(frozen=True)
 class ReconstructionReport:
-    """What a reconstruction did. JSON-able through :meth:`to_dict`.
+    """Result of a reconstruction. JSON-able through :meth:`to_dict`.
 
     Attributes:
         parts: every system in the order of the layers.
         dtype: that the layers computed in.
-        exact: parts in front of everything that is removed (and was trained since the cut), which stay as they are.
-        no_carrier: removed parts in front of the first that stays: nothing before them could take over what they
-            wrote, and the first writers behind them correct it.
+        exact: parts before everything that is removed (or was trained since the cut), which are not solved.
+        no_carrier: removed parts before the first kept one: no writer before them could take over their output, and
+            the first writers after them correct it.
         tokens: calibration tokens, padding not counted.
         held_back: those of them that only judged.
         seconds: wall time.
-        extra_bytes: most memory held beside the models: streams, the layer in work, sums and solutions.
+        extra_bytes: most memory held in addition to the models: streams, the current layer, sums and solutions.
     """
 
     parts: tuple[SolvedPart, ...]
@@ -133,17 +132,17 @@ class ReconstructionReport:
         last = [part for part in self.parts if part.role == "writers"][-1]
         return (
             f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on {self.tokens:,} tokens; the "
-            f"stream behind layer {last.layer} was {last.after:.1%} off the dense one on {self.held_back:,} of them, "
+            f"stream after layer {last.layer} was {last.after:.1%} off the dense one on {self.held_back:,} of them, "
             f"before these were solved on as well ({self.seconds:.0f} s, "
-            f"{self.extra_bytes / 2**20:,.0f} MiB beside the model)."
+            f"{self.extra_bytes / 2**20:,.0f} MiB in addition to the model)."
         )
 
     def _lost(self) -> list[str]:
         if not self.no_carrier:
             return []
         return [
-            f"Nothing stays in front of {', '.join(self.no_carrier)}, so that no writer could take over what they "
-            "wrote; the first writers behind them correct part of it."
+            f"Nothing is kept before {', '.join(self.no_carrier)}, so no writer could take over their output; the "
+            "first writers after them correct part of it."
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,21 +159,21 @@ def reconstruct_(
     options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
     batch_size: int | None = None,
 ) -> ReconstructionReport:
-    """Solve what stays of a dense model so that its cut follows it, in place; shapes stay dense.
+    """Solve the kept parts of a dense model so that its cut follows it, in place; shapes stay dense.
 
-    The stream of the masked model is what is fitted, so that :func:`pyprune.cut.mask.mask_` and
-    :func:`pyprune.cut.compact.compact_` mean the same as before. What the plan removes keeps its values, and so does
-    everything in front of it. Beside the model, two streams of the text, a cut copy of one layer and what its writers
-    read (see :class:`pyprune.cut.walk.Walk`) are held.
+    The stream of the masked model is fitted, so that :func:`pyprune.cut.mask.mask_` and
+    :func:`pyprune.cut.compact.compact_` mean the same as before. Removed parts, and everything before them, keep their
+    values. In addition to the model, two streams of the text, a cut copy of one layer and the inputs of its writers
+    (see :class:`pyprune.cut.walk.Walk`) are held.
 
     Args:
-        model: the dense model, any dtype and device, or its layers as something else holds and keeps them; the streams
-            are held in its dtype. The sums of the systems are float64, or float32 of more than 1,024 inputs; their
-            products are float32 of more than 256.
-        plan: what stays.
-        samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which counts for
-            nothing.
-        kinds: what kind of text each sample is, N labels; None = those of the samples, or all of one kind.
+        model: the dense model, any dtype and device, or its layers, one at a time; the streams are held in its dtype.
+            The sums of the systems are float64, or float32 of more than 1,024 inputs; their products are float32 of
+            more than 256.
+        plan: the parts to keep.
+        samples: token ids, int64 [N, T], with :data:`pyprune.data.tokens.IGNORED` as right padding, which does not
+            count.
+        kinds: kind of text of each sample, N labels; None = those of the samples, or all of one kind.
         options: see :class:`ReconstructConfig`.
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
@@ -182,7 +181,7 @@ def reconstruct_(
         DataError: fewer than two samples of every kind, or labels that do not fit them.
         PlanError: the plan is not this model's.
         UnsupportedModelError: unknown model type or parameter, or a layer that does more with its writers' output than
-            to add it to the stream.
+            add it to the stream.
     """
     dense = LayerRunner.of(model)
     check_plan(plan, dense.family, dense.model.config)
@@ -201,18 +200,18 @@ def reconstruct_compacted_(
     batch_size: int | None = None,
     device: torch.device | None = None,
 ) -> ReconstructionReport:
-    """Solve a model that is cut already so that it follows the dense one, in place.
+    """Solve an already cut model so that it follows the dense one, in place.
 
     Args:
-        pruned: what :func:`pyprune.cut.compact.compact_` made, possibly trained since.
+        pruned: a result of :func:`pyprune.cut.compact.compact_`, possibly trained since.
         plan: the one that it was cut with.
-        dense: the dense model, or its layers as something else holds them.
+        dense: the dense model, or its layers, one at a time.
         samples: see :func:`reconstruct_`.
         kinds: see :func:`reconstruct_`.
         options: see :class:`ReconstructConfig`.
         batch_size: see :func:`reconstruct_`.
-        device: of the dense model, on which each layer of ``pruned``, which is on the host, is at work; None = where
-            ``pruned`` is.
+        device: of the dense model, for each layer of a ``pruned`` that is on the host; None = the device of
+            ``pruned``.
 
     Raises:
         DataError, UnsupportedModelError: see :func:`reconstruct_`.
@@ -220,9 +219,9 @@ def reconstruct_compacted_(
     """
     source = LayerRunner.of(dense)
     check_plan(plan, source.family, source.model.config)
-    family = source.family  # which a model that was cut has none of its own of
-    own = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)
-    side = CompactedLayers(own, plan, source.model.config)
+    family = source.family  # a model that was cut has none
+    layers = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)
+    side = CompactedLayers(layers, plan, source.model.config)
     with still(pruned):
         return _reconstruct(source, side, plan, Batch.of(samples), kinds, options, batch_size)
 
@@ -242,7 +241,7 @@ def _reconstruct(
     warn_of_slow_dtype(dtype, dense.model.device)
     steps, lost = steps_of(dense.family, plan)
     if isinstance(side, CompactedLayers):
-        steps = side.untrained(steps, dense)
+        steps = side.limit_exact(steps, dense)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
     held_back = 0
     solved: tuple[SolvedPart, ...] = ()
@@ -263,7 +262,7 @@ def _reconstruct(
                 judging=judging,
             )
             _walk(walk, side, steps, lost, readers=readers)
-        solved = tuple(_described(entry) for entry in walk.reports)
+        solved = tuple(_report(entry) for entry in walk.reports)
     return ReconstructionReport(
         parts=solved,
         dtype=dtype,
@@ -277,8 +276,8 @@ def _reconstruct(
 
 
 def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part], *, readers: bool) -> None:
-    """Take both streams through all steps, and solve those behind which they differ."""
-    # The cut stream branches off in front of the first thing that is removed.
+    """Take both streams through all steps, and solve the steps after which they differ."""
+    # The cut stream branches off before the first removed part.
     started = side.walks_everything or bool(lost)
     if started:
         walk.begin()
@@ -300,7 +299,7 @@ def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part]
                     walk.solve_writers(step, layer)
 
 
-def _described(entry: Solved) -> SolvedPart:
+def _report(entry: Solved) -> SolvedPart:
     before, after = entry.choice.before.relative(), entry.choice.after.relative()
     return SolvedPart(
         layer=entry.part.layer,
@@ -317,33 +316,33 @@ def _described(entry: Solved) -> SolvedPart:
 def _chunks(
     dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
 ) -> tuple[list[Chunk], list[str], int]:
-    """This process's share of the text; the kinds of text, and how many tokens, that all together hold back."""
+    """Return this process's share of the text, and the kinds of text and number of tokens that all hold back."""
     processes.check_same_text(samples.digest)
     count = len(samples)
     labels = ["text"] * count if kinds is None else [str(kind) for kind in kinds]
     if len(labels) != count:
         raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
     size = batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
-    found = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
-    while batch_size is None and size > 1 and processes.divided() and len(found) < processes.count():
+    batches = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
+    while batch_size is None and size > 1 and processes.divided() and len(batches) < processes.count():
         size = -(-size // 2)  # or some processes would have nothing to do
-        found = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
-    judging = sorted({kind for _, _, kind, judges in found if judges})
+        batches = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
+    judging = sorted({kind for _, _, kind, judges in batches if judges})
     if not judging:
         raise DataError(
             f"Reconstruction has {count} samples and cannot hold any back to choose the ridge with; give at least two "
             "of a kind."
         )
     device = dense.model.device
-    made = []
-    for ids, real, kind, judges in _share(found):
+    chunks = []
+    for ids, real, kind, judges in _share(batches):
         ids, real = ids.to(device), real.to(device)
-        made.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
-    return made, judging, sum(int(real.sum()) for _, real, _, judges in found if judges)
+        chunks.append(Chunk(ids, real, kind, judges, dense.embed(ids)))
+    return chunks, judging, sum(int(real.sum()) for _, real, _, judges in batches if judges)
 
 
 def _share(chunks: list[T]) -> list[T]:
-    """The chunks of this process, where several share the text."""
+    """Return the chunks of this process, if several share the text."""
     if not processes.divided():
         return chunks
     if len(chunks) < processes.count():

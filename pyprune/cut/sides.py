@@ -1,4 +1,4 @@
-"""The two forms of a cut model that a reconstruction solves: cut copies of dense layers, and a model cut already."""
+"""The two forms of a cut model that a reconstruction solves: cut copies of dense layers, or an already cut model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from pyprune.cut.compact import TensorCut, tensor_cut
-from pyprune.cut.mask import gauged
+from pyprune.cut.mask import gauge_weight
 from pyprune.cut.projections import Projection
 from pyprune.cut.steps import Step
 from pyprune.cut.target import choose_target
@@ -34,11 +34,11 @@ class Chunk:
     Attributes:
         ids: int64 [B, T], fed to both models.
         real: bool [B, T]; positions that hold a token and no padding.
-        kind: what kind of text it is.
+        kind: of text.
         held_back: whether it only judges solutions.
         dense: the dense stream [B, T, H].
         cut: the cut stream [B, T, H']; None while it is the dense one.
-        divisor: what the dense norm behind the writer in work divides by, float32 [tokens, 1]; None without one.
+        divisor: of the dense norm after the writer at work, float32 [tokens, 1]; None without one.
     """
 
     ids: Tensor
@@ -64,11 +64,11 @@ class Chunk:
 
 
 class CutSide(ABC):
-    """A cut model beside the dense one, one layer at a time, with the widths that it has after the cut.
+    """A cut model next to the dense one, one layer at a time, with its widths after the cut.
 
     Args:
-        runner: of the layers that are solved; its family is the dense model's too.
-        plan: what stays.
+        runner: of the layers that are solved; its family is also the dense model's.
+        plan: the parts to keep.
         config: of the dense model.
 
     Attributes:
@@ -96,34 +96,31 @@ class CutSide(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> AbstractContextManager[nn.Module]:
-        """One kept layer, by its dense index; what was solved in it is kept when the block ends."""
+        """Give one kept layer, by its dense index; its solved parameters are kept when the block ends."""
 
     @abstractmethod
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """The cut stream [B, T, H'] behind a part."""
+        """Return the cut stream [B, T, H'] after a part."""
 
     def target(self, dense: Tensor) -> Tensor:
-        """What the cut stream should be where the dense one is ``dense``: float32 [B, T, H'].
-
-        These are its kept channels at the cut stream's scale.
-        """
+        """Return the target of the cut stream: the dense one's kept channels at its scale, float32 [B, T, H']."""
         if self.kept is None:
             return dense.float()
-        wanted = dense.float().index_select(-1, self.kept)
+        target = dense.float().index_select(-1, self.kept)
         if self.gauge:
-            wanted = wanted - wanted.mean(-1, keepdim=True)
-        return wanted * self.scale
+            target = target - target.mean(-1, keepdim=True)
+        return target * self.scale
 
     def projection(self, row: Row, layer: nn.Module, layer_plan: LayerPlan) -> Projection:
-        """The linear module whose weight ``row`` describes; of the dense one's outputs it has the kept ones."""
+        """Return the linear module whose weight ``row`` describes, with the dense outputs that it keeps."""
         name = self._name(row)
         kept = kept_positions(row, layer_plan, self.plan)[0] if row.role == "reader" else None
         module = cast(nn.Linear, layer.get_submodule(name))
         dense_rows = None if kept is None else torch.tensor(kept, device=module.weight.device)
         return Projection(name, module, dense_rows=dense_rows, scale=width_factor(row, layer_plan, self.plan))
 
-    def solved(self, projections: Sequence[Projection]) -> None:
-        """Remember what was changed in the layer at work, and stays so."""
+    def remember(self, projections: Sequence[Projection]) -> None:
+        """Remember the parameters that were changed in the layer at work, to keep them when its block ends."""
         self.changed += [name for projection in projections for name in projection.parameters]
 
     def _name(self, row: Row) -> str:
@@ -149,9 +146,9 @@ class CutSide(ABC):
         return [[self.projection(row, layer, plan) for row in self._rows(step, "reader", b)] for b in step.writers]
 
     def post_norm(self, step: Step, layer: nn.Module) -> nn.Module | None:
-        """The norm behind the writer, or None where it writes to the stream itself."""
-        found = [row for block in step.writers for row in self._rows(step, "post_norm", block)]
-        return layer.get_submodule(self._name(found[0])) if found else None
+        """Return the norm after the writer, or None if it writes to the stream itself."""
+        rows = [row for block in step.writers for row in self._rows(step, "post_norm", block)]
+        return layer.get_submodule(self._name(rows[0])) if rows else None
 
     def gain(self, step: Step, layer: nn.Module) -> Tensor | None:
         """Weight of that norm, float32 [H'], or None."""
@@ -163,11 +160,11 @@ class CutSide(ABC):
 
 
 class CopiedLayers(CutSide):
-    """A dense model as its cut, one copied and cut layer at a time; what is solved goes into the dense model.
+    """A dense model as its own cut: one layer at a time is copied, cut and solved, and written to the dense model.
 
     Args:
         dense: the dense model's layers; the model itself is changed.
-        plan: what stays.
+        plan: the parts to keep.
     """
 
     def __init__(self, dense: LayerRunner, plan: PrunePlan) -> None:
@@ -185,11 +182,11 @@ class CopiedLayers(CutSide):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """A cut copy of a dense layer; what was solved in it is written to the dense one in the end."""
+        """Give a cut copy of a dense layer; its solved parameters are written to the dense one when the block ends."""
         layer = self._empty[self.position[index]]
-        with self.runner.layer(index) as own:
-            cuts = self._cuts(index, own)
-            copied = {name: cut.of(self._gauged(index, name, own)) for name, cut in cuts.items()}
+        with self.runner.layer(index) as dense:
+            cuts = self._cuts(index, dense)
+            copied = {name: cut.of(self._to_gauge(index, name, dense)) for name, cut in cuts.items()}
         lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
         for name in lacking:  # biases that a stock architecture has and the dense model lacks
             place, _, part = name.rpartition(".")
@@ -197,9 +194,9 @@ class CopiedLayers(CutSide):
         self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in layer.parameters()))
         yield layer
         if self.changed:
-            with self.runner.layer(index) as own:
+            with self.runner.layer(index) as dense:
                 for name in self.changed:
-                    _put(layer.get_parameter(name), own.get_parameter(name), cuts[name])
+                    _put(layer.get_parameter(name), dense.get_parameter(name), cuts[name])
                 self.runner.keep(index, self.changed)
         self.changed.clear()
         layer.to("meta")
@@ -212,18 +209,18 @@ class CopiedLayers(CutSide):
         }
         return {name: cut for name, cut in named.items() if cut is not None}
 
-    def _gauged(self, index: int, name: str, layer: nn.Module) -> Tensor:
+    def _to_gauge(self, index: int, name: str, layer: nn.Module) -> Tensor:
         weight = layer.get_parameter(name).detach()
         row, _ = self.family.match(f"{self.family.layers_path}.{index}.{name}")
-        return gauged(weight, row, self.plan.hidden) if self.gauge else weight
+        return gauge_weight(weight, row, self.plan.hidden) if self.gauge else weight
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """The cut stream [B, T, H'] behind a part; a layer is called as in the dense model."""
+        """Return the cut stream [B, T, H'] after a part; a layer is called as in the dense model."""
         return self.runner.run(module, part, stream)
 
 
 def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
-    """Write a cut tensor to the places of the dense one that it was made of."""
+    """Write a cut tensor to its places in the dense one."""
     kept = [slice(None) if i is None else i.to(dense.device) for i in (cut.rows, cut.columns)[: dense.dim()]]
     if isinstance(kept[0], Tensor) and isinstance(kept[-1], Tensor) and dense.dim() == 2:
         kept[0] = kept[0][:, None]
@@ -231,19 +228,19 @@ def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:
-    """Whether weights are the same, or rounded as they are stored; biases that the dense model lacks are zero."""
+    """Check whether weights are the dense ones, rounded as stored or not; biases that it lacks must be zero."""
     if not dense.keys() <= own.keys():
         return False
     for name, weight in own.items():
-        wanted = dense.get(name, torch.zeros_like(weight)).to(weight.device)
-        stored = (wanted.to(dtype).to(weight.dtype) for dtype in (wanted.dtype, torch.bfloat16, torch.float16))
-        if weight.shape != wanted.shape or not any(torch.equal(weight, found) for found in stored):
+        expected = dense.get(name, torch.zeros_like(weight)).to(weight.device)
+        stored = (expected.to(dtype).to(weight.dtype) for dtype in (expected.dtype, torch.bfloat16, torch.float16))
+        if weight.shape != expected.shape or not any(torch.equal(weight, other) for other in stored):
             return False
     return True
 
 
 class CompactedLayers(CutSide):
-    """A model that is cut already; everything that is left of it is solved.
+    """An already cut model, which is solved as a whole.
 
     Args:
         pruned: its layers; the model itself is changed.
@@ -266,28 +263,28 @@ class CompactedLayers(CutSide):
                 f"{len(plan.layers)} of {len(plan.hidden)}. Give the plan that it was cut with."
             )
 
-    def untrained(self, steps: Sequence[Step], dense: LayerRunner) -> list[Step]:
-        """The steps, exact as far as the weights are the dense model's: the model may have been trained since."""
-        found, exact = [], True
+    def limit_exact(self, steps: Sequence[Step], dense: LayerRunner) -> list[Step]:
+        """Return the steps, exact only up to the first with other weights than the dense model's (from a training)."""
+        limited, exact = [], True
         for step in steps:
             exact = exact and step.exact and self._is_dense(step, dense)
-            found.append(replace(step, exact=exact))
-        return found
+            limited.append(replace(step, exact=exact))
+        return limited
 
     def _is_dense(self, step: Step, dense: LayerRunner) -> bool:
-        """Whether the blocks of a step have the dense model's weights."""
+        """Check whether the blocks of a step have the dense model's weights."""
         index = step.part.layer
         place = f"{self.family.layers_path}.{index}"
 
-        def of_step(layer: nn.Module) -> dict[str, Tensor]:
+        def step_weights(layer: nn.Module) -> dict[str, Tensor]:
             named = dict(layer.named_parameters())
-            # By the weight beside it: a bias that the cut has added is in no table of the dense model's.
-            beside = {name: re.sub(r"\.bias$", ".weight", name) for name in named}
-            blocks = {name: self.family.match(f"{place}.{beside[name]}")[0].block for name in named}
+            # Matched by the weight of the same module: a bias that the cut added is in no table of the dense model.
+            weights = {name: re.sub(r"\.bias$", ".weight", name) for name in named}
+            blocks = {name: self.family.match(f"{place}.{weights[name]}")[0].block for name in named}
             return {name: weight for name, weight in named.items() if blocks[name] in step.part.blocks}
 
         with dense.layer(index) as whole:
-            return _same_weights(of_step(self.runner.layers[self.position[index]]), of_step(whole))
+            return _same_weights(step_weights(self.runner.layers[self.position[index]]), step_weights(whole))
 
     def begin(self, chunk: Chunk) -> Tensor:
         """The pruned model's own embeddings."""
@@ -295,7 +292,7 @@ class CompactedLayers(CutSide):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The pruned model's layer; where its runner asks for it, what was solved is given to it in the end."""
+        """Give the pruned model's layer; its runner is handed the solved parameters when the block ends."""
         position = self.position[index]
         with self.runner.layer(position) as layer:
             yield layer
@@ -303,5 +300,5 @@ class CompactedLayers(CutSide):
         self.changed.clear()
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """The pruned stream [B, T, H'] behind a part."""
+        """Return the pruned stream [B, T, H'] after a part."""
         return self.runner.run(module, Part(self.position[part.layer], part.blocks), stream)

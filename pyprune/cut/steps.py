@@ -1,4 +1,4 @@
-"""The order in which a cut model writes to its stream, and which writer answers for what the plan removes."""
+"""The order in which a cut model writes to its stream, and the writer that replaces each removed part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Step:
     Attributes:
         part: as it is in the dense model.
         writers: its blocks that the plan keeps.
-        absorbs: removed parts between it and the next step, in order; its writers take over what they wrote.
-        exact: nothing is removed up to here, so that the cut model's stream behind it is the dense model's.
+        absorbs: removed parts between it and the next step, in order; its writers take over their output.
+        exact: nothing is removed up to here, so that the cut model's stream after it is the dense model's.
     """
 
     part: Part
@@ -28,7 +28,7 @@ class Step:
 
 
 def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
-    """The steps of a plan, and the removed parts in front of the first of them, which no writer can take over."""
+    """Return the steps of a plan, and the removed parts before the first of them, which no writer can take over."""
     layers = {layer.index: layer for layer in plan.layers}
     kept: list[tuple[Part, tuple[Block, ...], list[Part]]] = []
     lost: list[Part] = []
@@ -54,6 +54,6 @@ def _writers(part: Part, layer: LayerPlan | None) -> tuple[Block, ...]:
 
 
 def _whole(part: Part, layer: LayerPlan, plan: PrunePlan) -> bool:
-    """Whether the blocks of a part keep all their heads and channels."""
+    """Check whether the blocks of a part keep all their heads and channels."""
     heads = "attention" not in part.blocks or len(layer.query_heads) == plan.dense.num_attention_heads
     return heads and ("mlp" not in part.blocks or len(layer.ffn) == plan.dense.intermediate_size)

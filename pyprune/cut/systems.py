@@ -1,4 +1,4 @@
-"""The modules of a step that are solved together, with what they read, so that solutions are judged by them alone."""
+"""The modules of a step that are solved together, with their inputs, by which alone solutions are judged."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ types 0.02."""
 
 
 class Writers:
-    """The writers of a step in the cut model. Only they change while they are solved for, so the rest of the layer runs
-    once for each chunk whose inputs of the writers are held, and they are applied when they are solved.
+    """The writers of a step in the cut model.
+
+    Only they change while they are solved. So the rest of the layer runs once for each chunk whose inputs of the
+    writers are held; the writers are applied once they are solved.
 
     Args:
         cut: the cut model.
-        step: what is solved.
+        step: the step that is solved.
         layer: of the cut model.
-        multiplier: what a block's output is multiplied by before it joins the stream.
+        multiplier: factor on a block's output before it joins the stream.
         room: bytes of inputs to hold for the sequences that are solved on; those held back are always held, because
             they are looked at for every candidate.
 
     Attributes:
         projections: the writers.
-        gain: weight of the norm behind them, float32 [H'], or None.
+        gain: weight of the norm after them, float32 [H'], or None.
     """
 
     def __init__(self, cut: CutSide, step: Step, layer: nn.Module, multiplier: float, room: int) -> None:
@@ -59,39 +61,38 @@ class Writers:
         return [x for inputs in self._inputs.values() for x in inputs]
 
     def inputs(self, chunk: Chunk, *, check: bool = False) -> list[Tensor]:
-        """What each writer reads, [B, T, in] or [B * T, in]; the writers themselves are not applied.
+        """Return the input of each writer, [B, T, in] or [B * T, in]; the writers themselves are not applied.
 
         Args:
-            chunk: its stream stays where it is.
-            check: apply them, and refuse a layer that does something else with their outputs than to add them to the
-                stream.
+            chunk: of text; its stream is not advanced.
+            check: apply them, and check that the layer adds their outputs to the stream.
 
         Raises:
-            UnsupportedModelError: it does.
+            UnsupportedModelError: it does something else with them.
         """
         if chunk in self._inputs:
             return self._inputs[chunk]
         stream = cast(Tensor, chunk.cut)
         idle: Sequence[Projection] = () if check else self.projections
-        forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_nothing, p) for p in idle}
+        forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_zeros, p) for p in idle}
         with listening({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
             out = self.cut.run(self.layer, self.step.part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
             if check:
-                self._check_addition(out, self._joined(stream, [seen[p.name][1] for p in self.projections]))
+                self._check_addition(out, self._add_to_stream(stream, [seen[p.name][1] for p in self.projections]))
         size = sum(x.nbytes for x in inputs)
         if chunk.held_back or size <= self._room:
             self._inputs[chunk] = inputs
             self._room -= 0 if chunk.held_back else size
         return inputs
 
-    def behind(self, chunk: Chunk) -> Tensor:
-        """The cut stream [B, T, H'] behind the writers as they are now; the chunk's stream stays where it is."""
+    def stream_after(self, chunk: Chunk) -> Tensor:
+        """Return the cut stream [B, T, H'] after the writers as they are now; the chunk's stream is not advanced."""
         pairs = zip(self.projections, self.inputs(chunk), strict=True)
-        return self._joined(cast(Tensor, chunk.cut), [self.cut.runner.apply(p.module, x) for p, x in pairs])
+        return self._add_to_stream(cast(Tensor, chunk.cut), [self.cut.runner.apply(p.module, x) for p, x in pairs])
 
-    def _joined(self, stream: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-        """The stream [B, T, H'] after what the writers wrote has joined it."""
+    def _add_to_stream(self, stream: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        """Add the writers' outputs to the stream [B, T, H']."""
         written = reduce(torch.add, [y.reshape(stream.shape) for y in outputs])
         if self._norm is not None:
             written = self.cut.runner.apply(self._norm, written)
@@ -107,17 +108,16 @@ class Writers:
             )
 
 
-def _nothing(projection: Projection, x: Tensor) -> Tensor:
+def _zeros(projection: Projection, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], projection.outputs)
 
 
 class Readers:
-    """The readers of one block of a step (q, k, v; gate, up), which are to give the dense model's values from what the
-    cut model gives them to read.
+    """The readers of one block of a step (q, k, v; gate, up), solved for the dense model's values of the cut stream.
 
     Args:
         cut: the cut model.
-        step: what is solved.
+        step: the step that is solved.
         layer: of the cut model.
         block: whose readers these are.
         projections: the readers.
@@ -148,15 +148,15 @@ class Readers:
         """Inputs and targets of the sequences held back."""
         return [tensor for _, x, targets in self._judges for tensor in (x, *targets)]
 
-    def add(self, chunk: Chunk, wanted: Mapping[str, Tensor]) -> None:
+    def add(self, chunk: Chunk, outputs: Mapping[str, Tensor]) -> None:
         """Add a chunk to the equations, or keep it if it is held back.
 
         Args:
             chunk: its cut stream is in front of the step.
-            wanted: name of a reader -> what it gives in the dense model, [tokens, dense out].
+            outputs: name of a reader -> its outputs in the dense model, [tokens, dense out].
         """
         x = self._read(chunk)
-        targets = [p.wanted(wanted[p.name]) for p in self.projections]
+        targets = [p.target(outputs[p.name]) for p in self.projections]
         if chunk.held_back:
             self._judges.append((chunk.kind, x, targets))
         else:
@@ -166,13 +166,13 @@ class Readers:
         """Add the sequences held back."""
         for _, x, targets in self._judges:
             self._add(x, targets)
-        self.equations.grown()
+        self.equations.forget_sums()
 
     def error(self) -> Tally:
-        """Of the modules as they are, on the sequences held back; every module counts alike."""
+        """Return the error of the modules as they are on the sequences held back; every module counts alike."""
         tally = Tally()
         for kind, x, targets in self._judges:
-            pairs = zip(self._lacking(x, targets), targets, strict=True)
+            pairs = zip(self._residuals(x, targets), targets, strict=True)
             shares = [r.square().sum() / t.square().sum().clamp(min=SMALLEST) for r, t in pairs]
             tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
         return tally.over_processes(self._judging)
@@ -182,28 +182,28 @@ class Readers:
         written = [t if bias is None else t - bias for t, bias in zip_longest(targets, fixed)]
         self.equations.add(x, torch.cat(written, dim=1))
 
-    def _lacking(self, x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-        """What the outputs lack, float32 [tokens, outputs] each."""
+    def _residuals(self, x: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return targets less outputs, float32 [tokens, outputs] each."""
         apply = self.cut.runner.apply  # a norm may give another dtype than the weights have
         pairs = zip(self.projections, targets, strict=True)
         return [t - apply(p.module, x).float() for p, t in pairs]
 
     def _read(self, chunk: Chunk) -> Tensor:
-        """What the readers are given, [tokens, in]; the layer runs only as far as the first of them."""
-        found: list[Tensor] = []
+        """Return the input of the readers, [tokens, in]; the layer runs only as far as the first of them."""
+        inputs: list[Tensor] = []
 
-        def reached(module: nn.Module, args: tuple[Any, ...]) -> None:
-            found.append(args[0])
+        def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+            inputs.append(args[0])
             raise _Reached
 
-        handle = self.projections[0].module.register_forward_pre_hook(reached)
+        handle = self.projections[0].module.register_forward_pre_hook(stop)
         try:
             with suppress(_Reached):
                 self.cut.run(self.layer, self.step.part, cast(Tensor, chunk.cut))
         finally:
             handle.remove()
-        return chunk.tokens(found[0])
+        return chunk.tokens(inputs[0])
 
 
 class _Reached(Exception):
-    """The layer has come to what was wanted."""
+    """Stops a layer at its first reader."""

@@ -1,4 +1,4 @@
-"""Which architecture a plan becomes: a stock one where one fits, else the pruned one."""
+"""Choose the architecture of a cut model: a stock one if one fits, else the pruned one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PER_LAYER_LISTS = ("layer_types",)
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan turns a dense configuration into.
+    """The configuration and architecture of a dense model after a plan.
 
     Attributes:
         config: configuration of the compacted model.
         stock: the stock rule that fits, or None for the pruned architecture.
-        reasons: why each stock rule that was tried does not fit.
+        reasons: the obstacle of each stock rule that was tried.
         zero_biases: (pattern, axis) of biases that the stock target has and the source lacks.
     """
 
@@ -35,8 +35,8 @@ class Target:
     zero_biases: tuple[tuple[str, Axis], ...] = ()
 
     @property
-    def why_not_stock(self) -> tuple[str, ...]:
-        """Why no stock architecture fits; nothing when one does."""
+    def stock_obstacles(self) -> tuple[str, ...]:
+        """Obstacles of all stock architectures; empty if one fits."""
         return () if self.stock else self.reasons
 
 
@@ -46,7 +46,7 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
     Args:
         family: of the dense model.
         config: of the dense model.
-        plan: what stays.
+        plan: the parts to keep.
     """
     reasons: list[str] = []
     for stock in family.stock_targets:
@@ -98,7 +98,7 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
     if family.has_head_dim_field:
         values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
     values |= stock.config_changes(config)
-    # A stock architecture that takes biases on its output projections has a switch of its own for them.
+    # A stock architecture with biases on its output projections has another switch for them.
     values.pop("output_bias", None)
     return AutoConfig.for_model(stock.model_type, **values)
 
@@ -114,17 +114,19 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     # vLLM divides the largest number of heads of all layers among its ranks, those without attention among them.
     most = tuple(max(layer.widths[axis] for layer in plan.layers) for axis in (0, 1))
     values["per_layer_config"] = {
-        i: own for i, layer in enumerate(plan.layers) if (own := _layer_overrides(family, layer, plan.dense, most))
+        i: changed
+        for i, layer in enumerate(plan.layers)
+        if (changed := _layer_overrides(family, layer, plan.dense, most))
     }
     return cast(PretrainedConfig, pruned_config_class(family.model_type)(**values))
 
 
 def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple[int, ...]) -> dict[str, Any]:
-    """Transformers' per_layer_config notation: what differs in this layer from the dense widths.
+    """Return the widths of a layer that differ from the dense ones, in Transformers' per_layer_config notation.
 
     Args:
         family: of the model.
-        layer: what stays of it.
+        layer: its kept parts.
         dense: the dense widths.
         most: query and KV heads that a layer without attention is given.
     """
@@ -135,5 +137,5 @@ def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple
         "num_key_value_heads": (kv_heads or most[1], dense.num_key_value_heads),
         family.intermediate_field: (ffn, dense.intermediate_size),
     }
-    own = {name: width for name, (width, whole) in usual.items() if width and width != whole}
-    return {"skip": skip, **own} if skip else own
+    changed = {name: width for name, (width, whole) in usual.items() if width and width != whole}
+    return {"skip": skip, **changed} if skip else changed

@@ -1,6 +1,6 @@
-"""A dense model and its cut walk side by side over calibration text, and what writes to the cut stream is solved.
+"""Walk a dense model and its cut side by side over calibration text, and solve the writers to the cut stream.
 
-Two streams and one layer at a time; see :mod:`pyprune.cut.reconstruct` for what is solved.
+Two streams and one layer at a time; see :mod:`pyprune.cut.reconstruct` for the equations.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ USED = "used"
 
 @dataclass(frozen=True)
 class Solved:
-    """One system: what it was for, and what came out.
+    """One solved system.
 
     Attributes:
         part: where in the dense model.
-        blocks: whose modules were solved together.
+        blocks: the blocks whose modules were solved together.
         role: writers or readers.
         choice: the solution and the errors on the sequences held back.
-        used: the same errors on the sequences that were solved on, before and after; None for readers.
+        used: errors on the sequences that were solved on, before and after; None for readers.
     """
 
     part: Part
@@ -52,14 +52,14 @@ class Walk:
         cut: the cut one.
         chunks: the text, with the dense stream that enters the first layer; of several processes the share of this one.
         ridges: candidates, relative to the mean diagonal.
-        multiplier: what a block's output is multiplied by before it joins the stream (Granite).
+        multiplier: factor on a block's output before it joins the stream (Granite).
         relative: whether a token's error counts relative to the size of its stream.
-        judging: kinds of text that are held back in all processes; only looked at where several share the text.
+        judging: kinds of text that are held back in all processes; only used if several share the text.
     """
 
     held_bytes = 2**30
-    """Most bytes of writers' inputs that are held, of one step, for the sequences that are solved on: the cut stream is
-    then taken past the step without computing them again."""
+    """Most bytes of one step's writers' inputs that are held for the sequences that are solved on, so that the cut
+    stream passes the step without computing them again."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class Walk:
                     chunk.dense = self.dense.run(layer, part, chunk.dense)
 
     def advance_to_target(self, step: Step, solving: nn.Module | None = None) -> None:
-        """Take the dense stream past a step and the removed parts behind it: to what the step's writers solve for.
+        """Take the dense stream past a step and the removed parts after it, to the target of the step's writers.
 
         Args:
             step: where both streams stand.
             solving: the cut model's layer, whose readers are solved on the way to give the dense model's values from
-                the cut stream; None = they stay as they are.
+                the cut stream; None = they are not solved.
         """
         systems = [] if solving is None else self._readers(step, solving)
         writer = self.cut.normed_writer(step)
@@ -109,11 +109,11 @@ class Walk:
             for chunk in self.chunks:
                 with listening({name: layer.get_submodule(name) for name in names}) as seen:
                     chunk.dense = self.dense.run(layer, step.part, chunk.dense)
-                    wanted = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
+                    outputs = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
                 for system in systems:
-                    system.add(chunk, wanted)
+                    system.add(chunk, outputs)
                 if writer:
-                    size = wanted[writer].float().square().mean(-1, keepdim=True)
+                    size = outputs[writer].float().square().mean(-1, keepdim=True)
                     chunk.divisor = size.sqrt().clamp(min=SMALLEST)
         self._count_readers(systems)
         for system in systems:
@@ -121,7 +121,7 @@ class Walk:
         self.advance_dense(step.absorbs)
 
     def advance_cut(self, step: Step, layer: nn.Module) -> None:
-        """Take the cut stream past a step that nothing is solved in."""
+        """Take the cut stream past a step in which nothing is solved."""
         for chunk in self.chunks:
             chunk.cut = self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
 
@@ -135,10 +135,10 @@ class Walk:
         def gather(held_back: bool) -> None:
             for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
                 self._gather(writers, chunk, equations, check=not i)
-            equations.grown()
+            equations.forget_sums()
 
         gather(False)
-        # Behind a norm the stream is not linear in what the sums hold.
+        # After a norm the stream is not linear in the sums.
         linear = writers.gain is None
         error = equations.error() if linear else self._errors(writers, held_back=False).error[USED]
         solutions = partial(joint_solutions, equations, projections)
@@ -146,101 +146,101 @@ class Walk:
         choice = choose(projections, solutions, self.ridges, held_back, partial(gather, True))
         self._count(equations, projections, writers.held)
         if choice.ridge is not None:
-            self.cut.solved(projections)
+            self.cut.remember(projections)
         after = self._advance_past(writers)
         before = after if choice.ridge is None else Tally({USED: error}, after.size)
         self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after.overall())))
 
     def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
-        """Of the writers as they are, on the sequences held back or on the others."""
+        """Return the errors of the writers as they are, on the sequences held back or on the others."""
         tally = Tally()
         for chunk in self.chunks:
             if chunk.held_back == held_back:
-                tally.add(chunk.kind if held_back else USED, *self._error(chunk, writers.behind(chunk)))
+                tally.add(chunk.kind if held_back else USED, *self._error(chunk, writers.stream_after(chunk)))
         return tally.over_processes(self.judging if held_back else [USED])
 
     def _advance_past(self, writers: Writers) -> Tally:
-        """Take the cut stream past solved writers; the errors on the sequences that are solved on."""
+        """Take the cut stream past solved writers; return the errors on the sequences that are solved on."""
         tally = Tally()
         for chunk in self.chunks:
-            chunk.cut = writers.behind(chunk)
+            chunk.cut = writers.stream_after(chunk)
             if not chunk.held_back:
                 tally.add(USED, *self._error(chunk, chunk.cut))
         return tally.over_processes([USED])
 
     def _gather(self, writers: Writers, chunk: Chunk, equations: NormalEquations, *, check: bool) -> None:
-        """Add a chunk to the equations: what the writers read, and what they should write to the stream before them."""
+        """Add a chunk to the equations: the writers' inputs, and their targets relative to the stream before them."""
         inputs = [chunk.tokens(x) for x in writers.inputs(chunk, check=check)]
         x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
         target = chunk.tokens(self.cut.target(chunk.dense))
-        wanted = target - chunk.tokens(cast(Tensor, chunk.cut))
+        residual = target - chunk.tokens(cast(Tensor, chunk.cut))
         weight = self._weight(target)
         if writers.gain is not None:
-            # The norm behind the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
-            # (t - h) / gain * divisor; what the dense writer itself wrote, where nothing is removed up to the next
+            # The norm after the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
+            # (t - h) / gain * divisor, which is the dense writer's own output if nothing is removed up to the next
             # part.
             divisor, gain = cast(Tensor, chunk.divisor), writers.gain
-            wanted = torch.where(gain.abs() > SMALLEST, wanted / gain, torch.zeros_like(wanted)) * divisor
+            residual = torch.where(gain.abs() > SMALLEST, residual / gain, torch.zeros_like(residual)) * divisor
             weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
         if self.multiplier != 1.0:
-            wanted = wanted / self.multiplier
-            weight = torch.full_like(wanted[:, 0], self.multiplier) if weight is None else weight * self.multiplier
-        equations.add(x, wanted, weight)
+            residual = residual / self.multiplier
+            weight = torch.full_like(residual[:, 0], self.multiplier) if weight is None else weight * self.multiplier
+        equations.add(x, residual, weight)
 
     def _readers(self, step: Step, layer: nn.Module) -> list[Readers]:
-        """One system for the readers of each block of a step."""
+        """Make one system for the readers of each block of a step."""
         groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
         return [Readers(self.cut, step, layer, block, group, self.judging) for block, group in groups]
 
     def _count_readers(self, systems: Sequence[Readers]) -> None:
-        """The systems of a step are filled side by side."""
+        """Count the memory of a step's systems, which are filled at the same time."""
         if systems:
             *others, last = systems
-            beside = [t for s in systems for t in s.held] + [t for s in others for t in s.equations.tensors]
-            self._count(last.equations, [p for s in systems for p in s.projections], beside)
+            extra = [t for s in systems for t in s.held] + [t for s in others for t in s.equations.tensors]
+            self._count(last.equations, [p for s in systems for p in s.projections], extra)
 
     def _solve_readers(self, step: Step, system: Readers) -> None:
         solutions = partial(parallel_solutions, system.equations, system.projections)
         choice = choose(system.projections, solutions, self.ridges, system.error, system.add_judges)
         if choice.ridge is not None:
-            self.cut.solved(system.projections)
+            self.cut.remember(system.projections)
         self.reports.append(Solved(step.part, (system.block,), "readers", choice, None))
 
     def _weight(self, target: Tensor) -> Tensor | None:
-        """How much the error of each token counts, float32 [tokens]; None = all alike."""
+        """Return the weight of each token's error, float32 [tokens]; None = all alike."""
         return 1 / target.square().mean(-1).sqrt().clamp(min=SMALLEST) if self.relative else None
 
     def _error(self, chunk: Chunk, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted squared sums of what a stream lacks, and of what it should be."""
+        """Return the weighted squared sums of a stream's error, and of its target."""
         target = chunk.tokens(self.cut.target(chunk.dense))
         residual, weight = target - chunk.tokens(out), self._weight(target)
         squares = [t.square().sum(-1) for t in (residual, target)]
         error, size = ((s if weight is None else s * weight.square()).sum(dtype=torch.float64) for s in squares)
         return error, size
 
-    def _count(self, equations: NormalEquations, projections: Sequence[Projection], beside: Sequence[Tensor]) -> None:
-        """Count what is held at a time."""
+    def _count(self, equations: NormalEquations, projections: Sequence[Projection], extra: Sequence[Tensor]) -> None:
+        """Count the memory that is held at a time."""
         held = sum(chunk.nbytes for chunk in self.chunks) + sum(p.nbytes for p in projections) + equations.nbytes
-        self.extra_bytes = max(self.extra_bytes, held + sum(tensor.nbytes for tensor in beside))
+        self.extra_bytes = max(self.extra_bytes, held + sum(tensor.nbytes for tensor in extra))
 
 
 def chunks_of(
     ids: Tensor, real: Tensor, kinds: Sequence[str], share: float, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor, str, bool]]:
-    """Sequences in chunks of one kind each, which are held back or not.
+    """Divide sequences into chunks of one kind each, which are held back or not.
 
-    Of every kind every n-th sequence is held back, at least one where there are two.
+    Of every kind, every n-th sequence is held back, and at least one of two.
 
     Yields:
         (ids, real, kind, held back).
     """
     for held_back in (False, True):
         for kind, rows in _rows(kinds).items():
-            chosen = set(_spaced(rows, share))
+            chosen = set(_pick_evenly(rows, share))
             mine = torch.tensor([row for row in rows if (row in chosen) == held_back], dtype=torch.int64)
-            for some in mine.split(batch_size):
-                if len(some):
-                    yield ids[some], real[some], kind, held_back
+            for batch in mine.split(batch_size):
+                if len(batch):
+                    yield ids[batch], real[batch], kind, held_back
 
 
 def _rows(kinds: Sequence[str]) -> Mapping[str, list[int]]:
@@ -250,7 +250,7 @@ def _rows(kinds: Sequence[str]) -> Mapping[str, list[int]]:
     return rows
 
 
-def _spaced(rows: list[int], share: float) -> list[int]:
-    """Evenly spaced rows, so that they are of all parts of a text."""
+def _pick_evenly(rows: list[int], share: float) -> list[int]:
+    """Choose evenly spaced rows, so that they come from all parts of a text."""
     count = min(max(1, round(share * len(rows))), len(rows) - 1)
     return [rows[(2 * i + 1) * len(rows) // (2 * count)] for i in range(count)]

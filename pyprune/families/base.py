@@ -401,7 +401,7 @@ def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: Pr
     Args:
         family: the model's family.
         shapes: parameter name -> shape; tied parameters once.
-        plan: what stays.
+        plan: the parts to keep.
     """
     layers = {layer.index: layer for layer in plan.layers}
     result: dict[str, tuple[int, ...]] = {}

@@ -9,7 +9,7 @@ from pyprune.plan import LayerPlan, PrunePlan
 
 
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
-    """The factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
+    """Return the factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
 
     See docs/methods.md "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
     """
@@ -32,10 +32,10 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
 
 
 def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
-    """The factor that removing heads puts on a projection that is normalised over its whole width, and on that norm.
+    """Return the factor that removing heads puts on a projection normalised over its width, and on that norm.
 
     Over n' of n channels the root mean square grows by sqrt(n/n'). The projection times t = sqrt(n'/n) takes that back,
-    exactly, whatever the epsilon; the norm's weight times 1/t then leaves what comes out as it was.
+    exactly, for any epsilon; the norm's weight times 1/t then keeps its output.
     """
     axis = row.dimensions[0][0]
     kept = kept_indices(axis, layer, plan) if row.width_norm else None
@@ -46,11 +46,11 @@ def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
 
 
 def stream_scale(family: Family, plan: PrunePlan, *, tied: bool) -> float:
-    """What the cut multiplies the residual stream by: s = sqrt(d'/d), or 1 where a virtual LayerNorm spares it.
+    """Return the factor of a cut on the residual stream: s = sqrt(d'/d), or 1 if a virtual LayerNorm is used.
 
     Args:
         family: of the dense model.
-        plan: what stays.
+        plan: the parts to keep.
         tied: the head shares the embedding's tensor.
     """
     virtual_norm = family.norm == "layer" and (tied or not family.gauge)

@@ -22,7 +22,7 @@ from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_
 from pyprune.checkpoint.stored import StoredModel, without_parameters
 from pyprune.checkpoint.tokenizer import copy_tokenizer
 from pyprune.cut.compact import Buffers, CompactReport, TensorCut, tensor_cut
-from pyprune.cut.mask import gauged
+from pyprune.cut.mask import gauge_weight
 from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
 from pyprune.families import check_plan, shapes_after
@@ -106,7 +106,7 @@ class StreamedCut:
             parameters=sum(math.prod(e.shape) for e in self._entries),
             architecture=type(self._model).__name__,
             stock=self._target.stock is not None,
-            reasons=self._target.why_not_stock,
+            reasons=self._target.stock_obstacles,
         )
 
     def write(
@@ -161,11 +161,13 @@ class StreamedCut:
             return next(zeros for bias, zeros in biases if bias == name)
         dense = self._dense_names[name]
         cut = cast(TensorCut, tensor_cut(dense, self.family, self.plan, tied=self._tied))  # it stays
-        return cut.of(self._gauged(dense, source.read(dense)))
+        return cut.of(self._to_gauge(dense, source.read(dense)))
 
-    def _gauged(self, name: str, tensor: Tensor) -> Tensor:
+    def _to_gauge(self, name: str, tensor: Tensor) -> Tensor:
         """A dense tensor as it is cut: where the family needs that, in the gauge of the channels that stay."""
-        return gauged(tensor, self.source.family.match(name)[0], self.plan.hidden) if self._through_gauge else tensor
+        return (
+            gauge_weight(tensor, self.source.family.match(name)[0], self.plan.hidden) if self._through_gauge else tensor
+        )
 
     def _planned_entries(self) -> list[Entry]:
         """Every tensor of the output, in the order in which they are made."""
@@ -213,7 +215,7 @@ class StreamedCut:
                 continue
             tensor = source.mapped(name)
             dtype = dtype or self.dtype or tensor.dtype
-            tensor = self._gauged(name, self._to_cut(name, tensor))
+            tensor = self._to_gauge(name, self._to_cut(name, tensor))
             yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
             del tensor
         for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from pyprune.config.cut import ReconstructConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
-from pyprune.cut.projections import Tally, _score
+from pyprune.cut.projections import Tally, mean_change
 from pyprune.cut.reconstruct import reconstruct_, reconstruct_compacted_
 from pyprune.cut.walk import Walk
 from pyprune.data.tokens import IGNORED
@@ -222,7 +222,7 @@ def test_removed_layers_in_front_of_everything_have_no_carrier() -> None:
     model = tiny_model("llama")
     report = reconstruct_(model, family_for(model).plan(model.config).drop_layers([0]), SAMPLES)
     assert report.no_carrier == ("layer 0 attention", "layer 0 mlp")
-    assert any("Nothing stays in front of layer 0 attention" in note for note in report.notes())
+    assert any("Nothing is kept before layer 0 attention" in note for note in report.notes())
     assert report.exact == ()
     first = report.parts[0]
     assert (first.layer, first.blocks) == (1, ("attention",))
@@ -375,9 +375,9 @@ def test_readers_of_a_stream_in_another_dtype_than_their_weights_are_solved_for(
 
 def test_each_kind_of_text_judges_and_none_may_get_worse() -> None:
     before = Tally({"a": 1.0, "b": 4.0}, {"a": 9.0, "b": 9.0})
-    assert _score(before, Tally({"a": 0.5, "b": 1.0}, before.size)) == pytest.approx((0.5 + 0.25) / 2)
-    assert _score(before, Tally({"a": 0.1, "b": 4.5}, before.size)) is None
-    assert _score(before, before) is None
+    assert mean_change(before, Tally({"a": 0.5, "b": 1.0}, before.size)) == pytest.approx((0.5 + 0.25) / 2)
+    assert mean_change(before, Tally({"a": 0.1, "b": 4.5}, before.size)) is None
+    assert mean_change(before, before) is None
     model = tiny_model("llama")
     report = reconstruct_(model, plan_of(model, "layers"), SAMPLES, kinds=["prose", "code"] * 8)
     assert all(set(part.kinds) == {"prose", "code"} for part in report.parts)

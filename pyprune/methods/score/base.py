@@ -275,7 +275,7 @@ def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:
     biases = request.reconstruct == "bias"
 
     def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
-        return target_of(model, plan, biases=biases).why_not_stock
+        return target_of(model, plan, biases=biases).stock_obstacles
 
     return Ranking(request, scope, why_not_stock)
 
